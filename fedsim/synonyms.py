@@ -88,6 +88,9 @@ NAMES: dict[str, tuple[str, ...]] = _each(
         "sam sharpness_aware": ("fedsam",),
         "mime_lite": ("mimelite",),
         "perfedavg fomaml maml": ("per_fedavg",),
+        "bce logits binary_cross_entropy": ("binary",),
+        "ce nll nll_loss crossentropy": ("classification",),
+        "mse_loss l1 l1_loss mae huber huber_loss smooth_l1": ("regression",),
         "fashion fmnist fashionmnist": ("fashion_mnist",),
         "signflip signflipping sf reverse_sign": ("sign_flipping",),
         "labelflip labelflipping lf": ("label_flipping",),
@@ -145,7 +148,9 @@ NOTES: dict[str, str] = _each(
             """write processors='["sign"]', or another of `fedsim list processors`"""
         ),
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "loss criterion loss_fn loss_function": "the loss belongs to the task: task=binary or task=my_plugs:MyTask",
+        "loss criterion loss_fn loss_function": (
+            "the loss belongs to the task: task=binary, or a loss such as task=torch.nn.functional:mse_loss"
+        ),
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
@@ -153,10 +158,18 @@ NOTES: dict[str, str] = _each(
         "config config_file": "name the file itself: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "scaffold feddyn fednova moon ditto fedbn pfedme": "it is not part of fedsim",
-        "cifar cifar10 cifar_10 cifar100 emnist femnist svhn imagenet shakespeare celeba": (
+        "cifar cifar10 cifar_10": (
+            'write into my_data.py "from torchvision.datasets import CIFAR10" and '
+            '"def cifar10(root): return [CIFAR10(root, train, download=True) for train in (True, False)]", '
+            "then data=my_data:cifar10 model=torchvision.models:resnet18 model.num_classes=10"
+        ),
+        "cifar100 emnist femnist svhn imagenet shakespeare celeba": (
             'write a function that returns it, data="package.module:function"'
         ),
-        "resnet resnet18 resnet20 resnet50 vgg vgg11 vgg16 mobilenet transformer lstm rnn gru vit "
-        "bert": 'write your own, model="package.module:Class"',
+        "resnet resnet18 resnet20 resnet34 resnet50 vgg vgg11 vgg16 mobilenet": (
+            "for images with 3 channels write model=torchvision.models:resnet18 model.num_classes=10, or another "
+            "function of torchvision.models"
+        ),
+        "transformer lstm rnn gru vit bert": 'write your own, model="package.module:Class"',
     }
 )

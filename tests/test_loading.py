@@ -60,12 +60,43 @@ def test_overrides_come_after_the_file_and_later_ones_win(file):
     assert (experiment.rounds, experiment.local.params["lr"], experiment.local.epochs) == (6, 0.3, 3)
 
 
-@pytest.mark.parametrize("word", ["server.optimizer=sgd", "server=sgd"])
+@pytest.mark.parametrize("word", ["server.optimizer=sgd", "server=sgd", "server.name=sgd"])
 def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file, word):
     assert load_experiment(file, [word]).server == Experiment().server
 
 
-@pytest.mark.parametrize("word", ["server.optimizer=momentum", "server=momentum"])
+NAMED = {
+    "data": "mnist5k",
+    "partition": "contiguous",
+    "sampling": "round_robin",
+    "local": "adam",
+    "aggregate": "median",
+    "server": "momentum",
+    "attack": "sign_flipping",
+}
+
+
+@pytest.mark.parametrize("as_source", ["tables", "dotted", "words", "file"])
+def test_name_names_the_plug_of_every_table(as_source, tmp_path):
+    """In files, dicts and words alike; the records keep the key of the table."""
+    more = {"attack.fraction": 0.3, "cohort": 2}
+    words = [f"{table}.name={name}" for table, name in NAMED.items()]
+    if as_source == "words":
+        named = load_experiment({"server": {"name": "adam", "b1": 0.5}, "partition": "iid", **more}, words)
+    elif as_source == "dotted":
+        named = load_experiment({f"{table}.name": name for table, name in NAMED.items()} | more)
+    elif as_source == "tables":
+        named = load_experiment({table: {"name": name} for table, name in NAMED.items()}, **more)
+    else:
+        (tmp_path / "x.toml").write_text("".join(f'{table}.name = "{name}"\n' for table, name in NAMED.items()))
+        named = load_experiment(tmp_path / "x.toml", ["server=sgd", "server.name=momentum"], **more)
+    assert named == load_experiment(more, [f"{table}={name}" for table, name in NAMED.items()])
+    stages = load_experiment({"aggregate": {"name": [{"name": "bucketing", "s": 3}, {"name": "krum"}]}, "workers": 20})
+    assert [stage["rule"] for stage in stages.aggregate.rule] == ["bucketing", "krum"]
+    assert all("name" not in stage for stage in stages.aggregate.rule)
+
+
+@pytest.mark.parametrize("word", ["server.optimizer=momentum", "server=momentum", "server.name=momentum"])
 def test_naming_the_same_plug_keeps_its_parameters(file, word):
     assert load_experiment(file, [word]).server.params["beta"] == 0.8
 
@@ -236,6 +267,7 @@ def test_dotted_keys_in_python_are_nested_keys():
     [
         ({"local.lr": 0.1, "local": {"lr": 0.2}}, "local.lr: is given twice"),
         ({"model.name": "net", "model": "2nn"}, "model.name: is given twice"),
+        ({"server.name": "sgd", "server.optimizer": "adam"}, "server.optimizer: is given twice"),
         ({"local.steps": 5, "local": {"epochs": 2}}, "local: give epochs or steps, not both"),
         ({"rounds.x": 1, "rounds": 2}, "rounds.x = 1: rounds is not a table"),
         ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),

@@ -115,6 +115,30 @@ def test_a_pair_of_datasets_is_a_data_set(short, pair):
     assert (len(train), len(test)) == (60, 30)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda images, targets: (images, targets),
+        lambda images, targets: [images, targets],
+        lambda images, targets: (images.numpy(), targets.numpy()),
+        lambda images, targets: (images.double().numpy()[:], targets.int().numpy()),
+        lambda images, targets: list(zip(images, targets, strict=True)),
+        lambda images, targets: [{"label": int(y), "image": x} for x, y in zip(images, targets, strict=True)],
+    ],
+    ids=["tensors", "list of tensors", "arrays", "other dtypes", "samples", "dicts"],
+)
+def test_pairs_of_arrays_and_lists_of_samples_are_data_sets(short, pair, form):
+    train, test = (form(*part.tensors) for part in pair)
+    result = fedsim.run({**short, "data": (train, test)})
+    assert same(result, fedsim.run({**short, "data": pair}))
+    assert same(result, fedsim.run({**short, "data": lambda root: (train, test)}))
+
+
+def test_pairs_of_arrays_go_to_processes(short, pair):
+    tables = {**short, "data": tuple(part.tensors for part in pair)}
+    assert same(fedsim.run({**tables, "engine": "spawn", "processes": 1}), fedsim.run({**tables, "engine": "serial"}))
+
+
 def test_a_data_set_may_have_parameters_train_and_test(short):
     def part(root, *, train: int, test: int):
         parts = zip(tiny(root), (train, test), strict=True)
@@ -182,6 +206,57 @@ def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
     assert result.experiment.resolved()["data"]["dataset"] == "tests.plugs:tiny"
 
 
+class Remembering:
+    """A momentum of means, and the number of batches that a metric saw."""
+
+    def __init__(self):
+        self.last = None
+
+    def __call__(self, updates):
+        self.last = updates.mean(0) + (0 if self.last is None else 0.9 * self.last)
+        return self.last
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return self.calls
+
+
+def momentum(updates, state):
+    result = updates.mean(0) + 0.9 * state.get("last", 0)
+    return result, {"last": result}
+
+
+@pytest.mark.parametrize("engine", ["serial", "spawn"])
+def test_what_an_object_keeps_belongs_to_one_run(short, engine):
+    """No check calls it, and no run sees what another one kept."""
+    rule, metric, seen = Remembering(), Counting(), []
+
+    def noted(updates):
+        seen.append(updates.shape)
+        return updates.mean(0)
+
+    own = {"aggregate": rule, "metrics": [{"name": metric, "label": "calls"}]}
+    tables = {**short, **own, "rounds": 2, "engine": engine}
+    first, second = fedsim.run(tables), fedsim.run(tables)
+    assert same(first, second)
+    assert same(first, fedsim.run({**tables, "aggregate": momentum}))
+    assert (rule.last, metric.calls) == (None, 0)
+    assert [record.metrics["calls"] for record in (*first.history, *second.history)] == [1, 2, 1, 2]
+    fedsim.run({**short, "aggregate": noted})
+    assert seen == [(3, first.global_row.numel())], "only with the rows of the run"
+
+
+def test_an_object_that_cannot_be_copied_is_one_line(short):
+    rule = Remembering()
+    rule.last = threading.Lock()
+    with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; give a function that calls it$"):
+        fedsim.run({**short, "aggregate": rule})
+
+
 def test_functions_that_work_without_an_experiment_take_objects():
     updates = torch.randn(7, 5)
     assert torch.equal(fedsim.aggregate(updates, rule=lambda updates: updates.median(0).values), updates.median(0)[0])
@@ -208,11 +283,11 @@ def test_functions_that_work_without_an_experiment_take_objects():
             {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},
             r"data: must be .* tuple \(train, test\)",
         ),
-        ({"data": {"train": [1], "test": [2]}}, r"data: must be .* tuple \(train, test\) .*fedsim.TensorData"),
         (
-            {"data": ((torch.zeros(3, 1), torch.zeros(3)), (torch.zeros(3, 1), torch.zeros(3)))},
-            "data: must be .*TensorData",
+            {"data": {"train": [1], "test": [2]}},
+            r"data: must be .* tuple \(train, test\), .* tuples \(inputs, targets\)",
         ),
+        ({"data": (torch.zeros(3, 1), torch.zeros(3))}, r"data: must be .* tuple \(train, test\), "),
         (
             {"local": {"solver": torch.optim.SGD}},
             r'local.solver = ".*:SGD": cannot be used: is an opt.* did you mean "sgd"',

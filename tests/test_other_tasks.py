@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fedsim
 from fedsim import DataError, ExperimentError
@@ -85,6 +86,78 @@ def test_a_step_of_regression_is_that_of_plain_pytorch(outputs):
     last = result.history[-1]
     assert last.test_loss == last.metrics["mae"] == pytest.approx(errors.abs().mean().item())
     assert last.metrics["mse"] == pytest.approx(errors.square().mean().item())
+
+
+class Cubes(nn.Module):
+    """A loss module without `reduction`."""
+
+    def forward(self, outputs, targets):
+        return (outputs - targets).abs() ** 3
+
+
+def cubes(outputs, targets, power: float = 3.0):
+    return (outputs - targets).abs() ** power
+
+
+MSE_TASKS = {
+    "function": F.mse_loss,
+    "path": "torch.nn.functional:mse_loss",
+    "module": nn.MSELoss(),
+    "summing module": nn.MSELoss(reduction="sum"),
+    "class": nn.MSELoss,
+    "own function": {"name": cubes, "power": 2.0},
+    "name": "mse",
+}
+
+
+@pytest.mark.parametrize("form", MSE_TASKS)
+def test_a_loss_is_a_task(form):
+    """Whatever its own reduction is, a step follows the gradient of the mean over samples."""
+    tables = {**SHORT, **REGRESSION, "rounds": 1}
+    expected = fedsim.run(tables)
+    result = fedsim.run({**tables, "task": MSE_TASKS[form]})
+    assert torch.allclose(result.global_row, expected.global_row)
+    assert (result.test_loss, result.test_accuracy) == (pytest.approx(expected.test_loss), None)
+
+
+@pytest.mark.parametrize("engine", ["spawn", "batched"])
+@pytest.mark.parametrize("loss", [nn.HuberLoss(delta=0.5), F.l1_loss, Cubes()], ids=["module", "function", "own"])
+def test_a_loss_is_the_same_task_in_every_engine(loss, engine):
+    tables = {**SHORT, **REGRESSION, "rounds": 1, "task": loss}
+    expected, result = (fedsim.run({**tables, "engine": each}) for each in ("serial", engine))
+    assert torch.allclose(result.global_row, expected.global_row, atol=1e-6)
+
+
+def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch():
+    outputs, labels, weight = torch.randn(6, 3, dtype=torch.double), torch.tensor([0, 1, 2, 0, 1, 2]), torch.rand(3)
+    task = fedsim.Experiment(task=nn.CrossEntropyLoss(weight=weight)).task.bind()  # float32 weights, float64 outputs
+    expected = F.cross_entropy(outputs, labels, weight=weight.double(), reduction="none")
+    assert torch.allclose(task.loss(outputs, labels, "none"), expected)
+    assert torch.allclose(task.loss(outputs, labels), expected.mean())
+    task = fedsim.Experiment(task=F.mse_loss).task.bind()
+    targets = torch.randn(6, 3)
+    assert torch.allclose(task.loss(outputs, targets, "none"), (outputs - targets).square().mean(1))
+    with pytest.raises(ExperimentError, match="has 3 classes, but the labels go up to 4"):
+        fedsim.Experiment(task=F.cross_entropy).task.bind().check_outputs(outputs, labels, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (
+            lambda outputs, targets: F.mse_loss(outputs, targets),
+            r"must return a loss for each sample, \[batch\] .*\(\)$",
+        ),
+        (nn.CosineEmbeddingLoss(), "the loss <CosineEmbeddingLoss.*> fails for outputs .8. and targets float32 .8.: "),
+        (nn.Identity, "the loss .*Identity fails"),
+        ("bce", 'task.name = "bce": no such task; did you mean "binary"'),
+    ],
+    ids=["mean", "three inputs", "one input", "name"],
+)
+def test_what_is_no_loss_of_samples_is_one_line(loss, line):
+    with pytest.raises(ExperimentError, match=line) as caught:
+        fedsim.run({**SHORT, **REGRESSION, "task": loss})
+    assert len(caught.value.lines) == 1
 
 
 @pytest.mark.parametrize("tables", [REGRESSION, NEXT_TOKEN], ids=["regression", "next token"])

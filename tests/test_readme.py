@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -61,6 +62,22 @@ def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
         assert list(map(float, own[1:4])) == pytest.approx(list(map(float, words[1:4])), abs=5e-3)
 
 
+@pytest.mark.parametrize("place", [place for place, (language, _) in enumerate(BLOCKS) if language == "python"])
+def test_the_python_examples_print_what_the_readme_shows(place, capsys, monkeypatch):
+    """The same words, and the same numbers but for the rounding of another processor."""
+    monkeypatch.setattr(fedsim, "run", functools.partial(fedsim.run, engine="serial"))  # starts no processes
+    (_, code), (language, shown) = BLOCKS[place : place + 2]
+    assert language == "text"
+    exec(code, {"__name__": "__main__"})
+    assert_same_numbers(capsys.readouterr().out, shown)
+
+
+def assert_same_numbers(printed, shown):
+    assert NUMBER.sub("0", printed) == NUMBER.sub("0", shown)
+    numbers, expected = ([float(word) for word in NUMBER.findall(text)] for text in (printed, shown))
+    assert numbers == pytest.approx(expected, rel=0.05, abs=0.01), printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "shown"), COMPARISONS, ids=lambda text: text.split()[-1] if "\n" not in text else ""
@@ -71,9 +88,7 @@ def test_a_comparison_prints_what_the_readme_shows(command, shown, tmp_path):
     assert done.exit_code == 0, done.output
     printed = {NUMBER.sub("0", line): line for line in done.stdout.splitlines()}
     for line in shown.splitlines():
-        own = printed[NUMBER.sub("0", line)]
-        numbers, expected = ([float(word) for word in NUMBER.findall(each)] for each in (own, line))
-        assert numbers == pytest.approx(expected, rel=0.05, abs=0.01), own
+        assert_same_numbers(printed[NUMBER.sub("0", line)], line)
 
 
 def test_the_readme_has_two_comparisons():

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
-from fedsim.core.name_errors import parameter_errors
+from fedsim.core.name_errors import parameter_errors, with_key
 from fedsim.core.objects import plain
 from fedsim.core.registry import Plug
 from fedsim.errors import ExperimentError, show
@@ -46,7 +46,7 @@ def resolve(
     if stages == []:
         raise ExperimentError(f'{key} = []: needs a rule, such as "mean"')
     wheres = [f"{key}[{index}]" for index in range(len(stages))] if isinstance(stages, list) else [key]
-    tables = [_as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
+    tables = [as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
     names = [table.pop("rule") for table in tables]
     plugs = [_pre_aggregator_plug(name, where) for name, where in zip(names[:-1], wheres[:-1], strict=True)]
     plugs.append(_rule_plug(names[-1], wheres[-1]))
@@ -73,9 +73,10 @@ def resolve(
     return resolved
 
 
-def _as_table(stage: Any, where: str) -> dict[str, Any]:
-    """A copy of the table of a stage."""
+def as_table(stage: Any, where: str) -> dict[str, Any]:
+    """A copy of the table of a stage, in which `rule` names it."""
     table = {"rule": stage} if isinstance(stage, str) else stage
+    table = with_key(table, "rule", where) if isinstance(table, dict) else table
     if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
         raise ExperimentError(f"{where} = {show(stage)}: a stage is a name or a table with the key rule")
     return dict(table)

@@ -23,7 +23,7 @@ from fedsim.config.source_catalog import (
     source_plugs,
     title_of,
 )
-from fedsim.core.name_errors import parameter_errors, plug_name_error, unknown_key_error
+from fedsim.core.name_errors import parameter_errors, plug_name_error, unknown_key_error, with_key
 from fedsim.core.suggestions import nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
 
@@ -91,6 +91,8 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
         values = {table.named_by: values}
     if not isinstance(values, dict):
         return
+    if table.kind:
+        values = with_key(values, table.named_by, place)
     prefix = f"{place}." if place else ""
     unknown = {}
     for key, value in values.items():

@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.config.source_catalog import SourceTable, plug_tables
 from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
-from fedsim.core.name_errors import both_given_error
+from fedsim.core.name_errors import both_given_error, with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, printable, show
 
 DEFAULT_ENGINE = "auto"
@@ -73,7 +73,9 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 def merge(description: dict[str, Any], changes: Iterable[Change]) -> bool:
     """Apply changes as `override` does, except for settings of the engine; whether they change the engine."""
-    changes = sorted(changes, key=lambda change: not _names_plug(change[0]))
+    changes = sorted(
+        ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_plug(change[0])
+    )
     _refuse_alternatives(changes)
     engine_before = description.get("engine", DEFAULT_ENGINE)
     for keys, value in changes:
@@ -89,8 +91,15 @@ def plug_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
     return None, []
 
 
+def naming_key(keys: Sequence[str]) -> list[str]:
+    """The key that names a plug, for the key `name` of its table: `server.optimizer` for `server.name`."""
+    table, within = plug_table(keys)
+    return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
+
+
 def key_changed(keys: Sequence[str], value: Any) -> str:
-    """The dotted key that a change sets: `partition=iid` sets `partition.strategy`."""
+    """The dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.strategy`."""
+    keys = naming_key(keys)
     table, within = plug_table(keys)
     if table and not within and not isinstance(value, dict):
         keys = [*keys, table.named_by]
@@ -123,9 +132,12 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         holder = plug_tables().get(".".join(keys[:depth]))
         if holder and holder.is_name(table.get(key)):
             table[key] = {holder.named_by: table[key]}
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
+        if holder:
+            inner = table[key] = with_key(inner, holder.named_by, ".".join(keys[:depth]))
+        table = inner
     key = keys[-1]
     if of_plug and len(within) == 1:
         if key == of_plug.named_by and value != table.get(key, of_plug.default):

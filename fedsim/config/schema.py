@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
+from fedsim.aggregation.resolve import as_table
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
 from fedsim.config.local_schema import Amount, Count, ServerSchedule
 from fedsim.core.base_table import PlugTable, Table
@@ -85,8 +86,8 @@ class Data(PlugTable):
         pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "dataset" not in value
         if pair or isinstance(value, list):
             raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test) of two data sets, not a list or a dict; "
-                "of tensors make data sets by fedsim.TensorData(inputs, targets)"
+                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test are "
+                "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
             )
         return value
 
@@ -164,7 +165,7 @@ class Aggregate(PlugTable):
         stages = [{"rule": plug.name, **_without_f(params)} for plug, params in resolved]
         if isinstance(rule, str):
             return {**stages[0], **own, "rule": stages[0]["rule"]}
-        given = [stage if isinstance(stage, dict) else {} for stage in rule]
+        given = [as_table(stage, "aggregate.rule") for stage in rule]
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, given, strict=True)]
         return {**own, "rule": stages}
 

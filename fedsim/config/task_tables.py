@@ -8,10 +8,12 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
+from torch import nn
 
 from fedsim.core import other_tasks  # noqa: F401  # registers tasks
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.learning_task import LearningTask, correct_of, learning_task
+from fedsim.core.loss_task import LossTask
 from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
 from fedsim.core.suggestions import nearest
@@ -36,7 +38,10 @@ def _label(label: str) -> str:
 
 
 class Task(PlugTable):
-    """The loss of training and tests, and which answers are correct."""
+    """The loss of training and tests, and which answers are correct.
+
+    A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
+    """
 
     place, named_by, registry = "task", "name", learning_task
 
@@ -48,10 +53,17 @@ class Task(PlugTable):
 
     def bind(self) -> LearningTask:
         """The task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
-        task = super().bind()
-        task = task if is_dataclass(self.plug.target) else task()
+        plug, bound = self.plug, super().bind()
+        if plug.takes:
+            return LossTask(self.name, bound, tuple(plug.takes))
+        task = bound if is_dataclass(plug.target) else bound()
+        if isinstance(task, nn.Module):
+            return LossTask(self.name, bound)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
-            raise ExperimentError(f"task.name = {show(self.name)}: has no method {missing[0]}; LearningTask names all")
+            raise ExperimentError(
+                f"task.name = {show(self.name)}: has no method {missing[0]}; must be a loss function of (outputs, "
+                "targets), a loss module, or a task with the methods of fedsim.core.learning_task.LearningTask"
+            )
         return task
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from fedsim.core.name_errors import both_given_error
+from fedsim.core.name_errors import both_given_error, with_key
 from fedsim.core.registry import Plug, Registry
 from fedsim.errors import ExperimentError
 
@@ -24,7 +24,8 @@ class Table(BaseModel):
 class PlugTable(Table):
     """A table whose key `named_by` names a plug; its other keys are parameters of that plug.
 
-    A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`.
+    A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. In every table
+    the key `name` stands for `named_by`: `{name = "momentum"}` is `{optimizer = "momentum"}`.
 
     Attributes:
         place: the dotted key of the table.
@@ -48,6 +49,7 @@ class PlugTable(Table):
             return table
         if not isinstance(table, dict):
             raise ValueError("a name or a table")
+        table = with_key(table, cls.named_by, cls.place)
         name = table.get(cls.named_by)
         if isinstance(name, str) and name.startswith("__main__:"):  # other processes have another __main__
             table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
@@ -78,7 +80,7 @@ class PlugTable(Table):
     def check_parameters(self) -> None:
         """Check the plug's parameters, and add their defaults."""
         own = [key for key in type(self).model_fields if key != self.named_by]
-        clash = sorted(set(own) & set(self.plug.parameters.model_fields))
+        clash = sorted(({"name", *own} - {self.named_by}) & set(self.plug.parameters.model_fields))
         if clash:
             raise ExperimentError(
                 f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of {self.plug.name} "

@@ -5,21 +5,43 @@ This module has the tasks with class labels; tasks with other targets are in `fe
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.core.registry import Registry
+from fedsim.core.registry import Plug, Registry
 from fedsim.errors import DataError, ExperimentError
 
 Reduction = Literal["mean", "none"]
 
-learning_task = Registry("task")
+REDUCTION = "reduction"
+REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's former names
+
+
+class TaskRegistry(Registry):
+    """A Registry that also accepts loss functions: their first two parameters are inputs, and have no defaults."""
+
+    def _plug(self, name: str, target: Any) -> Plug:
+        plug = super()._plug(name, target)
+        if isinstance(target, type) or dataclasses.is_dataclass(target):
+            return plug
+        parameters = inspect.signature(target).parameters.values()
+        inputs = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if len(inputs) != 2:
+            return plug
+        return dataclasses.replace(
+            plug, takes={p.name: p.name in inputs for p in parameters if p.name in (*inputs, *REDUCTIONS)}
+        )
+
+
+learning_task = TaskRegistry("task", accepts="a loss or a task")
 
 
 class LearningTask(Protocol):
@@ -81,6 +103,7 @@ def shape_of(outputs: object) -> object:
     return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
+@learning_task("cross_entropy")
 @learning_task("classification")
 @dataclass(frozen=True)
 class Classification:

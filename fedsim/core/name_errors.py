@@ -9,7 +9,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
 
 from fedsim.core.suggestions import VOCABULARY, nearest, nearest_key
-from fedsim.errors import MAX_PROBLEMS, cut, show
+from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, show
 
 NOTE = re.compile(r"<[\w, ]+>")  # the name of an object without an import path
 
@@ -91,6 +91,20 @@ def parameter_errors(
 def both_given_error(place: str, alternatives: Iterable[str]) -> str:
     """The error line for a table with more than one of these keys."""
     return f"{place}: give {' or '.join(alternatives)}, not both"
+
+
+def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
+    """A table that names a plug by the key `named_by`, where it may have the key `name` instead.
+
+    Raises ExperimentError if the table has both keys.
+    """
+    if named_by == "name" or "name" not in table:
+        return table
+    if named_by in table:
+        raise ExperimentError(
+            f"{place}.name = {show(table['name'])}: stands for {place}.{named_by}, which is given too; omit one of them"
+        )
+    return {named_by if key == "name" else key: value for key, value in table.items()}
 
 
 def _as_import_path(name: str) -> str | None:

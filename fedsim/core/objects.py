@@ -18,7 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -27,7 +27,9 @@ from pydantic import BaseModel, WrapValidator
 from torch import Tensor, nn
 
 from fedsim.core.name_errors import NOTE
-from fedsim.errors import one_line, show
+from fedsim.errors import ExperimentError, one_line, show
+
+Value = TypeVar("Value")
 
 LONGEST_NOTE = 60  # characters
 NUMBER = re.compile(r" \d+(?=>$)")
@@ -93,7 +95,8 @@ def plain(value: Any) -> Any:
     """A value as a file would hold it: dicts, lists, Python's numbers, and names of objects.
 
     NumPy arrays and tensors become numbers or lists of numbers, a Mapping a dict, a Sequence a list. A tuple of two
-    objects that are not callable, such as data sets, is one object. Other values stay as they are.
+    data sets is one object: objects that are not callable, pairs (inputs, targets), or lists of samples. Other values
+    stay as they are.
 
     >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
     {'seed': 3, 'weights': [1.0, 1.0]}
@@ -104,7 +107,7 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, tuple) and len(value) == 2 and all(_is_object(part) and not callable(part) for part in value):
+    if isinstance(value, tuple) and len(value) == 2 and all(map(_is_data, value)):
         return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(each) for each in value]
@@ -150,6 +153,20 @@ def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
     return replaced(value)
 
 
+def own_copy(value: Value) -> Value:
+    """A deep copy with copies of the objects in it, so that what they keep belongs to one run.
+
+    Raises ExperimentError if an object cannot be copied.
+    """
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise ExperimentError(
+            f"an object of the experiment cannot be copied ({one_line(error)}), and each run works with a copy; give a "
+            "function that calls it"
+        ) from error
+
+
 def why_unsendable(names: Iterable[ObjectName]) -> str | None:
     """The reason why one of these objects cannot be sent to another process; None if all can be sent."""
     for name in names:
@@ -168,6 +185,16 @@ def _is_object(value: Any) -> bool:
     return not own and not isinstance(value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor))
 
 
+def _is_data(value: Any) -> bool:
+    """Whether a value may be a data set: an object, inputs and targets in arrays, or a list of samples."""
+    if not isinstance(value, (tuple, list)):
+        return _is_object(value) and not callable(value)
+    arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)
+    return (arrays and len(value) == 2) or (
+        isinstance(value, list) and isinstance(next(iter(value), None), (tuple, dict))
+    )
+
+
 def _import_path(target: Any) -> str | None:
     """`module:name`, if this path gives the same object in every process; otherwise None."""
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
@@ -180,6 +207,8 @@ def _import_path(target: Any) -> str | None:
 
 
 def _word_for(target: Any) -> str:
+    if isinstance(target, (tuple, list)):
+        return "samples"
     target = target.func if isinstance(target, functools.partial) else target
     word = getattr(target, "__name__", None) or type(target).__name__
     return re.sub(r"\W+", "_", str(word)).strip("_") or "object"

@@ -12,6 +12,7 @@ decides which modules a file may import. In Python a name may be the function or
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -134,6 +135,11 @@ class Imported:
 
     def __repr__(self) -> str:
         return f"Imported({self._path!r}, {self._params!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Imported:
+        copied = Imported(self._path, self._params)
+        copied._target = copy.deepcopy(self._target, memo)
+        return copied
 
     def __reduce__(self) -> tuple[type[Imported], tuple[str, dict[str, Any]]]:
         return Imported, (self._path, self._params)

@@ -19,7 +19,11 @@ from fedsim.errors import DataError, FedsimError, one_line, show
 from fedsim.system import vision
 from fedsim.system.files import is_file
 
-dataset = Registry("data set", given=("root",), accepts="a function, a class or a tuple (train, test)")
+dataset = Registry(
+    "data set",
+    given=("root",),
+    accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
+)
 
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
 MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test

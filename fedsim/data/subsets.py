@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from fedsim.core.randomness import Draws, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
-from fedsim.data.tensors import TensorData, as_targets
+from fedsim.data.tensors import TensorData, as_pair, as_targets
 
 # Gathered and normalised at once, so that small batches share the calls. On a CPU a chunk stays in its cache. Elsewhere
 # each chunk waits for the device, which copies the positions: 64 MiB are a whole shard of 20,000 images of 28 x 28.
@@ -63,8 +63,8 @@ class CustomSubset(Subset):
         samples = fetch(numbers) if fetch else [self.dataset[number] for number in numbers]
         if self.subset_transform is None:
             return list(samples)
-        inputs = self._transform([sample[0] for sample in samples])
-        return [(x, sample[1]) for x, sample in zip(inputs, samples, strict=True)]
+        inputs, targets = zip(*map(as_pair, samples, numbers), strict=True)
+        return list(zip(self._transform(list(inputs)), targets, strict=True))
 
     def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs [batch, ...] and the targets [batch, ...] of the samples number `positions` of the subset."""
@@ -74,7 +74,8 @@ class CustomSubset(Subset):
             chosen = self.indices[positions]
             inputs, targets = (t.index_select(0, chosen.to(t.device)) for t in self.dataset.tensors)
         else:
-            return tuple(default_collate(self.__getitems__(positions.tolist())))
+            samples = self.__getitems__(positions.tolist())
+            return tuple(default_collate(list(map(as_pair, samples, positions.tolist()))))
         if self.subset_transform is None:
             return inputs, targets
         transformed = self._transform(inputs)
@@ -176,7 +177,7 @@ def targets_of(dataset: Any) -> np.ndarray:
         targets = getattr(dataset, name, None)
         if targets is not None:
             return _as_array(targets)
-    return as_targets([dataset[index][1] for index in range(len(dataset))])
+    return as_targets([as_pair(dataset[index], index)[1] for index in range(len(dataset))])
 
 
 def _as_array(targets: Any) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,10 @@ from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import described
 from fedsim.errors import DataError
+
+TARGET_KEYS = "label", "labels", "target", "targets"
+PAIRS = "data=((inputs, targets), (test_inputs, test_targets))"
+FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_numpy()'
 
 
 @dataclass(frozen=True)
@@ -140,29 +144,83 @@ def _order_of(inputs: Tensor) -> torch.memory_format:
 def as_tensor_data(data: Any) -> TensorData:
     """Read any map-style data set of (input, target) samples into tensors, in order.
 
+    A pair (inputs, targets) of tensors or arrays is a data set as well. A sample may be a dict of an input and a
+    target, if the key of the target is label, labels, target or targets.
+
     Inputs may be tensors, arrays, numbers or PIL images; all must have one shape. uint8 inputs, such as images, are
     divided by 255, as torchvision's ToTensor does; other integers (tokens) stay the same. Targets are numbers, tensors
     or arrays of one shape: integers stay integers, others floating. The attribute `ids` of the data set is kept.
 
-    Raises DataError for data without length or index, such as a DataLoader, and for a target that is not made of
-    numbers, or has another shape than the first.
+    Raises DataError for data without length or index, such as a DataLoader, for a data frame, for a sample that is no
+    such pair, and for an input or a target that is not made of numbers, or has another shape than the first.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])
     """
     if isinstance(data, TensorData):
         return data
+    kind = type(data).__name__
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        kind = type(data).__name__
         raise DataError(f"a {kind} is not a map-style data set, which has a length and gives samples by their index")
-    samples = [data[index] for index in range(len(data))]
-    inputs = torch.stack([_as_tensor(sample[0]) for sample in samples])
-    targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
+    if hasattr(data, "to_numpy"):
+        raise DataError(f"a {kind} has columns, not samples; give {PAIRS}, with arrays such as {FROM_FRAME}")
+    if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list, Mapping)):
+        inputs, targets = _columns(*data)
+    else:
+        samples = [as_pair(data[index], index) for index in range(len(data))]
+        inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
+        targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
     ids = getattr(data, "ids", None)
     ids = None if ids is None else np.asarray(ids)
     if inputs.dtype == torch.uint8:
         return TensorData(inputs, targets, scale=1 / 255, ids=ids)
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
+
+
+def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
+    """The input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
+    if isinstance(sample, Mapping):
+        inputs, targets = (
+            [key for key in sample if key not in TARGET_KEYS],
+            [key for key in sample if key in TARGET_KEYS],
+        )
+        if len(inputs) == len(targets) == 1:
+            return sample[inputs[0]], sample[targets[0]]
+        found, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
+        convert = f'[(sample["{first}"], sample["{last}"]) for sample in data]'
+    elif isinstance(sample, (tuple, list)) and len(sample) > 1:
+        return sample[0], sample[1]
+    else:
+        found, convert = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
+    raise DataError(f"sample {index} {found}; a sample must be (input, target), as in {convert}")
+
+
+def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """The tensors of a pair (inputs, targets) of tensors or arrays."""
+    for place, value in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
+            kind = type(value).__name__
+            convert = "; convert it by .to_numpy()" if hasattr(value, "to_numpy") else ""
+            raise DataError(
+                f"the {place} are a {kind}; must be a tensor or an array of one or more dimensions{convert}"
+            )
+    if len(inputs) != len(targets):
+        raise DataError(f"{len(inputs)} inputs have {len(targets)} targets")
+    array = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else targets
+    array = _as_int64(array) if array.dtype.kind in "iubf" else as_targets(list(array))
+    return _as_tensor(inputs, "an array of inputs"), torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _stacked(inputs: list[Tensor]) -> Tensor:
+    for index, each in enumerate(inputs):
+        if each.shape != inputs[0].shape:
+            raise DataError(
+                f"the input of sample {index} has the shape {list(each.shape)}, and that of sample 0 "
+                f"{list(inputs[0].shape)}; all must have one shape: pad them by "
+                f"torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True) and give {PAIRS}; "
+                "with a collate_fn that pads: data=(collate_fn(list(train)), collate_fn(list(test)))"
+            )
+    return torch.stack(inputs)
 
 
 def as_targets(targets: Sequence[Any]) -> np.ndarray:
@@ -180,16 +238,24 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
                 f"{place} of shape {list(value.shape)}, and that of sample 0 of {list(values[0].shape)}; all must have "
                 "one shape: pad tokens with -100, which the task next_token ignores"
             )
-    array = np.stack(values) if values else np.zeros(0, dtype=np.int64)
+    return _as_int64(np.stack(values) if values else np.zeros(0, dtype=np.int64))
+
+
+def _as_int64(array: np.ndarray) -> np.ndarray:
+    """Targets with int64 in place of other integers, and classes [n, 1] as [n]."""
     if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # classes as arrays of one number
         array = array[:, 0]
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if hasattr(value, "getbands"):  # a PIL image, recognised without importing PIL
         pixels = torch.from_numpy(np.array(value))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    return torch.as_tensor(value)
+    try:
+        return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
+        raise DataError(f"{place} is a {kind}; must be numbers, a tensor, an array or a picture") from error

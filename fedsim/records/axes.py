@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedsim.config.overrides import Change, split_word
+from fedsim.config.overrides import Change, naming_key, split_word
 from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import leaves_of
@@ -27,7 +27,8 @@ def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
-    for key, values in leaves_of(tables):
+    for given, values in leaves_of(tables):
+        key = ".".join(naming_key(given.split(".")))
         if key in axes:
             raise ExperimentError(f"{place}.{key}: is given twice")
         axes[key] = _checked(key, values, f"{place}.{key}")
@@ -43,7 +44,7 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
     others: dict[str, str] = {}
     for word in words:
         keys, text = split_word(word)
-        key, pieces = ".".join(keys), split_at_commas(text)
+        key, pieces = ".".join(naming_key(keys)), split_at_commas(text)
         axes.pop(key, None)
         others.pop(key, None)
         if numbers := as_range(text):

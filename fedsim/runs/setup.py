@@ -17,7 +17,7 @@ from fedsim.byzantine import Attackers
 from fedsim.clients import as_algorithm
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import what_needs_rows
-from fedsim.core.objects import names_in, why_unsendable
+from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData, label_counts, transforms_of_workers
@@ -198,7 +198,7 @@ def _with_data(
     data = experiment.data
     on_setup(f"loading the data set {show(data.dataset)}")
     train, test = session.data(data.dataset, data.root, data.params, device)
-    checks.check_outputs_of_model(experiment, task, train, test)
+    checks.check_outputs_of_model(experiment, own_copy(task), train, test)  # calls objects that may keep what they see
     fewest = 1 if "worker" in experiment.partition.plug.takes else experiment.workers  # virtual shards may overlap
     train, validation = split_validation(train, data.validation, experiment.seed, fewest)
 
@@ -255,7 +255,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
     checks.check_model(experiment, task)
     task = replace(task, solver=task.solver.for_model(task.new_module()))
     checks.check_client_algorithm(experiment, task)
-    return task
+    return own_copy(task)
 
 
 def schedule_of(experiment: Experiment) -> Schedule:

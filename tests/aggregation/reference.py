@@ -68,6 +68,18 @@ def mda(x, f):
     return x[list(best)].mean(0)
 
 
+def smea(x, f):
+    def spread(subset):
+        away = x[list(subset)] - x[list(subset)].mean(0)
+        if x.shape[1] > len(subset):  # along further directions the covariance is zero
+            away = away @ np.linalg.qr(away.T)[0]
+        return np.linalg.eigvalsh(away.T @ away / len(subset))[-1]
+
+    subsets = list(itertools.combinations(range(len(x)), len(x) - f))
+    spreads = np.array([spread(subset) for subset in subsets])
+    return x[list(subsets[(spreads <= spreads.min() * (1 + 1e-10)).argmax()])].mean(0)
+
+
 def medoid(x):
     return x[first_least(distances(x).sum(1))[0]]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,7 @@ RULES = {
     "multi_krum": {"f": 2},
     "bulyan": {"f": 2},
     "mda": {"f": 3},
+    "smea": {"f": 3},
     "medoid": {},
     "cge": {"f": 3},
     "aksel": {"f": 3},
@@ -171,6 +174,32 @@ def test_mda_of_a_hundred_rows_finds_the_honest_ones():
     assert torch.allclose(fedsim.aggregate(x, rule="mda", f=10), x[honest].mean(0), rtol=0, atol=1e-12)
 
 
+def test_smea_refuses_too_large_a_search():
+    with pytest.raises(ExperimentError, match=r"smea: 5.94e\+05 subsets of 24 of 30 rows are too many"):
+        fedsim.aggregate(torch.ones(30, 3), rule="smea", f=6)
+
+
+def test_smea_minimises_the_spread_along_a_line_and_mda_the_diameter():
+    """The rows 0 to 3 lie on a line of length 2 with variance 11 / 16; 0 and 4 to 6 are a tetrahedron of edges 2.2."""
+    x = torch.zeros(7, 4, dtype=torch.double)
+    x[1:4, 0] = torch.tensor([-1.0, 1, 1])
+    x[4:, 1:] = 2.2 / 2**0.5 * (1 - torch.eye(3, dtype=torch.double))
+    assert torch.allclose(fedsim.aggregate(x, rule="mda", f=3), x[:4].mean(0))
+    assert torch.allclose(fedsim.aggregate(x, rule="smea", f=3), x[[0, 4, 5, 6]].mean(0))  # 2.2^2 / 8 < 11 / 16
+
+
+def test_smea_leaves_out_rows_that_are_not_finite():
+    x = torch.tensor([[0.0], [1], [2], [math.nan], [math.inf]], dtype=torch.double)
+    assert fedsim.aggregate(x, rule="smea", f=2, nonfinite="keep").item() == 1
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_smea_finds_the_least_eigenvalue_exactly_of_many_subsets(scale):
+    x = normal(13, 8) * scale
+    ours = fedsim.aggregate(torch.from_numpy(x), rule="smea", f=4).numpy()
+    assert np.allclose(ours / scale, reference.smea(x / scale, 4), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "params", [{}, {"start": "zeros"}, {"iterations": 1}, {"iterations": 4, "tol": 0.0}, {"nu": 0.1}]
 )
@@ -241,6 +270,7 @@ def test_foolsgold_gives_similar_rows_no_weight():
         ("meamed", {"f": 5}, "2f < n"),
         ("phocas", {"f": 5}, "2f < n"),
         ("mda", {"f": 5}, "2f < n"),
+        ("smea", {"f": 5}, "2f < n"),
         ("caf", {"f": 5}, "2f < n"),
         ("cge", {"f": 10}, "f < n"),
         ("monna", {"f": 1, "row": 10}, "the trusted row = 10 is not among the workers"),

@@ -77,7 +77,8 @@ def test_a_wrong_word_raises_an_error_of_one_line(word, message):
 def test_a_grid_table_has_dotted_keys_or_nested_tables():
     dotted = axes_of_tables({"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
     nested = axes_of_tables({"aggregate": {"rule": ["mean", "median"]}, "seed": [0, 1]})
-    assert dotted == nested == {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
+    named = axes_of_tables({"aggregate.name": ["mean", "median"], "seed": [0, 1]})
+    assert dotted == nested == named == {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
 
 
 def test_values_become_json_values():

@@ -169,3 +169,13 @@ def test_targets_without_classes_are_divided_by_strategies_that_need_none(target
         assert [len(part) for part in fedsim.dataset_split(data, 2, "iid")] == [5, 5]
         with pytest.raises(fedsim.ExperimentError, match='"dirichlet": needs class labels.*such as iid'):
             fedsim.dataset_split(data, 2, "dirichlet")
+
+
+def test_samples_may_be_dicts_of_an_input_and_a_target():
+    samples = [{"label": n % 2, "x": torch.tensor([float(n)])} for n in range(4)]
+    subsets = fedsim.dataset_split(samples, 2, "contiguous", subset_transform=lambda x: x + 1)
+    assert [target for _, target in subsets[1]] == [0, 1]
+    inputs, targets = subsets[1].gather(torch.tensor([1, 0]))
+    assert (inputs.tolist(), targets.tolist()) == ([[4.0], [3.0]], [1, 0])
+    inputs, targets = fedsim.CustomSubset(samples, [3]).gather(torch.tensor([0]))
+    assert (inputs.tolist(), targets.tolist()) == ([[3.0]], [1])

@@ -116,3 +116,63 @@ def test_floating_targets_have_the_precision_of_a_run():
     assert (moved.targets.dtype, moved.dtype) == (torch.float64, torch.int64)
     assert torch.equal(data.take(np.array([1])).targets, torch.tensor([0.2]))
     assert data[0][1] == pytest.approx(0.1)
+
+
+SEQUENCES = [(torch.arange(length), length % 2) for length in (3, 5, 4)]
+DICTS = [{"input_ids": [1, 2, 3], "mask": [1, 1, 0], "label": 1}]
+
+
+class Frame:
+    """Like a data frame of pandas: its items are columns."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, column):
+        raise KeyError(column)
+
+    def to_numpy(self):
+        return np.zeros((3, 2))
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (SEQUENCES, r"sample 1 has the shape \[5\], and that of sample 0 \[3\]; .*pad_sequence.* collate_fn"),
+        (DICTS, r"sample 0 has the keys input_ids, mask, label; a sample must be \(input, target\), as in .*sample\["),
+        ([{"x": 1.0}], r"sample 0 has the keys x; .*sample\[\"x\"\], sample\[\"y\"\]"),
+        ([torch.zeros(3), torch.ones(3), torch.ones(3)], "sample 0 is a Tensor; a sample must be"),
+        ([("a text", 1)], "the input of sample 0 is a str; must be numbers, "),
+        (Frame(), "a Frame has columns, not samples; give data=.*to_numpy"),
+        ((Frame(), np.zeros(3)), "the inputs are a Frame; must be a tensor or an array .*; convert it by .to_numpy"),
+        ((np.zeros((3, 2)), np.zeros(2)), "3 inputs have 2 targets"),
+        ((np.array(["a", "b"]), np.zeros(2)), "inputs is a <U1 array; must be numbers"),
+        ((np.zeros((2, 2)), np.array(["a", "b"])), "the target of sample 0 is a str_; targets must be numbers"),
+    ],
+    ids=str,
+)
+def test_what_is_no_data_set_of_pairs_is_one_line_with_the_way(data, line):
+    with pytest.raises(DataError, match=line) as caught:
+        as_tensor_data(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_ways_of_these_lines_work():
+    samples, inputs = SEQUENCES, [sequence for sequence, _ in SEQUENCES]
+    padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True)
+    assert torch.equal(as_tensor_data((padded, np.array([1, 1, 0]))).inputs, padded)
+
+    def collate_fn(samples):
+        return torch.nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.ones(len(samples))
+
+    assert as_tensor_data(collate_fn(list(samples))).targets.tolist() == [1, 1, 1]
+    pairs = as_tensor_data([(sample["input_ids"], sample["label"]) for sample in DICTS])
+    assert (pairs.inputs.tolist(), pairs.targets.tolist()) == ([[1, 2, 3]], [1])
+    data = as_tensor_data((Frame().to_numpy(), np.array([[0], [1], [1]], dtype=np.int32)))
+    assert (data.gather(torch.arange(1))[0].dtype, data.targets.tolist()) == (torch.float32, [0, 1, 1])
+
+
+def test_a_pair_of_images_and_classes_is_normalised_as_samples_are():
+    pixels, classes = np.full((2, 1, 2, 2), 255, dtype=np.uint8), np.array([0, 1])
+    inputs, targets = as_tensor_data((pixels, classes)).gather(torch.arange(2))
+    assert (float(inputs.min()), targets.tolist()) == (1.0, [0, 1])

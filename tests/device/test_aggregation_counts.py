@@ -29,6 +29,7 @@ BOUNDS = {  # launches and waits
     "multi_krum": (17, 1),
     "bulyan": (24, 1),
     "mda": (17, 1),
+    "smea": (17, 1),
     "medoid": (15, 1),
     "cge": (8, 1),
     "aksel": (13, 1),

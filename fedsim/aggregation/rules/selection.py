@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
+from fedsim.aggregation.numerics.covariance import least_covariance
 from fedsim.aggregation.numerics.diameter import least_diameter
 from fedsim.aggregation.numerics.gram import TIED, Gram, stable_order
 from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_columns
@@ -137,6 +138,29 @@ def mda(gram: Gram, *, f: Count) -> LinearCombination:
     n = len(gram)
     require(2 * f < n, "mda", "2f < n", f=f, n=n)
     return average_of(torch.tensor(least_diameter(gram.squared_distances, f)), n)
+
+
+@rule("smea")
+def smea(gram: Gram, *, f: Count) -> LinearCombination:
+    """Smallest maximum eigenvalue averaging: the mean of the n - f rows of least spread (Allouah et al. 2023).
+
+    Of all sets of n - f rows, the set whose empirical covariance has the smallest maximal eigenvalue; on ties the
+    lexicographically first. "Robust Distributed Learning: Tight Error Bounds and Breakdown Point under Data
+    Heterogeneity", NeurIPS 2023.
+
+    Args:
+        gram: of the updates [n, d].
+        f: number of Byzantine rows, 2f < n.
+
+    Returns [d]. Raises ExperimentError for more than 2^17 sets. Cost: one n x n x d matrix product, and the
+    eigenvalues of an [n - f, n - f] matrix for each of the C(n, f) sets.
+
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="smea", f=1)
+    tensor([2.])
+    """
+    n = len(gram)
+    require(2 * f < n, "smea", "2f < n", f=f, n=n)
+    return average_of(torch.tensor(least_covariance(gram.squared_distances, f)), n)
 
 
 @rule("medoid")
