@@ -66,6 +66,14 @@ def test_the_rates_are_those_of_pytorch(case):
     assert [of_server.server_at(round).lr for round in (6, 1)] == [rates[5], rates[0]]
 
 
+def test_a_constant_factor_needs_the_number_of_its_rounds():
+    """ConstantLR with total_iters = 0 would never return to lr."""
+    with pytest.raises(ExperimentError, match=r"^local\.schedule\.total_iters = 0: .* at least 1"):
+        fedsim.Experiment(local={"schedule": {"name": "constant", "factor": 0.5}})
+    with pytest.raises(ExperimentError, match=r"^server\.schedule\.total_iters = 0: .* at least 1"):
+        fedsim.Experiment(server={"schedule": {"factor": 0.5, "warmup": 2}})
+
+
 def test_the_rate_grows_linearly_in_the_warm_up():
     warmed = task(local={"lr": 0.3, "schedule": {"name": "cosine", "warmup": 2}})
     expected = [0.15, 0.3, *rates_of_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, 4), 0.3, 4)]
