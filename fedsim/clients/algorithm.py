@@ -108,6 +108,8 @@ class ClientAlgorithm:
         uses_start_row: whether the steps use the row that the worker was sent.
         personal_columns: columns of the rows that are not sent either way. The updates must be 0 there.
         needs_local_buffers: whether buffers, such as BatchNorm statistics, must be personal too: `buffers = "local"`.
+        gradients_per_step: number of gradients of a batch that a local step computes, which is its time on the virtual
+            clock; a property where it depends on the parameters. Forward passes without a gradient do not count.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
@@ -120,6 +122,7 @@ class ClientAlgorithm:
     uses_start_row: ClassVar[bool] = False
     personal_columns: ClassVar[ColumnSpans] = ColumnSpans()
     needs_local_buffers: ClassVar[bool] = False
+    gradients_per_step: ClassVar[int] = 1
 
     @property
     def setting(self) -> str:
@@ -133,6 +136,15 @@ class ClientAlgorithm:
         It is then `WorkerRound.full_gradient`. A subclass may declare `full_gradient: ClassVar[bool] = True`.
         """
         return False
+
+    def gradients(self, steps: int, batches: int) -> int:
+        """Number of gradients of a batch that a worker computes in a round, which is its time on the virtual clock.
+
+        Args:
+            steps: number of local steps, one for each batch.
+            batches: number of batches of one pass over the worker's samples, which `full_gradient` computes.
+        """
+        return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         """Raise ExperimentError if rounds are too short; they have at least so many epochs, or else so many steps."""
@@ -256,6 +268,7 @@ class SolverOnly(ClientAlgorithm):
     def __init__(self, solver: Any) -> None:
         self.solver = solver
         self.uses_start_row = getattr(solver, "uses_start_row", False)  # type: ignore[misc]
+        self.gradients_per_step = getattr(solver, "gradients_per_step", 1)  # type: ignore[misc]
         for name in ("start", "step", "step_fused"):
             if hasattr(solver, name):
                 setattr(self, name, getattr(solver, name))

@@ -41,6 +41,7 @@ class APFL(LocalSGD):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     adaptive: bool = False
     element_wise: ClassVar[bool] = False
+    gradients_per_step: ClassVar[int] = 2
 
     def worker_state(self, row: Tensor) -> State:
         return self._personal(row)

@@ -44,6 +44,10 @@ class PFedMe(ClientAlgorithm):
     beta: NonNegative = 1.0
     element_wise: ClassVar[bool] = False
 
+    @property
+    def gradients_per_step(self) -> int:  # type: ignore[override]
+        return self.inner_steps
+
     def worker_state(self, row: Tensor) -> State:
         return {"theta": row.clone()}
 

@@ -133,7 +133,7 @@ class RowTrainer:
                 seen = self._batch_source.samples_seen(
                     member.worker, member.round, task.schedule.batch_size, "full_gradient"
                 )
-                dropout = self._dropout.of(member.worker, member.round, first + -(-size // task.schedule.batch_size))
+                dropout = self._dropout.of(member.worker, member.round, first + task.schedule.batches_of_all(size))
                 for step, (inputs, targets) in enumerate(with_heartbeats(self._process, seen), first):
                     value = self._value(module.module, inputs, targets, dropout, step)
                     (value * (len(inputs) / size)).backward()
