@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import lr_scheduler
 
 import fedsim
@@ -166,7 +166,8 @@ def no_scheduler(optimizer):
     return optimizer
 
 
-class Rateless(nn.Module):
+@dataclass(frozen=True)
+class Rateless:
     """A solver without a learning rate."""
 
     def start(self, rows):
@@ -190,7 +191,7 @@ class Rateless(nn.Module):
         ),
         ({"local": {"schedule": "consine"}}, 'did you mean "cosine"'),
         ({"local": {"schedule": {"name": "cosine", "per": "step"}}}, "local.schedule.T_max: is required"),
-        ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a dataclass with a learning"),
+        ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a plug with a learning"),
         ({"local": {"schedule": "cosine"}, "policy": "fedasync", "mode": "clock"}, "local.schedule: asynchronous"),
         (
             {"local": {"steps": 2, "schedule": {"name": "cosine", "per": "step"}}, "aggregate": "qfedavg"},
@@ -199,7 +200,7 @@ class Rateless(nn.Module):
         ({"local": {"schedule": {"name": f"{__name__}:no_scheduler"}}}, "local.schedule.name: must return a scheduler"),
         (
             {"local": {"solver": f"{__name__}:Rateless", "schedule": "cosine"}},
-            "local.schedule: needs a dataclass with a learning rate `lr`",
+            "local.schedule: needs a plug with a learning rate `lr`",
         ),
     ],
 )
