@@ -100,8 +100,8 @@ def costly(model, batches):
 costly.gradients_per_step = 3
 
 
-def run(solver, session=None, local=(), **changes):
-    return fedsim.run({**TABLES, **changes, "local": {"solver": solver, **WORK, **dict(local)}}, session=session)
+def run(solver, local=(), **changes):
+    return fedsim.run({**TABLES, **changes, "local": {"solver": solver, **WORK, **dict(local)}})
 
 
 def without_lr(solver, **changes):
@@ -118,7 +118,6 @@ def assert_same(one, other):
     "changes",
     [
         {},
-        {"engine": "spawn", "processes": 2},
         {"engine": "auto", "workers": 12, "local": {"drop_last": True}},
         {"buffers": "local"},
         {"local": {"schedule": {"name": "exponential", "gamma": 0.5}}},
@@ -126,9 +125,9 @@ def assert_same(one, other):
         {"attack": {"name": "label_flipping", "workers": [0]}},
     ],
 )
-def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes, session):
+def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes):
     """With its batches, its dropout masks, its BatchNorm statistics and its training loss."""
-    mine, sgd = run(by_optimizer, session, **changes), run("sgd", session, **changes)
+    mine, sgd = run(by_optimizer, **changes), run("sgd", **changes)
     assert_same(mine, sgd)
     losses = [[record["train_loss"] for record in result.history] for result in (mine, sgd)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
