@@ -319,6 +319,20 @@ class Shrunk:
 
 
 @dataclass(frozen=True)
+class Costly:
+    """A solver without a base class, whose steps count as three gradients."""
+
+    lr: float = 0.05
+    gradients_per_step = 3
+
+    def start(self, rows):
+        return {}
+
+    def step(self, rows, gradients, state):
+        rows.add_(gradients, alpha=-self.lr)
+
+
+@dataclass(frozen=True)
 class Counting(ClientAlgorithm):
     """A client algorithm that uses all of the contract: workers count their rounds, and drift towards a mean.
 

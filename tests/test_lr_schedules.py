@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import lr_scheduler
 
 import fedsim
@@ -64,6 +64,14 @@ def test_the_rates_are_those_of_pytorch(case):
     assert [by_steps.solver_at(4, step).lr for step in range(6)] == rates
     of_server = task(server={"lr": 0.3, "schedule": table})
     assert [of_server.server_at(round).lr for round in (6, 1)] == [rates[5], rates[0]]
+
+
+def test_a_constant_factor_needs_the_number_of_its_rounds():
+    """ConstantLR with total_iters = 0 would never return to lr."""
+    with pytest.raises(ExperimentError, match=r"^local\.schedule\.total_iters = 0: .* at least 1"):
+        fedsim.Experiment(local={"schedule": {"name": "constant", "factor": 0.5}})
+    with pytest.raises(ExperimentError, match=r"^server\.schedule\.total_iters = 0: .* at least 1"):
+        fedsim.Experiment(server={"schedule": {"factor": 0.5, "warmup": 2}})
 
 
 def test_the_rate_grows_linearly_in_the_warm_up():
@@ -158,7 +166,8 @@ def no_scheduler(optimizer):
     return optimizer
 
 
-class Rateless(nn.Module):
+@dataclass(frozen=True)
+class Rateless:
     """A solver without a learning rate."""
 
     def start(self, rows):
@@ -182,7 +191,7 @@ class Rateless(nn.Module):
         ),
         ({"local": {"schedule": "consine"}}, 'did you mean "cosine"'),
         ({"local": {"schedule": {"name": "cosine", "per": "step"}}}, "local.schedule.T_max: is required"),
-        ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a dataclass with a learning"),
+        ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a plug with a learning"),
         ({"local": {"schedule": "cosine"}, "policy": "fedasync", "mode": "clock"}, "local.schedule: asynchronous"),
         (
             {"local": {"steps": 2, "schedule": {"name": "cosine", "per": "step"}}, "aggregate": "qfedavg"},
@@ -191,7 +200,7 @@ class Rateless(nn.Module):
         ({"local": {"schedule": {"name": f"{__name__}:no_scheduler"}}}, "local.schedule.name: must return a scheduler"),
         (
             {"local": {"solver": f"{__name__}:Rateless", "schedule": "cosine"}},
-            "local.schedule: needs a dataclass with a learning rate `lr`",
+            "local.schedule: needs a plug with a learning rate `lr`",
         ),
     ],
 )

@@ -59,6 +59,19 @@ def test_an_update_with_nan_is_excluded_and_recorded(mode, tables, session):
     assert all(math.isfinite(record["test_loss"]) for record in result.history)
 
 
+@pytest.mark.parametrize(("solver", "engine"), [("scaffold", "serial"), ("scaffold", "spawn"), ("mimelite", "batched")])
+def test_a_worker_whose_message_is_nan_is_excluded_though_an_attack_replaces_its_update(
+    solver, engine, tables, session
+):
+    """So the run is that in which worker 2 is honest, and sends an update and a message with NaN."""
+    excluding = {"rule": "mean", "nonfinite": "exclude"}
+    tables |= {"data": "tests.plugs:with_a_hole_at_the_end", "aggregate": excluding, **ENGINES[engine]}
+    tables |= {"local": {"solver": solver, **tables["local"]}}
+    attacked = fedsim.run({**tables, "attack": {"name": "ipm", "workers": [2]}}, session=session)
+    assert [record["excluded"] for record in attacked.history] == [[2]] * 3
+    assert torch.equal(attacked.global_row, fedsim.run(tables, session=session).global_row)
+
+
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "fedbuff", "locked race", "free race"])
 def test_the_train_loss_is_a_mean_over_updates_that_were_not_excluded(mode, tables, session):
     """Steps of almost no length, so all losses are those of the first model; all samples of worker 0 are NaN."""

@@ -409,13 +409,26 @@ class MyNet(nn.Module):
 def rule(updates):
     return updates.mean(0)
 
+def train(model, batches, lr):
+    for inputs, targets in batches:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad
+
 base = {"data": "tests.plugs:tiny", "rounds": 1, "workers": 3}
 rows = [fedsim.run({**base, "model": MyNet, "aggregate": rule, "engine": "serial"}).global_row]
 spawn = {**base, "aggregate": rule, "engine": "spawn", "processes": 1}
 with fedsim.Session() as session:  # one process for all
     for model in (MyNet, "__main__:MyNet", lambda: MyNet()):
         rows.append(fedsim.run({**spawn, "model": model}, session=session).global_row)
+    own = {**base, "model": MyNet, "local": {"solver": train, "lr": 0.1}}
+    trained = [fedsim.run({**own, "engine": "spawn", "processes": 1}, session=session)]
+trained.append(fedsim.run({**own, "engine": "serial"}))
 assert all(torch.equal(row, rows[0]) for row in rows)
+assert torch.equal(trained[0].global_row, trained[1].global_row)
+assert trained[0].test_accuracy > 0.3
 train, test = fedsim.load_dataset("tests.plugs:tiny")
 base = {**base, "data": (train, test), "engine": "serial", "model": MyNet}
 comparison = fedsim.compare(base, {"aggregate.rule": [rule, "mean"]}, jobs=2)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedsim.asynchronous.checkpoint_schema import SchedulerState
 from fedsim.asynchronous.policy import Work
+from fedsim.clients import ClientAlgorithm
 from fedsim.core.randomness import numpy_generator
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
@@ -60,6 +61,12 @@ class Scheduler:
         if item.steps is not None:
             return item.steps
         return self._schedule.of(item.worker, item.round).steps_for(self._sizes(item.worker))
+
+    def gradients(self, item: WorkItem, algorithm: ClientAlgorithm) -> int:
+        """Number of gradients of a batch that a work item computes."""
+        if item.step is not None:
+            return 1
+        return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
 
     def samples(self, item: WorkItem) -> int:
         """Number of samples of a work item, with repetitions."""

@@ -113,9 +113,11 @@ class ClientAlgorithm:
             all buffers of its personal model, which only the forward passes of `gradient_at` change.
         starts_from_current: whether a worker that has not taken part has the `worker_state` and the personal buffers of
             the current global model, not of the first one. Needs synchronous rounds.
+        gradients_per_step: number of gradients of a batch that a local step computes, which is its time on the virtual
+            clock; a property where it depends on the parameters. Forward passes without a gradient do not count.
 
-    The last four attributes and `personal_rows` declare the personal model. The engine trains, keeps, sends and tests
-    its parameters and buffers accordingly.
+    The attributes from `personal_columns` to `starts_from_current` and `personal_rows` declare the personal model. The
+    engine trains, keeps, sends and tests its parameters and buffers accordingly.
 
     Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
 
@@ -130,6 +132,7 @@ class ClientAlgorithm:
     personal_buffers: ClassVar[ColumnSpans] = ColumnSpans()
     personal_beside: ClassVar[bool] = False
     starts_from_current: ClassVar[bool] = False
+    gradients_per_step: ClassVar[int] = 1
 
     @property
     def setting(self) -> str:
@@ -143,6 +146,15 @@ class ClientAlgorithm:
         It is then `WorkerRound.full_gradient`. A subclass may declare `full_gradient: ClassVar[bool] = True`.
         """
         return False
+
+    def gradients(self, steps: int, batches: int) -> int:
+        """Number of gradients of a batch that a worker computes in a round, which is its time on the virtual clock.
+
+        Args:
+            steps: number of local steps, one for each batch.
+            batches: number of batches of one pass over the worker's samples, which `full_gradient` computes.
+        """
+        return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         """Raise ExperimentError if rounds are too short; they have at least so many epochs, or else so many steps."""
@@ -286,6 +298,7 @@ class SolverOnly(ClientAlgorithm):
     def __init__(self, solver: Any) -> None:
         self.solver = solver
         self.uses_start_row = getattr(solver, "uses_start_row", False)  # type: ignore[misc]
+        self.gradients_per_step = getattr(solver, "gradients_per_step", 1)  # type: ignore[misc]
         for name in ("start", "step", "step_fused"):
             if hasattr(solver, name):
                 setattr(self, name, getattr(solver, name))

@@ -43,6 +43,7 @@ class APFL(LocalSGD):
     adaptive: bool = False
     element_wise: ClassVar[bool] = False
     personal_beside: ClassVar[bool] = True
+    gradients_per_step: ClassVar[int] = 2
 
     def worker_state(self, row: Tensor) -> State:
         return self._personal(row)

@@ -41,7 +41,11 @@ class Ditto(LocalSGD):
     personal_steps: Annotated[int, Field(gt=0)] | None = None
     element_wise: ClassVar[bool] = False
     personal_beside: ClassVar[bool] = True
+    gradients_per_step: ClassVar[int] = 2
     uses_start_row: ClassVar[bool] = True
+
+    def gradients(self, steps: int, batches: int) -> int:
+        return steps + min(steps, self.personal_steps or steps)
 
     def worker_state(self, row: Tensor) -> State:
         return {"personal": row.clone()}

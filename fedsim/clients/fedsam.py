@@ -35,6 +35,10 @@ class FedSAM(LocalSGD):
     rho: NonNegative = 0.05
     element_wise: ClassVar[bool] = False
 
+    @property
+    def gradients_per_step(self) -> int:  # type: ignore[override]
+        return 2 if self.rho else 1
+
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
         if self.rho:
             norms = torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)

@@ -27,6 +27,7 @@ class KeptState(ClientAlgorithm):
 
     def __init__(self, solver: ClientAlgorithm) -> None:
         self.solver = solver
+        self.gradients_per_step = solver.gradients_per_step  # type: ignore[misc]
         others = ("start_round", "step_rows", "finish", "correct")
         if any(solver.has(method) for method in others) or solver.uses_start_row or exchanges(solver):
             raise ExperimentError("local.keep_state = true: is for solvers such as sgd and adam only; omit it")

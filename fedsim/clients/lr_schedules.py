@@ -34,7 +34,14 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 def constant(
     optimizer: Optimizer, *, factor: Fraction = 1.0, total_iters: Annotated[int, Field(ge=0)] = 0
 ) -> LRScheduler:
-    """lr factor for `total_iters` rounds, then lr: `torch.optim.lr_scheduler.ConstantLR`."""
+    """lr times `factor` in the first `total_iters` rounds, then lr: `torch.optim.lr_scheduler.ConstantLR`.
+
+    A `factor` below 1 needs `total_iters` >= 1.
+    """
+    if factor < 1 and not total_iters:
+        raise ExperimentError(
+            f"total_iters = 0: with factor = {factor:g} must be at least 1, the number of rounds with the factor"
+        )
     return lr_scheduler.ConstantLR(optimizer, factor, total_iters)
 
 

@@ -89,6 +89,7 @@ class Mime(MimeLite):
     """
 
     element_wise: ClassVar[bool] = False
+    gradients_per_step: ClassVar[int] = 2
     uses_start_row: ClassVar[bool] = True
 
     def server_state(self, row: Tensor) -> State:

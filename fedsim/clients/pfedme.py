@@ -56,6 +56,10 @@ class PFedMe(ClientAlgorithm):
     def with_lr(self, lr: float) -> ClientAlgorithm:
         return self._copy(lr=lr)
 
+    @property
+    def gradients_per_step(self) -> int:  # type: ignore[override]
+        return self.inner_steps
+
     def worker_state(self, row: Tensor) -> State:
         return {"theta": row.clone()}
 

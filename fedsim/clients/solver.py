@@ -7,6 +7,8 @@ rows and a slice of columns. A count of steps is therefore a tensor of the row's
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
@@ -17,15 +19,26 @@ from torch.optim import Optimizer
 from fedsim.core.registry import Plug, Registry
 from fedsim.core.suggestions import nearest
 
+GIVEN = ("model", "batches", "worker")  # to functions that train a model
+
 
 class SolverRegistry(Registry):
-    """A registry that says what to write in place of an optimizer of PyTorch."""
+    """Solvers are dataclasses, or functions `train(model, batches, ...)`; see `fedsim.clients.train_function`."""
 
     def _plug(self, name: str, target: Any) -> Plug:
         if isinstance(target, type) and issubclass(target, Optimizer):
             hint = nearest(target.__name__.lower(), self.names())
             raise TypeError(f"is an optimizer of PyTorch, not a solver, which moves many rows at once; {hint}")
-        return super()._plug(name, target)
+        plug = super()._plug(name, target)
+        if is_dataclass(target):
+            return plug
+        parameters = () if isinstance(target, type) else inspect.signature(target).parameters
+        if not {"model", "batches"}.issubset(parameters):
+            raise TypeError(
+                "is neither a dataclass that derives from fedsim.clients.ClientAlgorithm nor a function of model and "
+                "batches, as train(model, batches, lr); see docs/how-to/own-client-algorithm.md"
+            )
+        return replace(plug, takes={name: True for name in GIVEN if name in parameters})
 
 
 solver = SolverRegistry("local solver", renamed={"anchored": "uses_start_row", "step_of_product": "step_fused"})

@@ -38,10 +38,10 @@ class Noise(PlugTable):
 
 
 class Clock(Table):
-    """Virtual time: a worker computes for steps x base x speed x noise, and sends in latency + bytes / bandwidth."""
+    """Virtual time: workers compute for gradients x base x speed x noise, and send in latency + bytes / bandwidth."""
 
     base: PositiveFloat = 1.0
-    """Seconds of a step."""
+    """Seconds of a gradient of a batch; a local step of `sgd` computes one."""
     speed: Speed = Speed()
     """How fast each worker is."""
     noise: Noise = Noise()

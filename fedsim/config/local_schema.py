@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat
 
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
+from fedsim.clients.train_function import TrainFunction
 from fedsim.core.base_table import PlugTable
 from fedsim.core.objects import Name
 
@@ -90,7 +91,8 @@ class Local(PlugTable):
     """How the parameter `lr` of the solver changes."""
 
     def bind(self) -> ClientAlgorithm:
-        algorithm = as_algorithm(super().bind())
+        plug = self.plug
+        algorithm = TrainFunction(plug, self.params) if plug.takes else as_algorithm(plug.bind(self.params))
         return KeptState(algorithm) if self.keep_state else algorithm
 
     @classmethod

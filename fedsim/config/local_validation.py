@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim.asynchronous.policies import Policy
 from fedsim.clients import LRSchedule
+from fedsim.clients.train_function import TrainFunction
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     yield from _check_amount(experiment, policy)
     yield from _check_accumulation(experiment, policy)
     yield from _check_schedules(experiment, policy)
+    yield from _check_train_function(experiment)
 
 
 def _check_amount(experiment: Experiment, policy: Policy) -> Iterator[str]:
@@ -50,6 +52,19 @@ def _check_accumulation(experiment: Experiment, policy: Policy) -> Iterator[str]
         yield f"{where}: {solver} takes further gradients of each batch; use a larger local.batch_size"
 
 
+def _check_train_function(experiment: Experiment) -> Iterator[str]:
+    local = experiment.local
+    if not isinstance(experiment.client_algorithm, TrainFunction):
+        return
+    settings = {
+        "clip_norm": local.clip_norm is not None,
+        "accumulate": local.accumulate > 1,
+        'schedule.per = "step"': local.schedule.per == "step",
+    }
+    for key in (key for key, given in settings.items() if given):
+        yield f"local.{key}: the function {show(local.solver)} takes the steps of a round itself; omit it"
+
+
 def _check_schedules(experiment: Experiment, policy: Policy) -> Iterator[str]:
     local, server = experiment.local, experiment.server
     yield from _check_schedule(experiment.local_schedule, local.bind().with_lr, local.params, policy)
@@ -77,4 +92,4 @@ def _check_schedule(
     except ExperimentError as error:
         yield from error.lines
     except (KeyError, TypeError):
-        yield f"{schedule.place}: needs a dataclass with a learning rate `lr`, which the plug is not; omit it"
+        yield f"{schedule.place}: needs a plug with a learning rate `lr`, which this one does not have; omit it"

@@ -171,9 +171,13 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(plug: Plug) -> list[str]:
-    """`name = default` for each parameter."""
+    """`name = default` for each parameter, and what client algorithms compute with these defaults."""
     lines = []
     for name, field in plug.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
         lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
+    if hasattr(plug.target, "full_gradient"):
+        algorithm = object.__new__(plug.target)  # has the defaults as attributes of its class
+        a_pass = ", and a pass over the worker's samples in each round" * algorithm.full_gradient
+        lines.append(f"gradients per step: {algorithm.gradients_per_step}{a_pass}")
     return lines

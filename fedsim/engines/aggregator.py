@@ -91,6 +91,23 @@ def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samp
     return torch.tensor(values, dtype=torch.double)
 
 
+def spoil(task: TaskSpec, rows: Tensor, of_workers: Tensor) -> None:
+    """Set rows [..., d] to NaN whose workers send or keep NaN or infinity [..., w], so that these workers are excluded.
+
+    Does nothing if the task keeps such numbers.
+    """
+    if task.nonfinite != "keep":
+        rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
+
+
+def write_attacked(task: TaskSpec, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
+    """Write the rows of Byzantine workers; NaN if their messages, which an attack does not replace, are not finite."""
+    rows = rows.clone()
+    for message in shared.messages.values():
+        spoil(task, rows, message[index])
+    shared.rows[index] = rows
+
+
 def combines_buffers(task: TaskSpec, shared: SharedState) -> bool:
     """Whether the buffers of workers are used after a round."""
     return shared.global_buffers.numel() > 0 and task.buffers != "server"

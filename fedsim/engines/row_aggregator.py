@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, column_blocks, screened
 from fedsim.aggregation.inputs import Reduce, keep_own
-from fedsim.engines.aggregator import combine_buffers, combines_buffers
+from fedsim.engines.aggregator import combine_buffers, combines_buffers, write_attacked
 from fedsim.engines.attacked_rows import AttackedRows
 from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.pool.process_context import ProcessContext
@@ -123,9 +123,9 @@ class RowAggregator:
         if personal.width:  # an attacker cannot send them
             rows = rows.clone()
             personal.write(rows, rows.new_zeros(personal.width))
-        shared.rows[index] = rows
+        write_attacked(task, shared, index, rows)
         if self._checks_now:
-            shared.unfit[byzantine] = torch.where(rows.isfinite().all(1).cpu(), 0, self._number)
+            shared.unfit[byzantine] = torch.where(shared.rows[index].isfinite().all(1).cpu(), 0, self._number)
 
     def aggregate(self, context: AggregationContext, bad: list[int] | None = None) -> AggregationStats:
         """Apply the rule to the rows. The first process returns the stats.

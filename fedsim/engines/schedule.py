@@ -91,7 +91,11 @@ class Schedule:
 
     def batches_per_epoch(self, n_samples: int) -> int:
         """Batches, so steps, of such an epoch."""
-        return -(-self.samples_per_epoch(n_samples) // self.batch_size)
+        return self.batches_of_all(self.samples_per_epoch(n_samples))
+
+    def batches_of_all(self, n_samples: int) -> int:
+        """Batches of one pass over all samples, of which the last may be smaller."""
+        return -(-n_samples // self.batch_size)
 
     def steps_for(self, n_samples: int) -> int:
         """Steps that a worker with this many samples takes in one round."""

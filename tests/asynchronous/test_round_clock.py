@@ -3,9 +3,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import fedsim
 from fedsim.asynchronous.clock.delays import Delays
+from fedsim.clients import solver
 from fedsim.runs.loops.round_clock import RoundClock, delays_of
 from tests.asynchronous import simulated
 
@@ -55,6 +57,48 @@ def test_the_messages_of_a_client_algorithm_travel_with_its_model(policy, tiny_e
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "policy": policy}
     tables |= {"local": {"solver": "tests.plugs:Counting", "steps": 2}, "clock": {"bandwidth": 4.0}}
     assert fedsim.run(tables).history[0]["virtual_seconds"] == 2 + 2 * (2 * 7850 + 1)
+
+
+FURTHER = {  # and all solvers with their defaults
+    "ditto of few steps": {"solver": "ditto", "personal_steps": 2},
+    "fedsam with rho = 0": {"solver": "fedsam", "rho": 0.0},
+    "pfedme of three inner steps": {"solver": "pfedme", "inner_steps": 3},
+    "scaffold with full gradients": {"solver": "scaffold", "option": 1},
+    "apfl that adapts": {"solver": "apfl", "adaptive": True},
+    "accumulated gradients": {"solver": "sgd", "accumulate": 2},
+    "smaller batches left out": {"solver": "mimelite", "drop_last": True},
+    "kept momentum": {"solver": "sgd", "momentum": 0.9, "keep_state": True},
+}
+LOCAL = {**{plug.name: {"solver": plug.name} for plug in solver}, **FURTHER}
+ASYNCHRONOUS = ("sgd", "fedsam", "ditto of few steps", "mimelite", "scaffold with full gradients")
+
+
+@pytest.mark.parametrize(
+    ("policy", "case"), [*(("sync", case) for case in LOCAL), *(("fedbuff", case) for case in ASYNCHRONOUS)]
+)
+def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch):
+    """One worker with 8 samples in batches of 3: an epoch has 3 batches, or 2 without the smaller one."""
+    passes, backward = [], torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *args, **more: (passes.append(1), backward(*args, **more)))
+    local = {"epochs": 2, "batch_size": 3, **LOCAL[case]}
+    if "personal" in solver.get(local["solver"]).parameters.model_fields:
+        local["personal"] = ["*.bias"]
+    result = fedsim.run(
+        **{"engine": "serial", "workers": 1, "rounds": 2, "mode": "clock", "policy": policy, "local": local},
+        **{"data": {"dataset": "tests.plugs:tiny", "train": 8}, "model": "tests.models:Normalised", "buffers": "local"},
+    )
+    assert result.history[-1]["virtual_seconds"] == len(passes) > 0
+
+
+def test_a_gradient_that_is_sent_takes_the_time_of_one_gradient(tiny_experiment):
+    """Whatever the algorithm declares, which is for its own steps."""
+    tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "clock": {"base": 0.5}}
+    tables |= {"local": {"solver": "tests.plugs:Costly", "steps": 4}, "workers": 2}
+    seconds = [
+        fedsim.run({**tables, **how}).history[0]["virtual_seconds"]
+        for how in ({}, {"policy": "fedbuff"}, {"sync": "gradients"}, {"policy": "asgd"})
+    ]
+    assert seconds == [6, 6, 2, 2]
 
 
 @pytest.mark.parametrize("in_step", [False, True])

@@ -7,6 +7,7 @@ import torch
 
 import fedsim
 from fedsim.clients import solver
+from fedsim.config.plugs import describe_plug
 from fedsim.core.randomness import sample_cohort
 from fedsim.records.reader import read_run
 from fedsim.runs.loops.synchronous import SynchronousLoop
@@ -137,6 +138,13 @@ def test_a_gradient_of_zero_does_not_move_fedsam():
     row, algorithm = torch.ones(2, 3), solver.get("fedsam").bind({})
     algorithm.step_rows(row, torch.zeros(2, 3), {}, lambda points: torch.zeros_like(points) + (points != points))
     assert torch.equal(row, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"), [("sgd", "1"), ("pfedme", "5"), ("mime", "2, and a pass over the worker's samples")]
+)
+def test_the_list_shows_the_gradients_of_a_step(name, gradients):
+    assert f"gradients per step: {gradients}" in describe_plug(name)
 
 
 ROWS_SENT = {"mimelite": (1, 1), "mime": (2, 1)}  # received and sent, besides the row itself

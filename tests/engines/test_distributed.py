@@ -67,6 +67,11 @@ FURTHER = {
     },
     "a run that diverges, by columns": {**DIVERGING, "aggregate": {"rule": "median", "nonfinite": "stop"}},
     "a run that diverges, by whole rows": {**DIVERGING, "aggregate": {"rule": "bulyan", "nonfinite": "stop"}},
+    "an attacker whose message is NaN": {
+        **{"local": {"solver": "scaffold", "lr": 0.05}, "data": "tests.plugs:with_a_hole_at_the_end"},
+        **{"partition": "tests.plugs:in_blocks", "attack": {"name": "ipm", "workers": [2]}},
+        "aggregate": {"rule": "mean", "nonfinite": "exclude"},
+    },
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
     "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
     **SAMPLED,

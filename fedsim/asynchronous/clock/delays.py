@@ -1,8 +1,10 @@
 """The time that a work item takes on the virtual clock.
 
-    seconds = steps * base * speed[worker] * noise(worker, unit) + latency + bytes / bandwidth
+    seconds = gradients * base * speed[worker] * noise(worker, unit) + latency + bytes / bandwidth
 
-Work items that send nothing have no latency and no bytes. `unit` counts the work items of a worker from 0.
+`gradients` counts the gradients of a batch that the client algorithm computes: with `sgd` one for each local step, see
+`ClientAlgorithm.gradients`. Work items that send nothing have no latency and no bytes. `unit` counts the work items of
+a worker from 0.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Delays:
     Args:
         speeds: each worker's factor of time, [n_workers], positive.
         noise: the factor of each unit's time.
-        base: seconds of one step with both factors 1.
+        base: seconds of one gradient of a batch with both factors 1.
         latency: seconds of communication for each work item that sends anything.
         bandwidth: bytes per second between worker and server; None: infinite.
 
@@ -45,14 +47,16 @@ class Delays:
         self.speeds, self.noise, self.seed = speeds, noise, seed
         self.base, self.latency = base, latency
         self._bandwidth = math.inf if bandwidth is None else bandwidth
-        self._seconds_per_step = (base * np.asarray(speeds, dtype=np.float64)).data  # of Python floats, which are fast
+        self._seconds_per_gradient = (
+            base * np.asarray(speeds, dtype=np.float64)
+        ).data  # of Python floats, which are fast
         self._block = lru_cache(CACHED_BLOCKS)(self._draw_block)
         self._block(0, 0)  # so that a wrong noise raises its error before the run
 
-    def seconds(self, worker: int, unit: int, steps: float, bytes: float = 0) -> float:
-        """Seconds of a work item of `steps` local steps that sends and receives `bytes` together."""
+    def seconds(self, worker: int, unit: int, gradients: float, bytes: float = 0) -> float:
+        """Seconds of a work item of so many gradients that sends and receives `bytes` together."""
         block, place = divmod(unit, BLOCK)
-        computing = steps * self._seconds_per_step[worker] * self._block(worker, block)[place]
+        computing = gradients * self._seconds_per_gradient[worker] * self._block(worker, block)[place]
         return computing + self.latency + bytes / self._bandwidth if bytes else computing
 
     def _draw_block(self, worker: int, block: int) -> memoryview:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
 from fedsim.core.rows import new_rows
-from fedsim.engines.aggregator import combine_buffers, combines_buffers
+from fedsim.engines.aggregator import combine_buffers, combines_buffers, write_attacked
 from fedsim.engines.deferred_check import DeferredCheck
 from fedsim.engines.distributed.first_rank import FirstRank
 from fedsim.engines.distributed.placement import Columns, RowPlacement
@@ -86,7 +86,7 @@ class RankAggregator:
 
     def _aggregator_of(self, reduce: Reduce = keep_own, **tensors: Any) -> RowAggregator:
         """An aggregator of some tensors in place of this rank's own."""
-        shared = replace(self._shared, losses=self._slot_losses, **tensors)
+        shared = replace(self._shared, losses=self._slot_losses, messages={}, **tensors)
         return RowAggregator(ProcessContext.alone(), self._task, shared, self._root_slot, reduce)
 
     @property
@@ -131,7 +131,7 @@ class RankAggregator:
         rows, mine = self._first.rows, slots[group.index]
         parts = [rows[theirs if group.first else []] for theirs in slots]
         received = group.exchange(parts, [len(mine) * d] + [0] * (group.count - 1), "attack")[0]
-        self._shared.rows[self.placement.rows_of(mine)] = received.view(len(mine), d)
+        write_attacked(self._task, self._shared, self.placement.rows_of(mine), received.view(len(mine), d))
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
         """Apply the rule in the way that sends the least; then each rank has the update, or its columns of it."""

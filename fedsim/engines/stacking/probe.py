@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
+from fedsim.clients.train_function import TrainFunction
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
@@ -21,7 +22,7 @@ from fedsim.engines.stacking.vmap_operations import OTHER_DROPOUTS, Dropout, Rec
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
-from fedsim.errors import ExperimentError, one_line
+from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.precision import FULL, Precision, full_precision
 
 SAMPLES = 4
@@ -48,6 +49,11 @@ class StackingProbe:
     @classmethod
     def of(cls, task: TaskSpec, shared: SharedState) -> StackingProbe:
         """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
+        if isinstance(task.solver, TrainFunction):
+            name = show(task.solver.name)
+            raise ExperimentError(
+                f'engine = "batched": the function {name} trains one worker at a time; use engine=spawn'
+            )
         _require_finite(shared)
         count = min(SAMPLES, len(shared.train))
         inputs, targets = shared.train.gather(torch.arange(count))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedsim.clients import State, WorkerFacts, WorkerRound
 from fedsim.clients.personal_buffers import PERSONAL_BUFFERS
-from fedsim.engines.aggregator import weights_of
+from fedsim.engines.aggregator import spoil, weights_of
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 
@@ -40,19 +40,14 @@ class ClientRounds:
         worker = self._round_of(rows, index, members)
         for name, message in self._task.solver_at(members[0].round).finish(rows, state, worker).items():
             self._shared.messages[name][index] = message.to(self._shared.messages[name].dtype)
-            self._spoil(rows, message)
+            spoil(self._task, rows, message)
         for kept in worker.kept.values():
-            self._spoil(rows, kept)
+            spoil(self._task, rows, kept)
         self._keep(worker.kept, index)
 
     def buffers_beside(self) -> Tensor | None:
         """The buffers [cohort, b] of personal models that are trained beside the rows; None if there are none."""
         return self._shared.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
-
-    def _spoil(self, rows: Tensor, of_workers: Tensor) -> None:
-        """Set rows to NaN whose workers send or keep NaN or infinity, so that these workers are excluded too."""
-        if self._task.nonfinite != "keep":
-            rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
     def send_gradients(self, index: Index) -> None:
         """Replace gradients, which lie in the rows, by what the workers send instead of them."""

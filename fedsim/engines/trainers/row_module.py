@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,27 @@ class RowModule:
             self.layout.bind(self.module, row, gradient)
         self._rows = row, gradient
         self.layout.write_buffers(buffers, self.module)
+
+    @contextmanager
+    def lent(self) -> Iterator[nn.Module]:
+        """Lend the module, without gradients, to code that may also replace the data of its parameters.
+
+        Afterwards the row has their values. Raises ExperimentError if their names or shapes have changed.
+        """
+        assert self._rows is not None
+        (row, gradient), self._rows = self._rows, None  # so that an error leaves no half-bound module
+        self.module.zero_grad(set_to_none=True)
+        yield self.module.train()
+        trainable = {name: parameter.requires_grad for name, parameter in self._start.named_parameters()}
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
+        if Layout.of(self.module) != self.layout:
+            raise ExperimentError(
+                "local.solver: changes the names or shapes of the model's parameters; change values only"
+            )
+        row.copy_(self.layout.read(self.module))
+        self.layout.bind(self.module, row, gradient)
+        self._rows = row, gradient
 
     def store(self, buffers: Tensor) -> None:
         """Copy the buffers of the module to `buffers` [b]. Its parameters are views of the row, which needs no copy.

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import RowOptimizer, State
+from fedsim.clients.train_function import TrainFunction
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import clip_rows, new_rows
-from fedsim.core.training import Backward, Loss, Optimizer, train_epoch
+from fedsim.core.training import Backward, Loss, MetricSums, Optimizer, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
@@ -22,6 +23,7 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
 from fedsim.engines.trainers.feature_losses import FeatureLosses
 from fedsim.engines.trainers.further_gradients import FurtherGradients
+from fedsim.engines.trainers.round_batches import RoundBatches
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.system.devices import wide_dtype
 
@@ -98,32 +100,48 @@ class RowTrainer:
     def train(self, members: Sequence[WorkItem]) -> None:
         task, shared, module = self._task, self._shared, self._modules[0]
         self._batch_source.announce(members)
-        tallies = {}
+        losses: dict[int, float | MetricSums] = {}
         for member in members:
             slot = member.slot
             with self._process.working_on(member.worker, member.round):
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 module.load(self._rows[slot], self._gradient, shared.buffers[slot])
-                row, gradient = self._rows[slot], self._gradient
-                batches = self._batch_source.steps_of(member)
-                optimizer: Optimizer = LocalOptimizer(task, member.round, batches, row, gradient, state)
-                dropout, first = self._dropout_of(member), member.step or 0
-                backward: Backward = partial(self._backward, dropout, count(first))
-                if self._further is not None:
-                    backward_at = partial(self._backward_at, dropout)
-                    beside = None if self._buffers_beside is None else self._buffers_beside[slot]
-                    optimizer = self._further.begin(
-                        row, gradient, state, module, backward_at, member.round, first, beside
-                    )
-                    backward = self._further.backward
-                data = with_heartbeats(self._process, self._batch_source.batches_of(member))
-                with self._feature_losses.of(module, state):
-                    tallies[slot] = train_epoch(module.module, data, optimizer, backward=backward)
+                solver = task.solver_at(member.round)
+                if isinstance(solver, TrainFunction):
+                    losses[slot] = self._call(solver, member, module)
+                else:
+                    losses[slot] = self._take_steps(member, module, state)
                 module.store(shared.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
-        for slot, tally in tallies.items():  # only now, because reading a number waits for the device
-            shared.train_loss[slot] = tally.loss
+        for slot, loss in losses.items():  # only now, because reading a number waits for the device
+            shared.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
+
+    def _take_steps(self, member: WorkItem, module: RowModule, state: State) -> MetricSums:
+        """Take the steps of a member's work from the state of a round."""
+        row, gradient = self._rows[member.slot], self._gradient
+        batches = self._batch_source.steps_of(member)
+        optimizer: Optimizer = LocalOptimizer(self._task, member.round, batches, row, gradient, state)
+        dropout, first = self._dropout_of(member), member.step or 0
+        backward: Backward = partial(self._backward, dropout, count(first))
+        if self._further is not None:
+            backward_at = partial(self._backward_at, dropout)
+            beside = None if self._buffers_beside is None else self._buffers_beside[member.slot]
+            optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first, beside)
+            backward = self._further.backward
+        data = with_heartbeats(self._process, self._batch_source.batches_of(member))
+        with self._feature_losses.of(module, state):
+            return train_epoch(module.module, data, optimizer, backward=backward)
+
+    def _call(self, function: TrainFunction, member: WorkItem, module: RowModule) -> float:
+        """Let a function train a member's model; returns its mean loss."""
+        data = with_heartbeats(self._process, self._batch_source.batches_of(member))
+        batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
+        with module.lent() as model, self._objective.precision.forward(self._task.device):
+            try:
+                return function(model, batches, member.worker)
+            finally:
+                batches.close()
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """One pass over the samples of each member; the dropout masks are those of the steps after its last."""
@@ -137,7 +155,7 @@ class RowTrainer:
                 seen = self._batch_source.samples_seen(
                     member.worker, member.round, task.schedule.batch_size, "full_gradient"
                 )
-                dropout = self._dropout.of(member.worker, member.round, first + -(-size // task.schedule.batch_size))
+                dropout = self._dropout.of(member.worker, member.round, first + task.schedule.batches_of_all(size))
                 for step, (inputs, targets) in enumerate(with_heartbeats(self._process, seen), first):
                     value = self._value(module.module, inputs, targets, dropout, step)
                     (value * (len(inputs) / size)).backward()

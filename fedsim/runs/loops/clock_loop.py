@@ -132,7 +132,7 @@ def _source_of(
 
     def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
         nbytes = models[0] * bytes_up + models[1] * bytes_down
-        return delays.seconds(item.worker, unit, scheduler.steps(item), nbytes)
+        return delays.seconds(item.worker, unit, scheduler.gradients(item, prepared.task.solver), nbytes)
 
     total_items = experiment.rounds * scheduler.total_items_per_round()
     return VirtualClock(server, scheduler, duration, train, departures, total_items)

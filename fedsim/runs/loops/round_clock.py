@@ -44,20 +44,20 @@ class RoundClock:
         delays, row_bytes = delays_of(prepared.experiment), prepared.row_bytes - personal_bytes(prepared.task)
         return cls(delays, row_bytes, prepared.buffer_bytes, messages)
 
-    def pass_round(self, steps: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
+    def pass_round(self, gradients: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
         """Advance `now` by a round.
 
         Args:
-            steps: number of local steps of each worker of the cohort.
+            gradients: number of gradients that each worker of the cohort computes.
             update_bytes: mean size of an update, or of a gradient, as it is sent.
-            in_step: the workers wait for each other at each step, not only at the end of the round.
+            in_step: the workers wait for each other at each gradient, not only at the end of the round.
         """
         nbytes = self._other_bytes + update_bytes
         if not in_step:
-            self._pass(steps, nbytes)
+            self._pass(gradients, nbytes)
             return
-        for step in range(max(steps.values())):
-            self._pass({worker: 1 for worker, count in steps.items() if step < count}, nbytes)
+        for step in range(max(gradients.values())):
+            self._pass({worker: 1 for worker, count in gradients.items() if step < count}, nbytes)
 
     def state(self) -> dict[str, Any]:
         """The state between two rounds, in JSON types."""
@@ -68,8 +68,8 @@ class RoundClock:
         saved = RoundClockState.model_validate(state)
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
-    def _pass(self, steps: Mapping[int, int], nbytes: float) -> None:
-        """Advance until all of these workers, which start at the same time, have taken their steps."""
-        seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in steps.items()]
-        self._started.update(steps.keys())
+    def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
+        """Advance until all of these workers, which start at the same time, have computed their gradients."""
+        seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in gradients.items()]
+        self._started.update(gradients.keys())
         self.now += max(seconds, default=0.0)

@@ -90,7 +90,11 @@ class SynchronousLoop:
         samples = [each.samples_for(size) for each, size in zip(work, sizes, strict=True)]
         if self._virtual:
             in_step = task.sync_in(round) == "gradients"
-            self._virtual.pass_round(steps, update_bytes=sent.nbytes / sent.count, in_step=in_step)
+            batches = map(task.schedule.batches_of_all, sizes)
+            gradients = {k: task.solver.gradients(steps[k], n) for k, n in zip(cohort, batches, strict=True)}
+            self._virtual.pass_round(
+                steps if in_step else gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step
+            )
         self._warn_of_attack_without_honest_rows(round, steps)
         counted = [0 if worker in stats.excluded else n for worker, n in zip(cohort, samples, strict=True)]
         train_loss = engine.train_loss(counted)

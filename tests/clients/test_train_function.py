@@ -1,0 +1,205 @@
+"""Functions `train(model, batches, ...)` as client algorithms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fedsim
+from tests.models import Normalised
+
+TABLES = {"data": "tests.plugs:tiny", "model": "tests.clients.test_train_function:Dropping", "precision": "float64"}
+TABLES |= {"workers": 3, "rounds": 2, "engine": "serial"}
+WORK = {"epochs": 2, "batch_size": 16, "lr": 0.1}
+
+
+class Dropping(Normalised):
+    """A network with BatchNorm and dropout, which draws for each worker, round and step."""
+
+    def forward(self, images):
+        return self.layers(F.dropout(images, 0.2, self.training))
+
+
+def by_optimizer(model, batches, lr, worker):
+    """As users of other simulators write their clients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    total, samples = 0.0, 0
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total, samples = total + loss.item() * len(targets), samples + len(targets)
+    return total / samples
+
+
+def by_replaced_data(model, batches, *, lr: float = 0.1):
+    for inputs, targets in batches:
+        gradients = torch.autograd.grad(F.cross_entropy(model(inputs), targets), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.data = parameter.data - lr * gradient
+
+
+def careless(model, batches, lr):
+    """Expects a model as new, and leaves it otherwise."""
+    assert model.training
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    by_optimizer(model, batches, lr, None)
+    model.requires_grad_(requires_grad=False).eval()
+
+
+def marking(model, batches, lr):
+    """Leaves an attribute, which no row holds."""
+    assert not hasattr(model, "seen")
+    by_optimizer(model, batches, lr, None)
+    model.seen = True
+
+
+def of_one_batch(model, batches, lr):
+    assert len(batches) > 1
+    by_optimizer(model, [next(iter(batches))], lr, None)
+
+
+def worker_as_loss(model, batches, worker):
+    return torch.tensor(float(worker))
+
+
+def silent(model, batches):
+    """Does nothing."""
+
+
+def talkative(model, batches):
+    return {"loss": 0.5}
+
+
+def reading_twice(model, batches):
+    for _ in range(2):
+        list(batches)
+
+
+def growing(model, batches):
+    model.further = nn.Linear(2, 2)
+
+
+def with_own_epochs(model, batches, epochs):
+    """Has a parameter that every table [local] has."""
+
+
+def of_other_names(net, loader):
+    """Has neither `model` nor `batches`."""
+
+
+def costly(model, batches):
+    """Counts as three gradients a batch."""
+
+
+costly.gradients_per_step = 3
+
+
+def run(solver, local=(), **changes):
+    return fedsim.run({**TABLES, **changes, "local": {"solver": solver, **WORK, **dict(local)}})
+
+
+def without_lr(solver, **changes):
+    local = {"solver": solver, "epochs": 2, "batch_size": 16}
+    return fedsim.run({**TABLES, "rounds": 1, **changes, "local": {**local, **changes.get("local", {})}})
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one.global_row, other.global_row, rtol=0, atol=1e-12)
+    assert one.test_loss == pytest.approx(other.test_loss, rel=1e-12)  # of the BatchNorm statistics too
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"engine": "auto", "workers": 12, "local": {"drop_last": True}},
+        {"buffers": "local"},
+        {"local": {"schedule": {"name": "exponential", "gamma": 0.5}}},
+        {"mode": "clock", "policy": "fedbuff"},
+        {"attack": {"name": "label_flipping", "workers": [0]}},
+    ],
+)
+def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes):
+    """With its batches, its dropout masks, its BatchNorm statistics and its training loss."""
+    mine, sgd = run(by_optimizer, **changes), run("sgd", **changes)
+    assert_same(mine, sgd)
+    losses = [[record["train_loss"] for record in result.history] for result in (mine, sgd)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("function", [by_replaced_data, careless, marking])
+def test_what_a_function_does_to_the_model_besides_is_forgotten(function):
+    assert_same(run(function), run("sgd"))
+
+
+def test_batches_may_be_left():
+    assert_same(run(of_one_batch), run("sgd", local={"epochs": None, "steps": 1}))
+
+
+def test_a_function_may_be_named_by_its_import_path():
+    assert_same(run("tests.clients.test_train_function:by_optimizer"), run("sgd"))
+
+
+def test_the_engine_auto_does_not_stack_and_batched_refuses():
+    started = []
+    tables = {**TABLES, "workers": 12, "rounds": 1, "processes": 1, "model": "logistic"}
+    tables["local"] = {"solver": by_optimizer, **WORK}
+    fedsim.run({**tables, "engine": "auto"}, on_start=started.append)
+    assert started[0].how["engine"] == "serial"
+    fedsim.run({**tables, "engine": "auto", "local": {"solver": "sgd", **WORK}}, on_start=started.append)
+    assert started[1].how["engine"] == "batched"
+    with pytest.raises(
+        fedsim.ExperimentError, match=r'^engine = "batched": .*by_optimizer.* one .*; use engine=spawn$'
+    ):
+        fedsim.run({**tables, "engine": "batched"})
+
+
+def test_the_training_loss_is_the_mean_of_what_the_function_returns():
+    record = without_lr(worker_as_loss).history[0]
+    total = sum(worker * samples for worker, samples in zip(record["cohort"], record["samples"], strict=True))
+    assert record["train_loss"] == pytest.approx(total / sum(record["samples"]))
+    assert math.isnan(without_lr(silent).history[0]["train_loss"])
+
+
+def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
+    """Two passes over 8 samples in batches of 3."""
+    tables = {"mode": "clock", "data": {"dataset": "tests.plugs:tiny", "train": 8}, "workers": 1}
+    for function, seconds in ((silent, 6), (costly, 18)):
+        done = without_lr(function, local={"batch_size": 3}, **tables)
+        assert done.history[0]["virtual_seconds"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("solver", "local", "line"),
+    [
+        (of_other_names, {}, r"local\.solver = .*of_other_names.*ClientAlgorithm.*own-client-algorithm\.md"),
+        (Dropping, {}, r"local\.solver = .*Dropping.*ClientAlgorithm.*own-client-algorithm\.md"),
+        (by_optimizer, {}, r"local\.lr: is required"),
+        (silent, {"lr": 0.1}, r"local\.lr = 0\.1: unknown key"),
+        (with_own_epochs, {}, r"local\.epochs: is a key of every \[local\]"),
+        (silent, {"clip_norm": 1.0}, r"local\.clip_norm: .*silent"),
+        (silent, {"accumulate": 2}, r"local\.accumulate: .*silent"),
+        (silent, {"keep_state": True}, r"local\.keep_state = true: "),
+        (silent, {"schedule": "cosine"}, r"local\.schedule: needs .*`lr`"),
+        (by_optimizer, {"lr": 0.1, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}, "steps": 2},
+         r'local\.schedule\.per = "step": .*by_optimizer'),
+        (talkative, {}, r"local\.solver = .*talkative.*returned a dict"),
+        (reading_twice, {}, r"local\.solver: .*a second time.*local\.epochs"),
+        (growing, {}, r"local\.solver: .*names or shapes"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_used_is_one_line(solver, local, line):
+    with pytest.raises(fedsim.ExperimentError, match=f"^{line}") as caught:
+        fedsim.run({**TABLES, "local": {"solver": solver, **local}})
+    assert len(caught.value.lines) == 1
+
+
+def test_gradients_that_are_averaged_at_each_step_are_no_work_for_a_function():
+    with pytest.raises(fedsim.ExperimentError, match=r"^local\.solver = .*silent.*needs local steps"):
+        fedsim.Experiment(**{**TABLES, "sync": "gradients", "local": {"solver": silent}})
