@@ -20,3 +20,5 @@ FILES = {
     "error.txt": "In a comparison: why this run failed.",
     "report.html": "What `fedsim report` writes.",
 }
+
+PATTERNS = [name.replace(".png", ".*") for name in FILES]  # of their names; figures are also svg and pdf

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise write_error(path, error, len(content)) from error
     finally:
         _remove(temporary)
+
+
+def remove_parts(folder: Path, patterns: Iterable[str]) -> None:
+    """Remove the unfinished files that a killed process has left in a folder, of the names that match one of these.
+
+    `patterns` are paths in the folder, such as `checkpoints/round-*.json`. Raises OSError if one cannot be removed.
+    """
+    for pattern in patterns:
+        path = Path(pattern)
+        for part in folder.glob(str(path.with_name(PART.format(path.name)))):
+            if not is_outside(part.parent, folder):
+                part.unlink()
 
 
 def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:

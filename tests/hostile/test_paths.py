@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from fedsim.comparison.merging import merge
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
 from fedsim.records.reader import read_records
+from fedsim.records.run_folder import new_folder
 from fedsim.report.page import render
 from fedsim.runs.rule_replay import load_round
 from fedsim.system.files import read_bounded, write_atomically
@@ -61,6 +63,14 @@ def test_pipes_and_devices_are_not_read(tmp_path, name):
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
     assert isinstance(in_time(READERS[name], tmp_path), FedsimError)
+
+
+def test_a_link_to_nowhere_in_place_of_runs_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("/nonexistent/x")
+    error = in_time(contextlib.ExitStack().enter_context, new_folder("x"))
+    assert isinstance(error, RecordError)
+    assert "cannot be a run folder" in str(error)
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "a\0b", "a" * 5000, "\x1b[2J", "/proc/self/mem"])
