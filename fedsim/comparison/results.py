@@ -18,6 +18,7 @@ from fedsim.records.combinations import canonical
 from fedsim.records.dataframe import round_rows
 from fedsim.records.history import read_history
 from fedsim.records.progress import Progress, progress_of
+from fedsim.records.reader import error_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_metrics import LAST_ROUND, best_score, plug_metrics, run_metrics
 
@@ -51,7 +52,7 @@ class RunResult:
         stopped = stopped and error is None and not folder.is_finished(run)
         if error is None and not stopped and not folder.is_finished(run):
             error = "its records are not complete"
-        line = error.strip().partition("\n")[0] if error is not None else None
+        line = error_line(error) if error is not None else None
         path, target = folder.run_folder(run), folder.grid.settings.target
         stopped_at = len(history) if stopped else None
         return cls(run.id, run.point, run.experiment, history, line, path if kept else None, target, stopped_at)

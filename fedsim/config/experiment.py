@@ -44,6 +44,7 @@ from fedsim.config.schema import (
 from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import Name, plain
 from fedsim.core.suggestions import VOCABULARY
 from fedsim.core.validation_errors import explain
@@ -153,8 +154,11 @@ class Experiment(Table):
     checkpoint: Checkpoint = Checkpoint()
 
     def __init__(self, **tables: Any) -> None:
+        tables = plain(tables)
+        if problem := problem_with_words(tables):
+            raise ExperimentError(problem)
         try:
-            super().__init__(**_without_removed_keys(plain(tables)))
+            super().__init__(**_without_removed_keys(tables))
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 

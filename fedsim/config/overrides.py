@@ -14,7 +14,7 @@ from fedsim.core.objects import plain
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
 from fedsim.engines.traits import SETTINGS
-from fedsim.errors import MAX_TEXT, ExperimentError, printable, show
+from fedsim.errors import MAX_TEXT, ExperimentError, show
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
 
@@ -33,7 +33,7 @@ def split_word(word: str) -> tuple[list[str], str]:
         raise ExperimentError(f"{show(word)}: expected key=value, such as rounds=5 or local.lr=0.1")
     if len(keys) > MAX_DEPTH or len(key) > MAX_TEXT or not is_harmless(word):
         raise ExperimentError(
-            f"{show(printable(word))}: a key has at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
+            f"{show(word)}: a key has at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
             "characters must be printable"
         )
     return keys, text

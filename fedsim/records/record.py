@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from fedsim.errors import cut
+
 LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers is finite
 MOST_NAMES = 50  # of phases and of metrics, in a round
 
@@ -26,7 +28,8 @@ def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float | None, AfterValidator(_drop_huge)]
-Named = Annotated[dict[str, Number], Field(max_length=MOST_NAMES)]
+Text = Annotated[str, AfterValidator(cut)]
+Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class RoundRecord(Record):
     """The coefficient of each worker's row in the aggregate; None if the rule has none."""
     excluded: list[Count] = field(default_factory=list)
     """Workers whose rows were excluded because they were not finite."""
-    diverged: Annotated[str, StringConstraints(max_length=300)] | None = None
+    diverged: Text | None = None
     """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
     model before the round, and there are no other numbers."""
     lost: list[Count] = field(default_factory=list)

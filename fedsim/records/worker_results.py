@@ -38,8 +38,9 @@ def to_csv(results: WorkerResults) -> str:
 
 def read_csv(path: Path) -> WorkerResults:
     """The table that `to_csv` wrote. Raises RecordError if it holds anything else."""
-    rows = list(csv.reader(io.StringIO(read_file(path, MOST_BYTES).decode(errors="replace"))))
+    text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
+        rows = list(csv.reader(io.StringIO(text)))
         head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
         values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
         loss, accuracy = (
@@ -47,7 +48,7 @@ def read_csv(path: Path) -> WorkerResults:
             for what in ("loss", "accuracy")
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
-    except (ValueError, IndexError, KeyError):
+    except (ValueError, IndexError, KeyError, csv.Error):
         raise RecordError(f"{path}: is not a table of workers, their samples, losses and accuracies") from None
     return WorkerResults(_round_of(path), workers, counts, loss, accuracy)
 

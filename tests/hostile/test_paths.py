@@ -82,6 +82,28 @@ def test_a_path_that_is_no_experiment_is_one_short_line(path):
     assert line.isprintable()
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["y" * 200] * 30)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["run", "NAME"],
+            ["run", "--out", "NAME"],
+            ["run", "--resume", "NAME"],
+            ["compare", "seed=0,1", "--out", "NAME"],
+        ),
+        *(["plot", "NAME"], ["report", "NAME"], ["replay", "NAME"], ["list", "NAME.py"], ["new", "NAME"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_name_that_no_file_can_have_is_one_short_line(cli, name, words):
+    done = cli(*(word.replace("NAME", name) for word in words))
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert len(line) < 1_100
+    assert "name too long" in line or "no such" in line or "is not a run folder" in line
+
+
 def test_the_metrics_of_a_run_are_not_read_from_pipes_or_links(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5])
     (folder / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
