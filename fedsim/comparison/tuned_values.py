@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim.comparison.axes import label
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import to_csv
 from fedsim.core.plotting import line_style, mark_values
 from fedsim.records.comparison_settings import Choice, validation_result
 from fedsim.records.formatting import key_name
 from fedsim.records.value_curves import is_numeric
+from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -312,9 +312,7 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
     'test_loss'
     """
     accuracy, loss = SCORES
-    return (
-        loss if any(record.test_accuracy is None and record.test_loss is not None for record in records) else accuracy
-    )
+    return loss if any(each.test_accuracy is None and each.test_loss is not None for each in records) else accuracy
 
 
 LOWER_IS_BETTER = "loss", "error", "mse", "mae", "perplexity"

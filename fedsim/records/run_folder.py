@@ -29,7 +29,7 @@ from fedsim.errors import FedsimError, RecordError
 from fedsim.records.file_descriptions import PATTERNS
 from fedsim.records.history import EVENTS, METRICS, read_object, to_line
 from fedsim.records.record import RoundRecord
-from fedsim.records.worker_results import to_csv
+from fedsim.records.worker_results import workers_csv
 from fedsim.system.files import (
     PART,
     append_atomically,
@@ -199,7 +199,7 @@ class RunFolder:
 
     def workers(self, results: WorkerResults) -> None:
         """Write the tests of single workers after a round."""
-        self._write(WORKERS.format(round=results.round), to_csv(results).encode())
+        self._write(WORKERS.format(round=results.round), workers_csv(results).encode())
 
     def figure(self, name: str, content: bytes, format: str) -> None:
         """Write a figure in one format: `curve` of the history, or `workers` of the last tests of single workers."""

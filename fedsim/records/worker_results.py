@@ -14,6 +14,7 @@ from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, plural
 from fedsim.records.history import read_file
+from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,22 +23,19 @@ MOST_BYTES = 2**28  # of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
 
 
-def to_csv(results: WorkerResults) -> str:
+def workers_csv(results: WorkerResults) -> str:
     """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
 
     Without accuracies if the task has none.
     """
-    file = io.StringIO()
-    table = csv.writer(file, lineterminator="\n")
     both = {"loss": results.loss, "accuracy": results.accuracy}
     columns = {f"{model}_{what}": both[what][model] for model in results.loss for what in both if model in both[what]}
-    table.writerow(["worker", "samples", *columns])
-    table.writerows(zip(results.workers, results.samples, *columns.values(), strict=True))
-    return file.getvalue()
+    rows = zip(results.workers, results.samples, *columns.values(), strict=True)
+    return to_csv([["worker", "samples", *columns], *rows])
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """The table that `to_csv` wrote. Raises RecordError if it holds anything else."""
+    """The table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
         rows = list(csv.reader(io.StringIO(text)))

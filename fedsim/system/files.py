@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import io
 import json
@@ -235,6 +236,29 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 def _too_large(most: int) -> OSError:
     return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
+
+
+def to_csv(rows: Iterable[Iterable[Any]]) -> str:
+    """Rows as CSV; None is an empty cell.
+
+    A text that a spreadsheet might run as a formula has an apostrophe before it. So has a text that begins with one,
+    so that to remove one apostrophe at the beginning of a cell gives back the text.
+
+    >>> to_csv([["=1+1", "-0.5", "krum", None]])
+    "'=1+1,-0.5,krum,\\n"
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(_as_plain_text, row) for row in rows)
+    return text.getvalue()
+
+
+def _as_plain_text(cell: Any) -> Any:
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "'")):
+        return cell
+    with contextlib.suppress(ValueError):
+        float(cell)
+        return cell
+    return f"'{cell}"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
