@@ -108,7 +108,8 @@ NOTES: dict[str, str] = _each(
     {
         "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",
         "cpu use_cpu no_cuda": "write device=cpu",
-        "fp16 half float16": "write precision=bf16",
+        "half float16": "write precision=bf16",
+        "fp16": "write precision=bf16, or distributed.hook=fp16 for what ranks send",
         "bfloat16": "write precision=bf16",
         "iid is_iid": "write partition=iid, or partition=dirichlet partition.alpha=0.1",
         "noniid non_iid niid": "write partition=dirichlet partition.alpha=0.1",
@@ -144,7 +145,7 @@ NOTES: dict[str, str] = _each(
         "compression compressor quantization sparsification": (
             """write processors='["sign"]', or another of `fedsim list processors`"""
         ),
-        "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
+        "use_wandb": """write records.loggers='["wandb"]'""",
         "loss criterion loss_fn loss_function": "the loss belongs to the task: task=binary or task=my_plugs:MyTask",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
@@ -152,7 +153,6 @@ NOTES: dict[str, str] = _each(
         "compile torch_compile": "there is no compilation of training steps",
         "config config_file": "name the file itself: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "scaffold feddyn fednova moon ditto fedbn pfedme": "it is not part of fedsim",
         "cifar cifar10 cifar_10 cifar100 emnist femnist svhn imagenet shakespeare celeba": (
             'write a function that returns it, data="package.module:function"'
         ),

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import NOTE, ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import VOCABULARY, nearest, nearest_key
+from fedsim.core.suggestions import nearest, nearest_key
 from fedsim.core.validation_errors import explain
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, one_line, show
 
@@ -224,11 +224,9 @@ class Registry:
                 "object: fedsim.run(experiment, folder, resume=True)"
             )
         if ":" not in name:
-            hint = nearest(name, self._plugs)
+            hint = nearest(name, self._plugs, is_plug=True)
             if hint.startswith("allowed"):
                 hint = f'{hint}, or your own as "package.module:name"'
-                if keys := VOCABULARY.keys_of_plug(name):
-                    hint = f"{name} goes with {' or '.join(keys)}"
             raise ExperimentError(f"{where}: no such {self.kind}; {hint}")
 
     def _plug(self, name: str, target: Any) -> Plug:
