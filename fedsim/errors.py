@@ -13,6 +13,7 @@ from typing import Any
 MAX_PROBLEMS = 100  # reported of one experiment
 MAX_NAME = 100  # characters of a name
 MAX_TEXT = 300  # characters of a path, or of another library's message, in an error line
+MAX_LINE = 1000  # characters of an error line on the terminal
 MAX_VALUE = 80  # characters of a value in an error line
 DEVICE_ASSERT = (
     "often an index is out of range, such as a label or a token of nn.Embedding; device=cpu shows which; this process "
@@ -135,7 +136,7 @@ def show_warnings_as_lines() -> None:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **further: Any) -> None:
         if issubclass(category, FedsimWarning):
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            print(f"warning: {printable(str(message))}", file=sys.stderr, flush=True)
         else:
             show_other(message, category, *place, **further)
 
@@ -154,8 +155,8 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 def show(value: Any) -> str:
-    """A value as an experiment file would write it, shortened to MAX_VALUE characters."""
-    text = _as_toml(value)
+    """A value as an experiment file would write it, printable and shortened to MAX_VALUE characters."""
+    text = printable(_as_toml(value))
     return text if len(text) <= MAX_VALUE else f"{text[:47]}...{text[-30:]}"  # the end of a path matters most
 
 
@@ -184,7 +185,8 @@ def plural(count: int, thing: str) -> str:
 
 
 def cut(text: str) -> str:
-    """A text shortened to MAX_TEXT characters."""
+    """A text that may come from a file, printable and shortened to MAX_TEXT characters."""
+    text = printable(text)
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
@@ -202,5 +204,9 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with `?` for each character that could control a terminal or break the line."""
+    """A text with `?` for each character that could control a terminal or break the line, at most MAX_LINE characters.
+
+    The middle of a longer text is left out, since the end of an error line names the remedy.
+    """
+    text = text if len(text) <= MAX_LINE else f"{text[: MAX_LINE // 2]}...{text[3 - MAX_LINE // 2 :]}"
     return "".join(character if character.isprintable() else "?" for character in text)

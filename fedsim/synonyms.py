@@ -111,7 +111,8 @@ NOTES: dict[str, str] = _each(
     {
         "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",
         "cpu use_cpu no_cuda": "write device=cpu",
-        "fp16 half float16": "write precision=bf16",
+        "half float16": "write precision=bf16",
+        "fp16": "write precision=bf16, or distributed.hook=fp16 for what ranks send",
         "bfloat16": "write precision=bf16",
         "iid is_iid": "write partition=iid, or partition=dirichlet partition.alpha=0.1",
         "noniid non_iid niid": "write partition=dirichlet partition.alpha=0.1",
@@ -147,17 +148,16 @@ NOTES: dict[str, str] = _each(
         "compression compressor quantization sparsification": (
             """write processors='["sign"]', or another of `fedsim list processors`"""
         ),
-        "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "loss criterion loss_fn loss_function": (
             "the loss belongs to the task: task=binary, or a loss such as task=torch.nn.functional:mse_loss"
         ),
+        "use_wandb": """write records.loggers='["wandb"]'""",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
         "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
         "compile torch_compile": "there is no compilation of training steps",
         "config config_file": "name the file itself: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "scaffold feddyn fednova moon ditto fedbn pfedme": "it is not part of fedsim",
         "cifar cifar10 cifar_10": (
             'write into my_data.py "from torchvision.datasets import CIFAR10" and '
             '"def cifar10(root): return [CIFAR10(root, train, download=True) for train in (True, False)]", '

@@ -51,6 +51,14 @@ def test_a_round_is_attack_then_rule_then_step(attack, rule, tables):
     assert torch.allclose(fedsim.run({**tables, **change}).global_row, expected, rtol=0, atol=1e-9)
 
 
+def test_byzantine_workers_without_an_attack_warn_once(tables):
+    tables = {**tables, "rounds": 1, "model": "logistic", "local": {"steps": 1}}
+    with pytest.warns(SettingWarning, match="^attack.name is unset: .*write attack.name=") as caught:
+        fedsim.run({**tables, "attack": {"workers": [1]}})
+    assert len(caught) == 1
+    fedsim.run({**tables, "attack": {"name": "none", "workers": [1]}})
+
+
 def test_an_attack_without_effect_warns_once(tables):
     tables = {**tables, "workers": 5, "rounds": 2, "attack": {"name": "alie", "workers": [1]}}
     with pytest.warns(SettingWarning) as caught:
@@ -347,7 +355,10 @@ def test_a_list_of_stages_replaces_the_whole_table(tables):
 
 
 def test_an_experiment_with_a_pipeline_is_saved_and_loaded(tables, tmp_path):
-    change = {"aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1}, "attack": {"workers": [3]}}
+    change = {
+        "aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1},
+        "attack": {"name": "none", "workers": [3]},
+    }
     result = fedsim.run({**tables, **change}, tmp_path / "run")
     again = fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True)
     assert again == result.experiment

@@ -17,6 +17,10 @@ QUICK = ["engine=serial", "model=logistic", "data=tests.plugs:tiny", "rounds=1"]
 WORDS = [
     # keys, by the names that other libraries have for them
     ("roundz=3", 'roundz = 3: unknown key; did you mean "rounds"?'),
+    ("worker=20", 'worker = 20: unknown key; did you mean "workers"?'),
+    ("scaffold=true", "unknown key; write local.solver=scaffold"),
+    ("wandb=true", """unknown key; write records.loggers='["wandb"]'"""),
+    ("nnm=true", """unknown key; write aggregate.rule='["nnm","mean"]'"""),
     ("learning-rate=0.1", 'did you mean "local.lr" or "server.lr"?'),
     ("local.learning_rate=0.1", 'did you mean "lr"?'),
     ("partition.alpha=0.1", "alpha goes with dirichlet, dirichlet_workers, virtual"),
@@ -39,7 +43,7 @@ WORDS = [
     ("aggregate=fedavg", 'did you mean "weighted_mean"?'),
     ("aggregate=trimmed", 'did you mean "trimmed_mean"?'),
     ("aggregate=fedprox", "write local.solver=fedprox"),
-    ("aggregate=fedbuff", "fedbuff goes with policy.name"),
+    ("aggregate=fedbuff", "no such aggregation rule; write policy.name=fedbuff"),
     ("partition=noniid", 'did you mean "dirichlet"?'),
     ("partition=lda", 'did you mean "dirichlet"?'),
     ("model=mlp", 'did you mean "2nn"?'),

@@ -79,10 +79,14 @@ def test_its_readme_is_short_and_names_every_plug():
         ("taken", "taken: exists already; choose another name"),
         ("numpy", '"numpy": is the name of an installed Python module; choose another name'),
         ("3d", '"3d": is no name of a Python module; use letters, digits and _, as in my_study'),
+        ("", '"": is no name of a Python module'),
+        (".", '"": is no name of a Python module'),
+        ("__main__", '"__main__": is the name of an installed Python module'),
         ("class", '"class": is no name of a Python module'),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused_in_one_line(cli, tmp_path, name, message):
+def test_a_name_that_cannot_be_used_is_refused_in_one_line(cli, tmp_path, name, message, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the program `fedsim`
     (tmp_path / "taken").mkdir()
     done = cli("new", name)
     assert (done.exit_code, done.stdout) == (2, "")

@@ -246,6 +246,7 @@ def test_a_figure_that_is_missing_is_drawn_when_the_run_is_resumed(tables, tmp_p
 
 def test_a_damaged_table_is_one_line(tables, tmp_path):
     fedsim.run(tables, out=tmp_path / "run")
-    (tmp_path / "run" / "workers-00002.csv").write_text("worker,samples\n1,x\n")
-    with pytest.raises(fedsim.errors.RecordError, match="workers-00002.csv"):
-        read_run(tmp_path / "run")
+    for line in ("1,x", "1\r2,3", "1" * 200_000):
+        (tmp_path / "run" / "workers-00002.csv").write_text(f"worker,samples\n{line}\n", newline="")
+        with pytest.raises(fedsim.errors.RecordError, match="workers-00002.csv"):
+            read_run(tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,14 +35,14 @@ def make_project(path: Path) -> Path:
     Raises ExperimentError if there is such a file or folder, or if the name cannot be that of a module.
     """
     name = re.sub(r"[\s.-]", "_", path.name)
-    folder = path.with_name(name)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ExperimentError(
             f"{show(path.name)}: is no name of a Python module; use letters, digits and _, as in my_study"
         )
+    folder = path.with_name(name)
     if folder.exists():
         raise ExperimentError(f"{folder}: exists already; choose another name")
-    if name != TEMPLATE_NAME and importlib.util.find_spec(name):
+    if name != TEMPLATE_NAME and (name in sys.modules or importlib.util.find_spec(name)):
         raise ExperimentError(f"{show(name)}: is the name of an installed Python module; choose another name")
     folder.mkdir(parents=True)
     for file in next(filter(Path.is_dir, FOLDERS)).glob("*.*"):

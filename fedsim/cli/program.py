@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -37,7 +38,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     except FedsimError as error:
         is_worker_error = isinstance(error, WorkerError)
         for line in [str(error)] if is_worker_error else str(error).splitlines():  # the former has a traceback
-            _print_error("\n".join(map(printable, line.split("\n"))))
+            _print_error(line)
         raise typer.Exit(FAILED if is_worker_error else BAD_INPUT) from None
     except BrokenPipeError:
         raise  # typer ends the program without a message
@@ -46,7 +47,8 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
         if described is None:
             raise
         _print_error(described)
-        raise typer.Exit(FAILED) from None
+        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+        raise typer.Exit(BAD_INPUT if too_long else FAILED) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -66,8 +68,9 @@ def _import_everything() -> None:
         print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
 
 
-def _print_error(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr)
+def _print_error(text: str) -> None:
+    lines = map(printable, text.split("\n"))  # it may name a file of an unknown author
+    print("error: " + "\n".join(lines), file=sys.stderr)
 
 
 def run_program(program: typer.Typer) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import RunResult, to_csv
+from fedsim.comparison.results import RunResult
 from fedsim.comparison.value_figure import curves_along
 from fedsim.records.axes import label
 from fedsim.records.combinations import score_of
 from fedsim.records.value_curves import BreakingPoint, breaking_point, numeric_axes
+from fedsim.system.files import to_csv
 
 MOST_LINES = 12  # below the table, of an axis
 

@@ -29,7 +29,16 @@ from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, read_grid_fi
 from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.runs.differences import NO_EFFECT, differences_of
-from fedsim.system.files import is_file, locked, read_bounded, remedy, require_inside, to_json, write_atomically
+from fedsim.system.files import (
+    PART,
+    is_file,
+    locked,
+    read_bounded,
+    remedy,
+    require_inside,
+    to_json,
+    write_atomically,
+)
 
 RUNS, SHARDS = "runs", "shards"
 
@@ -108,12 +117,12 @@ class GridFolder(GridRecords):
         super().__init__(path, grid)
         with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
             path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path, "another comparison"))  # first: another may be writing its first file
             stored = path / GRID
-            if not stored.is_file() and any(each.name != SHARDS for each in path.iterdir()):
-                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID}); name another folder")
-            stack.enter_context(locked(path, "another comparison"))
             if stored.is_file():
                 self._continue(read_grid_file(stored, names_in([run.experiment.model_dump() for run in grid.runs])))
+            elif any(each.name not in (SHARDS, PART.format(GRID)) for each in path.iterdir()):
+                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID}); name another folder")
             self.write(GRID, to_json(self._content(), indent=2).encode())
             self._lock = stack.pop_all()
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.heat_map import NO_CELL, HeatCell, draw_cells
 from fedsim.comparison.plots import AnyGrid, AnyRun
-from fedsim.comparison.results import RunResult, to_csv
+from fedsim.comparison.results import RunResult
 from fedsim.core.confidence import fixed
 from fedsim.core.plotting import SCREEN, FigureStyle, grid_shape
 from fedsim.records.axes import label
 from fedsim.records.best import Best, best_of
 from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import comparison_title, key_name
+from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedsim.comparison.results import to_csv
 from fedsim.core.confidence import fixed
 from fedsim.core.text_wrapping import note
 from fedsim.records.leaderboard import Leaderboard, leaderboard_notes
+from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -176,8 +176,8 @@ def _grid_in(folders: Sequence[Path]) -> StoredGrid:
 
 def _grid_of(runs: Sequence[Run]) -> StoredGrid:
     """Runs as a comparison of what distinguishes them; a run that is not finished counts with its rounds so far."""
-    names, seeds = run_names(runs), [run.experiment.get(SEED, 0) for run in runs]
-    axes = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}
+    names, seeds = run_names(runs), [run.seed for run in runs]
+    axes: dict[str, list[Any]] = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}
     if len(axes[RUN]) == 1:
         del axes[RUN]
     found = []

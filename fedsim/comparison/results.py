@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,10 @@ from fedsim.records.combinations import canonical
 from fedsim.records.dataframe import round_rows
 from fedsim.records.history import read_history
 from fedsim.records.progress import Progress, progress_of
+from fedsim.records.reader import error_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_metrics import LAST_ROUND, best_score, plug_metrics, run_metrics
+from fedsim.system.files import to_csv
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunResult:
         error, history = folder.error(run), read_history(folder.run_folder(run))
         if error is None and not folder.is_finished(run):
             error = "its records are not complete"
-        line = error.strip().partition("\n")[0] if error is not None else None
+        line = error_line(error) if error is not None else None
         path, target = folder.run_folder(run), folder.grid.settings.target
         return cls(run.id, run.point, run.experiment, history, line, path if kept else None, target)
 
@@ -128,10 +128,3 @@ def _cells(run: RunResult) -> dict[str, Any]:
     """Return the id and the point of a run; a list or a table as its short name."""
     short = {key: label(value) if isinstance(value, (list, dict)) else value for key, value in run.point.items()}
     return {"id": run.id, **short}
-
-
-def to_csv(rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows as CSV; None is an empty cell."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

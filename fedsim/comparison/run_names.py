@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fedsim.config.source_catalog import plug_tables
 from fedsim.core.input_limits import leaves_of
+from fedsim.errors import cut
 from fedsim.records.axes import label
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.reader import Run
@@ -28,9 +29,9 @@ def run_names(runs: Sequence[Run]) -> list[str]:
         return label(value) if key in plugs else f"{key.rpartition('.')[2]}={label(value)}"
 
     names = [", ".join(text(key, table[key]) for key in differing if key in table) for table in tables]
-    same = Counter((name, run.experiment.get(SEED)) for name, run in zip(names, runs, strict=True))
+    same = Counter((name, run.seed) for name, run in zip(names, runs, strict=True))
     if max(same.values()) > 1:
-        return [run.folder.resolve().name for run in runs]
+        return [cut(run.folder.resolve().name) for run in runs]
     return [name or runs[0].name for name in names]
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import to_csv
 from fedsim.core.plotting import line_style, mark_values
 from fedsim.records.axes import label
 from fedsim.records.comparison_settings import Choice, validation_result
 from fedsim.records.formatting import key_name
 from fedsim.records.value_curves import is_numeric
+from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -46,6 +46,7 @@ from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import Table
+from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import Name, plain
 from fedsim.core.validation_errors import explain
 from fedsim.engines import Engine, engine
@@ -154,8 +155,11 @@ class Experiment(Table):
     checkpoint: Checkpoint = Checkpoint()
 
     def __init__(self, **tables: Any) -> None:
+        tables = plain(tables)
+        if problem := problem_with_words(tables):
+            raise ExperimentError(problem)
         try:
-            super().__init__(**_without_removed_keys(plain(tables)))
+            super().__init__(**_without_removed_keys(tables))
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 

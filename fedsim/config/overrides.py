@@ -10,7 +10,7 @@ from fedsim.config.source_catalog import SourceTable, plug_tables
 from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
 from fedsim.core.name_errors import both_given_error, with_key
-from fedsim.errors import MAX_TEXT, ExperimentError, printable, show
+from fedsim.errors import MAX_TEXT, ExperimentError, show
 
 DEFAULT_ENGINE = "auto"
 
@@ -36,7 +36,7 @@ def split_word(word: str) -> tuple[list[str], str]:
         raise ExperimentError(f"{show(word)}: expected key=value, such as rounds=5 or local.lr=0.1")
     if len(keys) > MAX_DEPTH or len(key) > MAX_TEXT or not is_harmless(word):
         raise ExperimentError(
-            f"{show(printable(word))}: a key has at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
+            f"{show(word)}: a key has at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
             "characters must be printable"
         )
     return keys, text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim.core.suggestions import has_words, nearest
 from fedsim.core.text_wrapping import hang
-from fedsim.errors import ExperimentError, one_line, show
+from fedsim.errors import ExperimentError, cut, one_line, show
 
 if TYPE_CHECKING:
     from fedsim.core.registry import Plug, Registry
@@ -127,7 +127,7 @@ def list_module(path: Path, columns: int | None = None) -> str:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
     }
     width = max(map(len, found), default=0)
-    lines = [hang(f"  {name:<{width}} ", text.partition("\n")[0], columns) for name, text in found.items()]
+    lines = [hang(f"  {name:<{width}} ", cut(text.partition("\n")[0]), columns) for name, text in found.items()]
     return "\n".join([str(path), *lines])
 
 

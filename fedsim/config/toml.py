@@ -13,7 +13,7 @@ import tomli_w
 
 from fedsim.config.catalog import hint
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, problem_with_words, refuse_long_chains
-from fedsim.errors import MAX_TEXT, ExperimentError, cut, printable, show
+from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
 from fedsim.system.files import read_bounded
 
 if sys.version_info >= (3, 11):
@@ -37,7 +37,7 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
 
     Raises ExperimentError if the file is missing, not a regular file, too large or not UTF-8. `kind` is TOML or YAML.
     """
-    where = cut(printable(str(path)))
+    where = cut(str(path))
     try:
         return read_bounded(path, MAX_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment ({kind})") from None
     except ValueError as error:
-        raise ExperimentError(f"{where}: cannot be read as {kind}: {cut(printable(str(error)))}") from None
+        raise ExperimentError(f"{where}: cannot be read as {kind}: {cut(str(error))}") from None
 
 
 def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
@@ -54,16 +54,16 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
 
     Raises ExperimentError if the file cannot be read, is not TOML, or holds values that no experiment holds.
     """
-    where, text = cut(printable(str(path))), read_text(path, "TOML", inside)
+    where, text = cut(str(path)), read_text(path, "TOML", inside)
     try:
         refuse_long_chains(text)
         tables = tomllib.loads(text)
     except RecursionError:
         raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
     except tomllib.TOMLDecodeError as error:
-        raise ExperimentError(f"{where}: {cut(printable(_explain_toml(text, error)))}") from None
+        raise ExperimentError(f"{where}: {cut(_explain_toml(text, error))}") from None
     except ValueError as error:  # a number of too many digits
-        raise ExperimentError(f"{where}: cannot be read as TOML: {cut(printable(str(error)))}") from None
+        raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
     return tables

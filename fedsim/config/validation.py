@@ -57,6 +57,12 @@ def warnings_about(experiment: Experiment) -> list[str]:
     lines = []
     if experiment.cohort_size == experiment.workers:  # otherwise n and f differ between rounds
         lines.append(experiment.attack.bind().weakness(experiment.workers, experiment.attack.count(experiment.workers)))
+    attack = experiment.attack
+    if (attack.fraction or attack.workers) and "name" not in attack.model_fields_set:
+        lines.append(
+            "attack.name is unset: the Byzantine workers train as the others do; write attack.name=sign_flipping, or "
+            "attack.name=none if that is meant"
+        )
     if experiment.buffers == "server":
         lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedsim.config.toml import read_text
 from fedsim.core.input_limits import MAX_DEPTH, problem_with_words
-from fedsim.errors import ExperimentError, cut, printable, show
+from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.extras import import_extra
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -33,7 +33,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     MissingPackageError if PyYAML is not installed.
     """
     yaml = import_extra("yaml", extra="yaml", purpose=f"{path}")
-    where, text = cut(printable(str(path))), read_text(path, "YAML")
+    where, text = cut(str(path)), read_text(path, "YAML")
     events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     try:
         documents = list(_documents(events))
@@ -41,9 +41,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark else ""
         reason = getattr(error, "problem", None) or "has characters that YAML does not allow"
-        raise ExperimentError(f"{where}:{line} cannot be read as YAML: {cut(printable(reason))}") from None
+        raise ExperimentError(f"{where}:{line} cannot be read as YAML: {cut(reason)}") from None
     except (ValueError, RecursionError) as error:
-        raise ExperimentError(f"{where}: {cut(printable(str(error)))}") from None
+        raise ExperimentError(f"{where}: {cut(str(error))}") from None
     tables = documents[0] if documents else {}
     if len(documents) > 1 or not (tables is None or isinstance(tables, dict)):
         raise ExperimentError(f"{where}: must be one table of keys and values, such as rounds: 3")

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fedsim.errors import MAX_NAME, MAX_TEXT, cut, printable, show
+from fedsim.errors import MAX_NAME, MAX_TEXT, cut, show
 
 MAX_DEPTH = 16  # nested tables and lists; experiments have five
 MAX_BITS = 64  # of a whole number
@@ -41,15 +41,16 @@ def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -
             return f"{cut(place)}: more than {MAX_DEPTH} nested tables and lists"
         if isinstance(value, Mapping):
             for key, each in value.items():
+                key = str(key)
                 if len(key) > MAX_NAME or not (any_text or is_harmless(key)):
-                    return f"{show(printable(key))}: a key has at most {MAX_NAME} characters, all of them printable"
+                    return f"{show(key)}: a key has at most {MAX_NAME} characters, all of them printable"
                 waiting.append((f"{place}.{key}" if place else key, each, depth + 1))
         elif isinstance(value, (list, tuple)):
-            waiting.extend((place, each, depth + 1) for each in value)
+            waiting.extend((place, each, depth + 1) for each in value if type(each) is not float)  # there may be 10^6
         elif isinstance(value, int) and value.bit_length() > MAX_BITS:
             return f"{cut(place)}: a whole number of {value.bit_length()} bits; the largest have {MAX_BITS}"
         elif isinstance(value, str) and not (any_text or is_harmless(value)):
-            return f"{cut(place)} = {show(printable(value))}: contains unprintable characters"
+            return f"{cut(place)} = {show(value)}: contains unprintable characters"
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Protocol
 
-from fedsim.core.suggestions import VOCABULARY, nearest, nearest_key
+from fedsim.core.suggestions import nearest, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, show
 
 NOTE = re.compile(r"<[\w, ]+>")  # the name of an object without an import path
@@ -50,11 +50,9 @@ def plug_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> s
         )
     if ":" in name:
         return None
-    hint = nearest(name, sorted(names))
+    hint = nearest(name, sorted(names), is_plug=True)
     if hint.startswith("allowed"):
         hint = f'{hint}, or your own as "package.module:name"'
-        if keys := VOCABULARY.keys_of_plug(name):
-            hint = f"{name} goes with {' or '.join(keys)}"
     return f"{where}: no such {kind}; {hint}"
 
 

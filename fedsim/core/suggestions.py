@@ -13,7 +13,11 @@ from fedsim.synonyms import KEYS, NAMES, NOTES
 
 MOST_IN_RANGE = 100  # numbers that a hint writes for 0..99
 SHORT = 4  # characters: below, one wrong letter is a large part of a name
+CERTAIN = 0.85  # difflib's ratio from which the nearest name is the only guess
 CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib's ratio from which a name counts as a misspelling
+
+LISTS = ("metrics", "data.augment", "processors", "records.loggers")  # keys whose values are lists of names
+FIRST_STAGE = ", before a rule"  # after the key of pre-aggregators
 
 KeyFinder = Callable[[str], list[str]]  # from a name to dotted keys of experiments
 
@@ -34,11 +38,14 @@ class Vocabulary:
 VOCABULARY = Vocabulary()
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """The hint for a name that is not allowed: `did you mean "x"?`, or else the allowed names."""
+def nearest(name: str, allowed: Iterable[str], *, is_plug: bool = False) -> str:
+    """The hint for a name that is not allowed: `did you mean "x"?`, or else the allowed names.
+
+    `is_plug`: the name is that of a plug, so a plug of another kind may be meant.
+    """
     allowed = list(allowed)
     known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
-    return _hint(name, known, {each: [each] for each in allowed}, allowed)
+    return _hint(name, known, {each: [each] for each in allowed}, allowed, may_be_plug=is_plug)
 
 
 def nearest_key(
@@ -58,22 +65,45 @@ def nearest_key(
         return f"{form} is a top-level key: in a file it stands above the first [table]"
     if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
         known = [each for each in here if each in allowed]  # a key of another plug is no help
-    return _hint(name, known, {**(elsewhere or {}), **{each: [each] for each in allowed}}, allowed)
+    candidates = {**(elsewhere or {}), **{each: [each] for each in allowed}}
+    return _hint(name, known, candidates, allowed, may_be_plug=form not in candidates)
 
 
-def _hint(name: str, known: Sequence[str], candidates: Mapping[str, Sequence[str]], allowed: Sequence[str]) -> str:
-    """A hint from, in this order: known synonyms, notes, the candidate closest to the name, all that is allowed."""
+def _hint(
+    name: str,
+    known: Sequence[str],
+    candidates: Mapping[str, Sequence[str]],
+    allowed: Sequence[str],
+    *,
+    may_be_plug: bool,
+) -> str:
+    """A hint from, in this order: known synonyms, notes, plugs, the closest candidates, all that is allowed."""
     if "," in name:
         return f"for several values use fedsim compare, for a list write {cut(as_list(name))}"
     if not known and normalized(name) in NOTES:
         return NOTES[normalized(name)]
+    if not known and may_be_plug and (settings := _settings_of_plug(normalized(name))):
+        return f"write {' or '.join(settings)}"
     if not known and len(name) <= MAX_NAME:
         known = [each for match in closest(name, candidates) for each in candidates[match]]
     return f"did you mean {' or '.join(map(show, known))}?" if known else f"allowed: {', '.join(allowed) or 'none'}"
 
 
+def _settings_of_plug(name: str) -> list[str]:
+    """How an experiment names a plug, for each key that may name it: `local.solver=scaffold`."""
+    settings: dict[str, str] = {}
+    for text in VOCABULARY.keys_of_plug(name):
+        for key in text.removesuffix(FIRST_STAGE).split(", "):
+            value = f'["{name}","mean"]' if text.endswith(FIRST_STAGE) else f'["{name}"]' if key in LISTS else name
+            settings.setdefault(key, f"{key}={value}" if value == name else f"{key}='{value}'")
+    return list(settings.values())
+
+
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
-    """The allowed names that `name` may mean: equal but for - and _, initials, a part of a name, a misspelling."""
+    """The one or two allowed names that `name` may mean.
+
+    They are equal but for - and _, have it as initials, begin with it, contain it, or are the nearest by spelling.
+    """
     forms = {normalized(each): each for each in allowed}
     form = normalized(name)
     if form in forms:
@@ -83,7 +113,9 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
         found = [each for each in forms if each.startswith(form)] or [each for each in forms if f"_{form}" in each]
     cutoff = CUTOFF if len(form) >= SHORT else CUTOFF_SHORT
     found = found or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # MyNet is not net
-    return [forms[each] for each in found]
+    found = difflib.get_close_matches(form, found, n=2, cutoff=0.0)
+    is_certain = found and difflib.SequenceMatcher(None, found[0], form).ratio() >= CERTAIN
+    return [forms[each] for each in (found[:1] if is_certain else found)]
 
 
 def has_words(search: str, *texts: str) -> bool:

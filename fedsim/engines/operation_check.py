@@ -19,6 +19,22 @@ class OperationCheck(TorchDispatchMode):
         return False
 
 
+class FlopCount(OperationCheck):
+    """Counts the floating-point operations in a block, `total`, as torch.utils.flop_counter.FlopCounterMode does."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # takes a tenth of a second, and not every run needs it
+
+        super().__init__()
+        self._formulas, self.total = flop_registry, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if formula := self._formulas.get(function.overloadpacket):
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> bool:
     """Whether an operation reads values of its tensors on the host, or derives shapes from them.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fedsim.core.randomness import preserve_random_state
+from fedsim.engines.operation_check import FlopCount
 from fedsim.engines.task import Schedule, SharedState, TaskSpec
 
 START_SECONDS = 3.0  # that processes take to start; they must save more
@@ -180,11 +181,9 @@ def _flops_of_a_sample(task: TaskSpec, shared: SharedState, default: float) -> f
     """FLOPs of a forward and a backward pass; `default` for a model that does not run on a few samples."""
     count = min(SAMPLES, len(shared.train))
     inputs, targets = shared.train.gather(torch.arange(count))
-    from torch.utils.flop_counter import FlopCounterMode  # takes a tenth of a second, and only this function needs it
-
     with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report what is wrong
         module = task.new_module().train()
-        with FlopCounterMode(display=False) as counter:
+        with FlopCount() as counter:
             task.learning_task.loss(module(inputs.clone()), targets).backward()
-        return counter.get_total_flops() / count or default
+        return counter.total / count or default
     return default

@@ -28,12 +28,12 @@ class TensorBoardWriter:
     Args:
         folder: of the run.
         settings: the experiment by dotted keys; the tab HPARAMS compares runs by them.
-        after: the round after which a run is resumed; TensorBoard hides later rounds of earlier files.
+        after: the round after which a run is resumed; TensorBoard hides later rounds of earlier files. None: a new run.
 
     Raises MissingPackageError if tensorboard is not installed, and RecordError where writing fails.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, bool | float | str], after: int = 0) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, bool | float | str], after: int | None = None) -> None:
         extra = {"extra": "tensorboard", "purpose": 'the logger "tensorboard"'}
         self._events = import_extra("tensorboard.compat.proto.event_pb2", **extra)
         self._framing = import_extra("tensorboard.summary.writer.record_writer", **extra)
@@ -57,7 +57,7 @@ class TensorBoardWriter:
         except OSError as error:
             raise write_error(self._path, error) from error
         events: list[dict[str, Any]] = [{"file_version": FILE_VERSION}]
-        if self._after:
+        if self._after is not None:
             events.append({"step": self._after + 1, "session_log": {"status": START}})
         events.append({"summary": self._hyperparameters(dict(self._settings))})
         self._append(self._file, events)
@@ -86,5 +86,5 @@ def tensorboard(run: LoggedRun) -> Iterator[Log]:
     if run.folder is None:
         yield lambda round, numbers: None
         return
-    with TensorBoardWriter(run.folder, run.settings, run.done) as writer:
+    with TensorBoardWriter(run.folder, run.settings, run.done if run.resumed else None) as writer:
         yield writer.log

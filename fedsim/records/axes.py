@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.config.overrides import Change, naming_key, split_word
 from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
-from fedsim.core.input_limits import leaves_of
+from fedsim.core.input_limits import leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import canonical
@@ -139,6 +139,8 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
         values = plain(values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
+    if problem := problem_with_words(values, place):
+        raise ExperimentError(problem)
     names = set()
     for index, value in enumerate(values):
         where = f"{place}[{index}]"

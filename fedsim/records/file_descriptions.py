@@ -35,3 +35,6 @@ def experiment_of_run(folder: Path) -> Path:
             f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
         )
     return folder / EXPERIMENT
+
+
+PATTERNS = [name.replace(".png", ".*") for name in FILES]  # of their names; figures are also svg and pdf

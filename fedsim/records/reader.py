@@ -15,9 +15,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from fedsim.config.toml import read_toml
+from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.errors import RecordError, cut, show
+from fedsim.errors import RecordError, cut, printable, show
 from fedsim.records.combinations import canonical
 from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
 from fedsim.records.early_stopping import stop_reason, stored_stop
@@ -28,7 +29,6 @@ from fedsim.records.history import (
     read_file,
     read_metrics,
     read_object,
-    refuse_oddities,
 )
 from fedsim.records.progress import Progress, progress_of
 from fedsim.records.record import Count, RoundRecord
@@ -103,7 +103,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        return str(self.experiment.get("name", self.folder.resolve().name))
+        return cut(str(self.experiment.get("name", self.folder.resolve().name)))
+
+    @property
+    def seed(self) -> int:
+        seed = self.experiment.get("seed")
+        return seed if isinstance(seed, int) else 0
 
     @property
     def planned(self) -> int | None:
@@ -233,7 +238,8 @@ def _read_partition(path: Path) -> StoredPartition:
 def read_grid_file(path: Path, objects: Iterable[ObjectName] = ()) -> GridFile:
     """The content of a grid.json, with `objects` in the place of their names."""
     file = _validated(GridFile, path, MOST_GRID_BYTES)
-    refuse_oddities(file.model_dump(), path)
+    if problem := problem_with_words(file.model_dump()):
+        raise RecordError(f"{path}: {problem}")
     return GridFile.model_validate(with_objects(file.model_dump(), objects))
 
 
@@ -255,7 +261,7 @@ def read_grid(folder: Path) -> StoredGrid:
         if run_folder.resolve() in folders:
             raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
         folders.add(run_folder.resolve())
-        error = _first_line(run_folder / ERROR)
+        error = _error_in(run_folder / ERROR)
         content = _content_of(run_folder)
         runs.append(GridRun(**content, id=entry.id, point=entry.point, place=place, error=error, target=target))
     if not any(entry.history for entry in runs):
@@ -288,8 +294,11 @@ def _validated(model: type[Model], path: Path, most: int) -> Model:
         raise RecordError(f"{path}: {first_problem(error)}") from None
 
 
-def _first_line(path: Path) -> str | None:
-    """The first line of a text file, shortened; None if there is no such file."""
-    if not is_file(path):
-        return None
-    return cut(read_file(path, MOST_ERROR_BYTES).decode(errors="replace").strip().partition("\n")[0])
+def _error_in(path: Path) -> str | None:
+    """The first line of a file that says why a run failed; None if there is no such file."""
+    return error_line(read_file(path, MOST_ERROR_BYTES).decode(errors="replace")) if is_file(path) else None
+
+
+def error_line(text: str) -> str:
+    """The first line of a text that says why a run failed."""
+    return printable(text.strip().partition("\n")[0])

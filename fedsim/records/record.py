@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from fedsim.errors import cut
 from fedsim.records.metric import Metric
 
 LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers is finite
@@ -27,7 +28,8 @@ def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float | None, AfterValidator(_drop_huge)]
-Named = Annotated[dict[str, Number], Field(max_length=MOST_NAMES)]
+Text = Annotated[str, AfterValidator(cut)]
+Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
 
 class Record(dict[str, Any]):
@@ -155,7 +157,7 @@ class RoundRecord(Record):
     """The coefficient of each worker's row in the aggregate; None if the rule has none."""
     excluded: list[Count] = field(default_factory=list)
     """Workers whose rows were excluded because they were not finite."""
-    diverged: Annotated[str, StringConstraints(max_length=300)] | None = None
+    diverged: Text | None = None
     """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
     model before the round, and there are no other numbers."""
     lost: list[Count] = field(default_factory=list)
@@ -261,9 +263,7 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
     'test_loss'
     """
     accuracy, loss = SCORES
-    return (
-        loss if any(record.test_accuracy is None and record.test_loss is not None for record in records) else accuracy
-    )
+    return loss if any(each.test_accuracy is None and each.test_loss is not None for each in records) else accuracy
 
 
 SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}

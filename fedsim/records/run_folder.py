@@ -26,15 +26,16 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.toml import to_toml
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
-from fedsim.records.file_descriptions import EXPERIMENT
+from fedsim.records.file_descriptions import EXPERIMENT, PATTERNS
 from fedsim.records.history import EVENTS, METRICS, read_object, to_line
 from fedsim.records.record import RoundRecord
-from fedsim.records.worker_results import to_csv
+from fedsim.records.worker_results import workers_csv
 from fedsim.system.files import (
     PART,
     append_atomically,
     locked,
     remedy,
+    remove_parts,
     require_inside,
     require_unchanged,
     to_json,
@@ -61,10 +62,10 @@ def new_folder(name: str) -> Iterator[Path]:
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
     for folder in itertools.chain([stem], numbered):
         try:
-            folder.mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue
+            folder.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
         except OSError as error:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
     try:
@@ -89,22 +90,18 @@ class RunFolder:
         self._rounds = 0  # recorded
         self._written: list[Path] = []
         self._early_events: list[tuple[str, dict[str, Any]]] = []  # before `begin`
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
-        self._lock = contextlib.ExitStack()
         try:
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock.enter_context(locked(folder, "another run"))
-            for part in folder.glob(PART.format("*")):  # left by a killed run
-                part.unlink()
-            occupied = any(folder.iterdir())
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(locked(folder, "another run"))
+                self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
+                if not self.resumes:
+                    _require_empty(folder)
+                remove_parts(folder, PATTERNS)
+                self._lock = stack.pop_all()
         except OSError as error:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
-        self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
-        if occupied and not self.resumes:
-            self._lock.close()
-            if (folder / EXPERIMENT).is_file():
-                raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
-            raise RecordError(f"{folder}: is not empty, and not a run folder (no {EXPERIMENT}); name another folder")
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
         """Write the experiment and the environment, with further `facts`; `history` has the rounds of a resumed run."""
@@ -202,7 +199,7 @@ class RunFolder:
 
     def workers(self, results: WorkerResults) -> None:
         """Write the tests of single workers after a round."""
-        self._write(WORKERS.format(round=results.round), to_csv(results).encode())
+        self._write(WORKERS.format(round=results.round), workers_csv(results).encode())
 
     def figure(self, name: str, content: bytes, format: str) -> None:
         """Write a figure in one format: `curve` of the history, or `workers` of the last tests of single workers."""
@@ -229,6 +226,14 @@ class RunFolder:
                     path.unlink(missing_ok=True)  # a file may have been written more than once
                 for path in self._made:
                     path.rmdir()
+
+
+def _require_empty(folder: Path) -> None:
+    """Raise RecordError unless a folder holds at most the unfinished first file of a killed run."""
+    if (folder / EXPERIMENT).is_file():
+        raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
+    if any(path.name != PART.format(EXPERIMENT) for path in folder.iterdir()):
+        raise RecordError(f"{folder}: is not empty, and not a run folder (no {EXPERIMENT}); name another folder")
 
 
 def describe_environment() -> dict[str, Any]:

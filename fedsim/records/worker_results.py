@@ -14,6 +14,7 @@ from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, plural
 from fedsim.records.history import read_file
+from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,24 +23,22 @@ MOST_BYTES = 2**28  # of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
 
 
-def to_csv(results: WorkerResults) -> str:
+def workers_csv(results: WorkerResults) -> str:
     """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
 
     Without accuracies if the task has none.
     """
-    file = io.StringIO()
-    table = csv.writer(file, lineterminator="\n")
     both = {"loss": results.loss, "accuracy": results.accuracy}
     columns = {f"{model}_{what}": both[what][model] for model in results.loss for what in both if model in both[what]}
-    table.writerow(["worker", "samples", *columns])
-    table.writerows(zip(results.workers, results.samples, *columns.values(), strict=True))
-    return file.getvalue()
+    rows = zip(results.workers, results.samples, *columns.values(), strict=True)
+    return to_csv([["worker", "samples", *columns], *rows])
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """The table that `to_csv` wrote. Raises RecordError if it holds anything else."""
-    rows = list(csv.reader(io.StringIO(read_file(path, MOST_BYTES).decode(errors="replace"))))
+    """The table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
+    text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
+        rows = list(csv.reader(io.StringIO(text)))
         head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
         values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
         loss, accuracy = (
@@ -47,7 +46,7 @@ def read_csv(path: Path) -> WorkerResults:
             for what in ("loss", "accuracy")
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
-    except (ValueError, IndexError, KeyError):
+    except (ValueError, IndexError, KeyError, csv.Error):
         raise RecordError(f"{path}: is not a table of workers, their samples, losses and accuracies") from None
     return WorkerResults(_round_of(path), workers, counts, loss, accuracy)
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fedsim.core.snapshot import Snapshot
-from fedsim.errors import RecordError
+from fedsim.errors import RecordError, show
 from fedsim.system.devices import free_memory
 from fedsim.system.files import is_outside, read_bounded, write_atomically, write_error
 from fedsim.version import __version__
@@ -83,7 +83,7 @@ class Checkpoints:
             most = int(free_memory() / 2)
             head_data = json.loads(read_bounded(head, most, self._folder))
             if head_data["format"] != FORMAT:
-                raise RecordError(f"{head}: has format {head_data['format']}; this version reads format {FORMAT}")
+                raise RecordError(f"{head}: has format {show(head_data['format'])}; this version reads format {FORMAT}")
             checksum = head_data.pop("checksum")
             content = read_bounded(tensors, most, self._folder)
             intact = checksum == _checksum_of(head_data) and head_data["sha256"] == _sha256(content)

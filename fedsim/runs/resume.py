@@ -14,7 +14,7 @@ from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, FedsimWarning, RecordError, one_line
+from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line
 from fedsim.records.history import read_history
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
@@ -142,7 +142,7 @@ def _warn_of_other_software(folder: RunFolder) -> None:
     """Warn if the run began with other software or on another kind of processor: rounding may differ."""
     before, here = folder.environment(), describe_environment()
     differences = [
-        f"{name} {there.get(key)} there, {now[key]} here"
+        f"{name} {cut(str(there[key]))} there, {now[key]} here"
         for name, key, there, now in (
             ("fedsim", "fedsim", before, here),
             ("torch", "torch", before.get("packages"), here["packages"]),

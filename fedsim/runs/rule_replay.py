@@ -22,7 +22,7 @@ from fedsim.config.load import load_experiment
 from fedsim.core.text_wrapping import hang
 from fedsim.engines import Engine
 from fedsim.engines.aggregator import weights_by_probability
-from fedsim.errors import ExperimentError, RecordError, cut, printable, show
+from fedsim.errors import ExperimentError, RecordError, cut, show
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT
 from fedsim.runs.setup import PreparedRun
@@ -127,7 +127,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
         require_regular(path, MOST_BYTES, inside=folder)
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a dtype that PyTorch lacks
-        raise RecordError(f"{path}: cannot be read: {cut(printable(str(error)))}") from None
+        raise RecordError(f"{path}: cannot be read: {cut(str(error))}") from None
     if problem := _problem_with(tensors, experiment):
         raise RecordError(f"{path}: {problem}")
     return StoredRound(experiment, round, tensors)

@@ -22,6 +22,8 @@ from fedsim.system.files import one_at_a_time
 
 MOST_WAITING = 60.0  # seconds until other runs on this machine have begun their loggers
 
+RunLogger = tuple[str, contextlib.AbstractContextManager[Log], Log]  # its name, its context, and what it is told by
+
 
 class RunLoggers:
     """The loggers that an experiment names; a context manager around the rounds.
@@ -31,14 +33,14 @@ class RunLoggers:
     """
 
     def __init__(self, experiment: Experiment, run: LoggedRun) -> None:
-        self._loggers: dict[str, tuple[contextlib.AbstractContextManager[Log], Log]] = {}
+        self._loggers: list[RunLogger] = []  # two may have one name
         with contextlib.ExitStack() as stack:
             stack.push(self.__exit__)
             for table in experiment.records.all_loggers:
                 try:
                     context = table.bind()(run=run)
                     with one_at_a_time(Path(__file__), MOST_WAITING):  # the first one makes the tables of a data base
-                        self._loggers[table.name] = context, context.__enter__()
+                        self._loggers.append((table.name, context, context.__enter__()))
                 except FedsimError:
                     raise
                 except Exception as error:
@@ -50,19 +52,25 @@ class RunLoggers:
     def round(self, record: RoundRecord) -> None:
         """Tell all loggers of a round."""
         numbers = scalars(record) if self._loggers else {}
-        for name, (_, log) in list(self._loggers.items()):
+        for logger in list(self._loggers):
+            name, _, log = logger
             try:
                 log(record.round, numbers)
             except FedsimError:
                 raise
             except Exception as error:
+                self._loggers.remove(logger)
                 self._warn(name, f"failed in round {record.round}", error)
-                self._end(name, type(error), error, error.__traceback__)
+                self._end(logger, type(error), error, error.__traceback__)
 
     def _end(
-        self, name: str, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        logger: RunLogger,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        context, _ = self._loggers.pop(name)
+        name, context, _ = logger
         try:
             context.__exit__(kind, error, trace)
         except Exception as failure:
@@ -79,8 +87,8 @@ class RunLoggers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in list(self._loggers):
-            self._end(name, kind, error, trace)
+        for logger in self._loggers:
+            self._end(logger, kind, error, trace)
 
 
 def logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:

@@ -66,11 +66,11 @@ class Available:
         """The columns: workers, int64, and times, float64."""
         try:
             text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
-        except (OSError, ValueError) as error:
+            lines = list(csv.reader(StringIO(text)))
+        except (OSError, ValueError, csv.Error) as error:
             raise ExperimentError(
                 f"{self._place}: cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from None
-        lines = list(csv.reader(StringIO(text)))
         if not lines or [name.strip() for name in lines[0]] != COLUMNS:
             raise ExperimentError(f"{self._place}: the first line must be {','.join(COLUMNS)}")
         found = [self._parsed(number, line) for number, line in enumerate(lines[1:], 2) if line]

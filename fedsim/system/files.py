@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import io
 import json
@@ -11,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise write_error(path, error, len(content)) from error
     finally:
         _remove(temporary)
+
+
+def remove_parts(folder: Path, patterns: Iterable[str]) -> None:
+    """Remove the unfinished files that a killed process has left in a folder, of the names that match one of these.
+
+    `patterns` are paths in the folder, such as `checkpoints/round-*.json`. Raises OSError if one cannot be removed.
+    """
+    for pattern in patterns:
+        path = Path(pattern)
+        for part in folder.glob(str(path.with_name(PART.format(path.name)))):
+            if not is_outside(part.parent, folder):
+                part.unlink()
 
 
 def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
@@ -225,6 +238,29 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 def _too_large(most: int) -> OSError:
     return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
+
+
+def to_csv(rows: Iterable[Iterable[Any]]) -> str:
+    """Rows as CSV; None is an empty cell.
+
+    A text that a spreadsheet might run as a formula has an apostrophe before it. So has a text that begins with one,
+    so that to remove one apostrophe at the beginning of a cell gives back the text.
+
+    >>> to_csv([["=1+1", "-0.5", "krum", None]])
+    "'=1+1,-0.5,krum,\\n"
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(map(_as_plain_text, row) for row in rows)
+    return text.getvalue()
+
+
+def _as_plain_text(cell: Any) -> Any:
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "'")):
+        return cell
+    with contextlib.suppress(ValueError):
+        float(cell)
+        return cell
+    return f"'{cell}"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

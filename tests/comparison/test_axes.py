@@ -103,6 +103,7 @@ def test_values_become_json_values():
             {"variant": [VARIANTS[0], {"sync": "gradients"}]},
             r"grid.variant\[1\] = {sync .*: must be a table with a lab",
         ),
+        ({"variant": [{"label": "a\nb"}]}, r"grid.variant.label = .*: contains unprintable characters"),
         ({"variant": [{"label": 3}]}, r"grid.variant\[0\].label = 3: must be a string"),
         ({"local": [{"label": " ", "lr": 1.0}]}, r'grid.local\[0\].label = " ": must be a string'),
         ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'grid.local: the label "a" is repeated'),

@@ -9,6 +9,7 @@ import fedsim
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.grid import plan_grid
 from fedsim.errors import RecordError
+from fedsim.system.files import locked
 from tests.comparison.conftest import quick_tables
 
 AXES = {"aggregate.rule": ["mean", "weighted_mean"], "seed": [0, 1]}
@@ -144,6 +145,12 @@ def test_values_can_be_added_in_any_order(serial, finished):
     assert json.loads((finished / "grid.json").read_text())["axes"] == more
 
 
+def test_a_comparison_that_was_killed_before_its_first_file_starts_again(grid, tmp_path):
+    (tmp_path / ".grid.json.part").write_text("half")
+    with GridFolder(tmp_path, grid):
+        assert [path.name for path in tmp_path.iterdir()] == ["grid.json"]
+
+
 def test_a_folder_with_other_files_is_refused_and_not_changed(serial, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(RecordError, match="is not empty, and not a comparison"):
@@ -162,6 +169,11 @@ def test_a_grid_that_cannot_be_read_is_refused(serial, tmp_path, content):
 
 
 def test_a_folder_is_locked(grid, tmp_path):
+    (tmp_path / "y").mkdir()
+    with locked(tmp_path / "y", "another comparison"):
+        (tmp_path / "y" / "first").touch()  # as another comparison that has not written its grid yet
+        with pytest.raises(RecordError, match="another comparison is at work there"):
+            GridFolder(tmp_path / "y", grid)
     with GridFolder(tmp_path / "x", grid), pytest.raises(RecordError, match="another comparison is at work there"):
         GridFolder(tmp_path / "x", grid)
     with GridFolder(tmp_path / "x", grid):

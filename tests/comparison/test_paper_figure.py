@@ -112,6 +112,11 @@ def test_equal_runs_are_named_by_their_folders_and_a_run_alone_has_no_legend(tmp
     assert legend_of(fedsim.plot(folders[0])) == []
 
 
+@pytest.mark.parametrize("seed", [[1], "x", 0.5])
+def test_a_seed_that_is_no_number_of_a_foreign_run_is_no_obstacle(tmp_path, seed):
+    assert len(fedsim.plot(runs(tmp_path, a={"seed": seed}, b={"seed": 0, "rounds": 5})).axes[0].lines) == 2
+
+
 def test_a_run_that_is_not_finished_has_the_rounds_so_far(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5, 0.6], rounds=10)
     assert list(fedsim.plot(folder).axes[0].lines[0].get_xdata()) == [1, 2]

@@ -162,6 +162,17 @@ def test_the_csv_of_results_has_one_row_per_run(grid):
     assert "attack_success" not in rows[0]
 
 
+def test_a_spreadsheet_runs_no_text_of_a_csv_file():
+    labels = ["=1+1", "+cmd", "-x", "@SUM(A1)", "'quoted'", "\tx", "krum", "-0.5", "1e-3", 'a,"b']
+    grid = grid_of({"variant": [{"label": label} for label in labels]})
+    runs = results_of(grid, lambda point: [0.5])
+    for text in (results_csv(grid, runs), curves_csv(grid, runs), summary_csv(grid, summarise(grid, runs))):
+        rows = read(text)
+        cells = [row["variant"] for row in rows]
+        assert not [cell for cell in cells if cell.startswith(("=", "+", "@", "\t")) or cell[:2] == "-x"]
+        assert [cell.removeprefix("'") for cell in cells] == labels, "one apostrophe at the beginning is no part of it"
+
+
 def test_the_csv_of_curves_has_one_row_per_run_and_round(timed):
     grid, runs = timed
     rows = read(curves_csv(grid, runs))

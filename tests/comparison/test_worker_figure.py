@@ -10,7 +10,7 @@ import pytest
 import fedsim
 from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.records.worker_results import to_csv
+from fedsim.records.worker_results import workers_csv
 from tests.comparison.made_up import grid_of, results_of
 
 
@@ -24,7 +24,7 @@ def test_a_row_holds_the_workers_of_all_seeds_from_their_newest_tables(tmp_path)
             accuracy = {"global": [round / 10, round / 10 + index / 100]}
             accuracy |= {"personal": [0.9, 0.8]} if index > 1 else {}
             results = WorkerResults(round, [0, 1], [5, 5], {model: [1.0, 1.0] for model in accuracy}, accuracy)
-            (folder / f"workers-{round:05}.csv").write_text(to_csv(results))
+            (folder / f"workers-{round:05}.csv").write_text(workers_csv(results))
         runs[index] = replace(run, folder=folder)
     figure = draw_worker_comparison(grid, runs)
     strokes = [sorted(line.get_xdata()) for line in figure.axes[0].lines if line.get_marker() == "|"]

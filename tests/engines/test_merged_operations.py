@@ -139,11 +139,13 @@ def test_an_index_out_of_range_does_not_read_another_row(word):
         F.embedding(words, table)
 
 
-def test_a_probe_does_not_import_the_compiler():
-    """Which takes more than a second."""
+def test_probes_do_not_import_the_compiler():
+    """Which takes more than a second, and makes a folder among the temporary files."""
     program = (
         "import sys, torch; from fedsim.engines.stacking.merged_operations import DataDependenceCheck\n"
+        "from fedsim.engines.operation_check import FlopCount\n"
         "with DataDependenceCheck(): torch.ones(2).detach()\n"
+        "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

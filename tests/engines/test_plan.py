@@ -4,8 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedsim.engines import plan
+from fedsim.engines.operation_check import FlopCount
 from fedsim.engines.plan import Workload, execution_plan, plan_processes, simpler
 
 WORK = Workload(
@@ -31,6 +34,24 @@ def test_the_estimate_is_the_sum_of_its_parts():
     arithmetic = (32_000 + 1_000 / 3) * 2e6 / plan.FLOPS_PER_SECOND
     assert seconds_of() == pytest.approx(fixed + traffic + arithmetic)
     assert seconds_of(itemsize=8) == pytest.approx(fixed + 2 * traffic + 2 * arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), (3, 6)),
+        (nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 2)), (3, 2, 4, 4)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (3, 5, 8)),
+    ],
+    ids=["linear", "convolution", "attention"],
+)
+def test_operations_are_counted_as_pytorch_counts_them(module, inputs):
+    totals = []
+    for counter in (FlopCount(), FlopCounterMode(display=False)):
+        with counter:
+            module(torch.randn(inputs)).square().sum().backward()
+        totals.append(counter.total if isinstance(counter, FlopCount) else counter.get_total_flops())
+    assert totals[0] == totals[1] > 0
 
 
 def test_processes_are_used_if_they_save_more_than_their_start_takes():

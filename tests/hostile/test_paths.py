@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from fedsim.comparison.merging import merge
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
 from fedsim.records.reader import read_records
+from fedsim.records.run_folder import new_folder
 from fedsim.report.page import render
 from fedsim.runs.rule_replay import load_round
 from fedsim.system.files import read_bounded, write_atomically
@@ -63,6 +65,14 @@ def test_pipes_and_devices_are_not_read(tmp_path, name):
     assert isinstance(in_time(READERS[name], tmp_path), FedsimError)
 
 
+def test_a_link_to_nowhere_in_place_of_runs_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("/nonexistent/x")
+    error = in_time(contextlib.ExitStack().enter_context, new_folder("x"))
+    assert isinstance(error, RecordError)
+    assert "cannot be a run folder" in str(error)
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "a\0b", "a" * 5000, "\x1b[2J", "/proc/self/mem"])
 def test_a_path_that_is_no_experiment_is_one_short_line(path):
     with pytest.raises(ExperimentError) as caught:
@@ -70,6 +80,28 @@ def test_a_path_that_is_no_experiment_is_one_short_line(path):
     (line,) = caught.value.lines
     assert len(line) < 500
     assert line.isprintable()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["y" * 200] * 30)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["run", "NAME"],
+            ["run", "--out", "NAME"],
+            ["run", "--resume", "NAME"],
+            ["compare", "seed=0,1", "--out", "NAME"],
+        ),
+        *(["plot", "NAME"], ["report", "NAME"], ["replay", "NAME"], ["list", "NAME.py"], ["new", "NAME"]),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_name_that_no_file_can_have_is_one_short_line(cli, name, words):
+    done = cli(*(word.replace("NAME", name) for word in words))
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert len(line) < 1_100
+    assert "name too long" in line or "no such" in line or "is not a run folder" in line
 
 
 def test_the_metrics_of_a_run_are_not_read_from_pipes_or_links(tmp_path):

@@ -32,7 +32,7 @@ DEEP = 5_000
         (f"seed = 0x{'f' * 50_000}", "seed: a whole number of 200000 bits; the largest have 64"),
         (f"{'a' * 10**6} = 1", "a key has at most 100 characters"),
         (f"model = '{'a' * 10**6}'", "no such model"),
-        ('"\\u001b[2J" = 1', '"?[2J": a key has at most 100 characters, all of them printable'),
+        ('"\\u001b[2J" = 1', '"\\u001b[2J": a key has at most 100 characters, all of them printable'),
         ('name = "\\u202Egnp.exe"', "contains unprintable characters"),
         ("local = {lr = 1e400}", "local.lr = inf: must be a finite number"),
         ("local = {lr = nan}", "local.lr = nan: must be a finite number"),

@@ -11,7 +11,7 @@ import pytest
 import fedsim
 from fedsim.comparison import plan_grid
 from fedsim.errors import ExperimentError, FedsimWarning
-from fedsim.loggers import logger
+from fedsim.loggers import LoggedRun, logger
 from tests.commands import run_python
 
 CALLS: list = []
@@ -60,6 +60,18 @@ def test_a_logger_has_parameters_and_needs_no_folder(tiny_experiment):
     assert (CALLS[0].folder, CALLS[0].name, CALLS[-1]) == (None, CALLS[0].group, "finished")
     with pytest.raises(ExperimentError, match="fails = 1: unknown key .*fails_in"):
         fedsim.Experiment(**{"records": {"loggers": [{"name": noted, "fails": 1}]}})
+
+
+def test_two_loggers_of_one_name_are_both_told(tiny_experiment):
+    name = "tests.runs.test_loggers:noted"
+    fedsim.run(logging(tiny_experiment, name, {"name": name, "fails_in": 7}))
+    assert [type(each) for each in CALLS[:2]] == [LoggedRun, LoggedRun]
+    assert [each if isinstance(each, str) else each[0] for each in CALLS[2:]] == [1, 1, 2, 2, "finished", "finished"]
+    CALLS.clear()
+    with pytest.warns(FedsimWarning, match="failed in round 1"):
+        fedsim.run(logging(tiny_experiment, {"name": name, "fails_in": 1}, name))
+    assert [each[0] for each in CALLS if isinstance(each, tuple)] == [1, 2]
+    assert CALLS[-1] == "finished"
 
 
 def test_a_resumed_run_has_the_id_of_its_first_part(tiny_experiment, tmp_path):

@@ -111,7 +111,8 @@ def broken_off(whole, folder, round):
             path.unlink()
     for name in ("model.safetensors", "curve.png"):
         (folder / name).unlink(missing_ok=True)
-    (folder / ".environment.json.part").write_text("half")
+    for part in (".environment.json.part", ".curve.svg.part", "checkpoints/.round-00002.safetensors.part"):
+        (folder / part).write_text("half")
     return folder
 
 
@@ -120,7 +121,7 @@ def assert_the_same(ours, theirs, result=None, whole=None):
     one, other = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not list(ours.glob(".*"))
+    assert not list(ours.rglob(".*"))
     if result is not None:
         assert torch.equal(result.global_row, whole.global_row)
         assert len(result.history) == len(whole.history)
@@ -234,6 +235,27 @@ def test_a_folder_without_a_run_is_refused(tables, tmp_path):
     with pytest.raises(fedsim.RecordError, match="is not empty, and not a run folder"):
         fedsim.run(tables, tmp_path / "letters", resume=True)
     assert os.listdir(tmp_path / "letters") == ["to_grandma.txt"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("names", [[".thesis.part"], [".thesis.part", "notes"], [".experiment.toml.part", "notes"]])
+def test_a_refused_folder_keeps_all_its_files(tables, tmp_path, names, resume):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(fedsim.RecordError, match="is not empty, and not a run folder"):
+        fedsim.run(tables, tmp_path, resume=resume)
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+
+def test_a_resumed_run_removes_only_unfinished_files_of_fedsim_in_its_folder(tables, tmp_path):
+    fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
+    kept = [tmp_path / "run" / ".thesis.part", tmp_path / "mine" / ".round-00002.json.part"]
+    for path in kept:
+        path.touch()
+    fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run", resume=True)
+    assert all(path.exists() for path in kept)
 
 
 def test_resume_in_a_new_folder_starts_the_run(tables, tmp_path):

@@ -50,6 +50,14 @@ def test_the_settings_of_a_run_are_hyperparameters(tiny_experiment, tmp_path):
     assert "cohort" not in found, "it is not set"
 
 
+def test_a_run_that_starts_again_hides_its_earlier_rounds(tiny_experiment, tmp_path):
+    tables = {**tiny_experiment, "records": LOGGED, "checkpoint": {"every": 0}}
+    for resume in (False, True):
+        fedsim.run(tables, tmp_path / "run", resume=resume)
+    assert len(list((tmp_path / "run").glob("events.out*"))) == 2
+    assert [step for step, _ in read_back(tmp_path / "run")["test/loss"]] == [1, 2]
+
+
 def test_a_run_that_is_resumed_in_the_same_second_has_a_file_of_its_own(tiny_experiment, tmp_path, monkeypatch):
     def stop(record):
         raise fedsim.StopRun

@@ -212,12 +212,14 @@ def test_a_wrong_key_gives_one_line(words):
         ("worker,from,to\n", "no worker is ever available"),
         ("worker,from,to\n1,3,2\n", "line 2, "),
         ("worker,from,to\n1,1,2\n1,x,2\n", "line 3, "),
+        ("worker,from,to\n1\r2,1,2\n", "cannot be read: "),
+        (f"worker,from,to\n{'1' * 200_000},1,2\n", "cannot be read: "),
         ("worker,from,to\n9,1,2\n", "names worker 9; workers are 0 to 5"),
     ],
 )
 def test_a_wrong_trace_gives_one_line(text, line, tmp_path):
     path = tmp_path / "trace.csv"
-    path.write_text(text)
+    path.write_text(text, newline="")
     with pytest.raises(ExperimentError) as caught:
         fedsim.Experiment(workers=6, cohort=3, sampling={"strategy": "available", "trace": str(path)})
     assert len(caught.value.lines) == 1

@@ -1,0 +1,63 @@
+"""The hints for what other libraries call keys and names: each leads to a key and a name that exist."""
+
+from __future__ import annotations
+
+import re
+
+from fedsim.config.experiment import Experiment, keys_called
+from fedsim.config.load import load_experiment
+from fedsim.config.plugs import PLUGS, registry_of
+from fedsim.errors import ExperimentError
+from fedsim.synonyms import KEYS, NAMES, NOTES
+
+PLUG_NAMES = {name: kind for kind in PLUGS for name in registry_of(kind).names()}
+
+
+def line_of(*words):
+    """The first error line of an experiment with these words; "" if it is valid."""
+    try:
+        load_experiment(None, words)
+    except ExperimentError as error:
+        return error.lines[0]
+    return ""
+
+
+def settings_in(hint):
+    """The `key=value` words of a hint."""
+    return re.findall(r"(?<![\w.])([a-z][\w.]*=(?:'[^']*'|[^\s,;']+))", hint)
+
+
+def problems_of(settings):
+    """Error lines that say that a key does not exist, or that its value is no name for it."""
+    lines = {setting: line_of(setting.replace("'", "")) for setting in settings}
+    wrong = {key: line for key, line in lines.items() if "unknown key" in line and "goes with" not in line}
+    return {**wrong, **{key: line for key, line in lines.items() if "no such" in line}}
+
+
+def test_the_name_of_a_plug_in_a_wrong_place_is_answered_with_its_own_key():
+    for name, kind in PLUG_NAMES.items():
+        elsewhere = f"clock.speed.name={name}" if kind != "speeds" else f"engine={name}"
+        for word in [elsewhere, *([] if keys_called(name) else [f"{name}=true"])]:
+            line = line_of(word)
+            if not re.search("unknown key|no such", line):
+                continue  # it is a plug of that kind too
+            settings = settings_in(line.partition("; ")[2])
+            assert any(re.search(rf"\b{name}\b", each) for each in settings) or name in NAMES, line
+            assert not problems_of(settings), line
+
+
+def test_words_for_keys_lead_to_keys_that_exist():
+    assert not problems_of({f"{key}=1" for keys in KEYS.values() for key in keys})
+    assert not KEYS.keys() & Experiment.model_fields.keys()
+
+
+def test_words_for_names_lead_to_names_that_exist():
+    assert {name for names in NAMES.values() for name in names} <= PLUG_NAMES.keys()
+
+
+def test_notes_lead_to_keys_and_names_that_exist():
+    for word, note in NOTES.items():
+        settings = [] if note.startswith("in Python") else settings_in(note.replace("=N", "=1"))
+        assert not problems_of(settings), note
+        assert set(re.findall(r"fedsim list (\w+)", note)) <= PLUGS.keys()
+        assert word not in PLUG_NAMES or any(word in setting for setting in settings), note
