@@ -26,13 +26,15 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     """Run the block, and turn errors into lines on stderr and an exit code.
 
     `quick`: the block has nothing to clean up, so a signal may end the program at once. Other commands import
-    everything before signals raise exceptions.
+    everything before signals raise exceptions, and build the validators, in which pydantic would turn the exception of
+    a signal into an error of its own.
     """
     try:
         with warnings_as_lines(), contextlib.ExitStack() as stack:
             if not quick:
-                import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
+                import fedsim.comparison  # not earlier: `--help` is fast
 
+                fedsim.Experiment.model_rebuild()
                 stack.enter_context(signals_as_exceptions())
             yield
     except FedsimError as error:
