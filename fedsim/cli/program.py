@@ -27,7 +27,8 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     """Run the block, and turn errors into lines on stderr and an exit code.
 
     `quick`: the block has nothing to clean up, so a signal may end the program at once. Other commands import
-    everything before signals raise exceptions.
+    everything before signals raise exceptions, and build the validators, in which pydantic would turn the exception of
+    a signal into an error of its own.
     """
     try:
         with warnings_as_lines(), contextlib.ExitStack() as stack:
@@ -58,12 +59,13 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
 
 
 def _import_everything() -> None:
-    """Import what commands need; a terminal shows a line meanwhile."""
+    """Import what commands need, and build the validators; a terminal shows a line meanwhile."""
     watched = "torch" not in sys.modules and sys.stderr.isatty()
     if watched:
         print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
-    import fedsim.comparison  # noqa: F401  # not earlier: `--help` is fast
+    import fedsim.comparison  # not earlier: `--help` is fast
 
+    fedsim.Experiment.model_rebuild()
     if watched:
         print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
 

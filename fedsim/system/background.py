@@ -22,7 +22,7 @@ class SingleThreadExecutor:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, function: Callable[[], Any]) -> Future[Any]:
@@ -34,13 +34,20 @@ class SingleThreadExecutor:
         self._calls.put((function, done))
         return done
 
+    def end(self, seconds: float) -> bool:
+        """End the thread after the functions that have begun. Returns whether it has ended in time."""
+        self._calls.put(None)
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
     def _run(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)  # each thread has its own current device
-        while True:
-            function, done = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            function, done = call
             try:
                 done.set_result(function())
             except BaseException as error:
                 done.set_exception(error)
-            del function, done  # frees what they refer to while the thread waits
+            del call, function, done  # frees what they refer to while the thread waits

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 
@@ -161,6 +164,104 @@ def test_missing_ranks_are_named(tmp_path):
     codes, _, errors = ended([process])
     assert codes == [1]
     assert error_lines(errors[0]) == ["error: ranks 1, 2 of 3 did not join within 1 s"]
+
+
+LEAVING = """
+import atexit, gc, os, pathlib, threading
+
+def report():
+    import torch.distributed as dist
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print(dist.is_initialized(), threads, [name for name in names if "gloo" in name or "tcpstore" in name])
+
+atexit.register(report)  # before fedsim's own, and so called after it
+import fedsim
+
+def fail(record):
+    assert os.environ["RANK"] == "0", "on purpose"
+
+tables = {"engine": "distributed", "data": "tests.plugs:tiny", "model": "logistic", "rounds": 1, "workers": 2}
+with fedsim.Session() as session:
+    for seed in range(2):
+        fedsim.run(tables, seed=seed, session=session)
+try:
+    fedsim.run(tables, on_round=FAIL)
+except (AssertionError, fedsim.WorkerError):
+    pass
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("on_round", ["None", "fail"])
+def test_a_rank_leaves_the_group_and_ends_its_threads_before_the_program_ends(on_round, tmp_path):
+    """One that returned from C++ after the end of the interpreter would abort the process."""
+    codes, outs, errors = ended(start_ranks(2, "-c", LEAVING.replace("FAIL", on_round), cwd=tmp_path))
+    assert (codes, errors) == ([0, 0], ["", ""])
+    assert outs == ["False [] []\n"] * 2
+
+
+class Impostor:
+    """A program at the address of rank 0: it answers the first connection as told, and no other."""
+
+    def __init__(self, greet):
+        self.contacts, self._greet = queue.SimpleQueue(), greet
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = str(self._listener.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        connections = []
+        while True:
+            connection, _ = self._listener.accept()
+            if not connections:
+                self._greet(connection)
+            connections.append(connection)
+            self.contacts.put(len(connections))
+
+
+def silence(connection):
+    pass
+
+
+def garbage(connection):
+    connection.sendall(b"HTTP/1.1 400 Bad Request")
+
+
+def ping(connection):
+    """Greet like rank 0; then PyTorch's own client waits without a timeout for its answer."""
+    connection.sendall(connection.recv(100)[-4:])
+
+
+@pytest.mark.parametrize(
+    ("greet", "contacts", "number"),
+    [
+        (silence, 1, None),
+        (socket.socket.close, 1, None),
+        (garbage, 1, None),
+        (ping, 2, None),
+        (ping, 2, signal.SIGINT),
+        (ping, 2, signal.SIGTERM),
+    ],
+)
+def test_joining_a_program_that_is_not_rank_0_ends_in_time_or_by_a_signal(greet, contacts, number, tmp_path):
+    impostor = Impostor(greet)
+    words = ["engine=distributed", "data=tests.plugs:tiny", f"distributed.timeout={60 if number else 1}"]
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": impostor.port}
+    process = start(ROOT / "run_experiment.py", *words, cwd=tmp_path, **environment)
+    for _ in range(contacts):
+        impostor.contacts.get(timeout=60)
+    if number:
+        process.send_signal(number)
+    codes, _, [error] = ended([process], timeout=30)
+    if number:
+        assert (codes, error) == ([128 + number], "interrupted\n" if number == signal.SIGINT else "terminated\n")
+    else:
+        assert codes == [1]
+        assert error.startswith(
+            f"error: rank 1 of 2: did not join the other ranks at 127.0.0.1:{impostor.port} within 1 s"
+        )
+        assert error.count("\n") == 1
 
 
 def ip(*words):

@@ -82,7 +82,7 @@ def test_the_store_listens_on_loopback_alone():
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=2)  # another address of this machine
     assert meeting_address("tcp://host:12", place) == ("host", 12)
-    with pytest.raises(fedsim.WorkerError, match="rank 0 of 1: did not find the rendezvous at 127.0.0.1"):
+    with pytest.raises(OSError, match="already in use"):
         open_store("env://", place, 0.2)  # it is taken
 
 

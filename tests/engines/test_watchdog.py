@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -106,9 +107,26 @@ def test_a_store_that_fails_ends_the_process(monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "GRACE", 0.0)
     monkeypatch.setattr("os._exit", codes.put)
     watch = Watchdog(Failing(), "the launcher", 0, 2, lambda: 0, timeout=2.0)
+    watch.on_duty = True
     assert codes.get(timeout=30) == 1
     watch.stop()
     assert capsys.readouterr().err.startswith("error: the launcher is gone\n")
+
+
+def test_stop_waits_for_a_call_to_a_slow_store():
+    """A thread that returned from it to an interpreter that has ended would abort the process."""
+    called, go_on = threading.Event(), threading.Event()
+
+    class Slow(dist.HashStore):
+        def set(self, key, value):
+            called.set()
+            go_on.wait(30)
+
+    watch = Watchdog(Slow(), "rank 0", 0, 1, lambda: 0, timeout=0.2)
+    assert called.wait(30)
+    assert not watch.stop(seconds=0.1)
+    threading.Timer(0.5, go_on.set).start()
+    assert watch.stop()
 
 
 def test_missing_ranks_are_named():

@@ -54,6 +54,29 @@ def test_a_signal_ends_the_program_where_cleaning_up_takes_too_long(monkeypatch)
     assert ended == [signal.SIGTERM]
 
 
+VALIDATORS = """
+import contextlib
+from fedsim.cli import program
+from fedsim.config.experiment import Experiment
+
+@contextlib.contextmanager
+def from_now_on():
+    print(Experiment.__pydantic_complete__)
+    yield
+
+print(Experiment.__pydantic_complete__)
+program.signals_as_exceptions = from_now_on
+with program.errors_as_lines():
+    pass
+"""
+
+
+def test_validators_are_built_before_signals_raise_exceptions(tmp_path):
+    """While pydantic builds them, it turns KeyboardInterrupt and Terminated into an error of its own."""
+    process = start("-c", VALIDATORS, cwd=tmp_path)
+    assert process.communicate(timeout=60) == ("False\nTrue\n", "")
+
+
 class Interrupted:
     def __del__(self):
         signal.raise_signal(signal.SIGINT)

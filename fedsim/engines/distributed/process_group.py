@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedsim.engines.distributed.rendezvous import RankInfo, interface_towards, meeting_address, open_store, store_keeper
-from fedsim.engines.distributed.watchdog import Watchdog, ranks, wait_for_all
-from fedsim.errors import ExperimentError, WorkerError, one_line, show
+from fedsim.engines.distributed import rendezvous
+from fedsim.engines.distributed.rendezvous import HOST_BACKEND, RankInfo
+from fedsim.engines.distributed.watchdog import GRACE, Watchdog, always, ranks, wait_for_all
+from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line, show
 from fedsim.system.background import SingleThreadExecutor
 from fedsim.system.devices import device_of_rank, gloo_can_sum, gpu_id
 
-HOST_BACKEND = "gloo"  # for tensors on the host
 LINGER = 1.0  # seconds in which the others read why a rank ends
 FOREVER = timedelta(days=30)  # the group's own timeout: waiting ranks watch the others' heartbeats instead
 
@@ -37,7 +37,8 @@ def no_heartbeats() -> int:
 class RankGroup:
     """PyTorch's process group, with counts of the bytes sent and errors in one line.
 
-    Made once in a process, by `join`. All ranks call every method that communicates.
+    Made once in a process, by `join`. All ranks call every method that communicates. A thread makes the calls that may
+    block forever, so that time-outs and signals always reach the main thread.
 
     Attributes:
         index, count: number of this rank, and number of ranks.
@@ -50,25 +51,15 @@ class RankGroup:
 
     joined: ClassVar[RankGroup | None] = None
 
-    def __init__(self, place: RankInfo, init: str, backend: str | None, timeout: float, device: str) -> None:
-        self.index, self.count, self.timeout = place.rank, place.count, timeout
+    def __init__(self, place: RankInfo, *settings: Any) -> None:
+        self._settings = _, _, self.timeout, device = settings
+        self.index, self.count = place.rank, place.count
         self.device = device_of_rank(device, place.local_rank)
         self.heartbeats: Callable[[], int] = no_heartbeats
         self.sent: dict[str, int] = {}
-        self._spoilt: str | None = None
-        self._settings: tuple[Any, ...] = ()
-        self._store = dist.PrefixStore(f"fedsim/{place.attempt}", open_store(init, place, timeout))
-        keeper = store_keeper(init)
-        self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.heartbeats(), timeout)
-        missing = wait_for_all(self._store, self.count, timeout)
-        if missing:
-            raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {timeout:g} s")
-        self._identities = self._exchange_identities()
-        self.backend, self.reason = _backend_for(backend, self.device, [gpu for *_, gpu in self._identities])
-        self.group, self.group_of_hooks = self._start(place, init)
+        self._spoilt: str | None = "this rank has not joined the others"
+        self._watchdog: Watchdog
         self._background = SingleThreadExecutor(self.device)
-        self._watchdog.on_duty = False
-        atexit.register(self.leave)
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
@@ -76,17 +67,48 @@ class RankGroup:
 
         Raises ExperimentError without a launcher, and WorkerError if the others do not join in time.
         """
-        settings = init, backend, timeout, device
+        settings, place = (init, backend, timeout, device), RankInfo.here()
         if cls.joined is None:
-            ranks = cls(RankInfo.here(), init, backend, timeout, device)
-            ranks._settings = settings
-            cls.joined = ranks
+            cls.joined = cls(place, *settings)
+            cls.joined._join(place, init, backend)
         elif cls.joined._settings != settings:
             raise ExperimentError(
                 "the ranks have joined already, with init, backend, timeout and device "
                 f"{show(list(cls.joined._settings))}; they cannot join again with {show(list(settings))}"
             )
         return cls.joined
+
+    def _join(self, place: RankInfo, init: str, backend: str | None) -> None:
+        atexit.register(self.leave)
+        joining = self._background.begin(lambda: self._meet(place, init, backend, time.monotonic() + self.timeout))
+        address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
+        try:
+            if not wait([joining], self.timeout + LINGER).done:
+                raise TimeoutError("the other ranks do not answer")
+            joining.result()
+        except FedsimError:
+            raise
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            why = one_line(error).removeprefix("OSError: ")[:300]
+            raise WorkerError(
+                f"rank {self.index} of {self.count}: did not join the other ranks at {address} within "
+                f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, and give each job "
+                "a port of its own (MASTER_PORT)"
+            ) from error
+        self._spoilt = None
+
+    def _meet(self, place: RankInfo, init: str, backend: str | None, deadline: float) -> None:
+        """Join the other ranks."""
+        store = rendezvous.open_store(init, place, deadline - time.monotonic())
+        self._store = dist.PrefixStore(f"fedsim/{place.attempt}", store)
+        keeper = rendezvous.store_keeper(init)
+        self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.heartbeats(), self.timeout)
+        missing = wait_for_all(self._store, self.count, deadline - time.monotonic())
+        if missing:
+            raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {self.timeout:g} s")
+        self._identities = self._exchange_identities()
+        self.backend, self.reason = rendezvous.backend_for(backend, self.device, [gpu for *_, gpu in self._identities])
+        self.group, self.group_of_hooks = self._start(place, init, deadline)
 
     @property
     def first(self) -> bool:
@@ -137,18 +159,14 @@ class RankGroup:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small picklable object of every rank, in their order."""
-        self._meet()
         values: list[Any] = [None] * self.count
-        with self._translated():
-            dist.all_gather_object(values, value, group=self.group)
+        self.supervised(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
     def broadcast_object(self, value: Any) -> Any:
         """The first rank's object, in all ranks."""
-        self._meet()
         values = [value]
-        with self._translated():
-            dist.broadcast_object_list(values, 0, group=self.group)
+        self.supervised(lambda: dist.broadcast_object_list(values, 0, group=self.group))
         return values[0]
 
     @property
@@ -161,21 +179,21 @@ class RankGroup:
         """Whether the backend sums tensors of this device, and not copies of them on the host."""
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
-    def supervised(self, work: Callable[[], Any], waits: threading.Event) -> Any:
+    def supervised(self, work: Callable[[], Any], waits: threading.Event | None = None) -> Any:
         """The result of `work`, which communicates with the other ranks and may wait for them without a timeout.
 
         It runs in another thread, while this one checks the heartbeats of the others.
 
         Args:
-            waits: the work sets it when all that it still does is wait for the others.
+            waits: the work sets it when all that it still does is wait for the others; None: it only waits.
         """
         self.require_usable()
-        done = self._background.begin(work)
-        with self._translated("the ranks' exchange failed"), self._watchdog.waiting(waits.is_set) as silences:
+        done, now = self._background.begin(work), waits.is_set if waits else always
+        with self._translated(), self._watchdog.waiting(now) as silences:
             while not wait([done], self._watchdog.interval).done:
                 if cause := silences.look():
                     raise WorkerError(cause)
-            if waits.is_set():
+            if now():
                 return done.result()
         return done.result()  # it failed before it waited, so the cause is in this rank
 
@@ -212,16 +230,24 @@ class RankGroup:
             os._exit(code)
 
     def leave(self) -> None:
-        """Leave the group, at the end of the program."""
-        atexit.unregister(self.leave)
-        self._watchdog.stop()
-        if self._spoilt is None and dist.is_initialized():
-            dist.destroy_process_group()
-        type(self).joined = None
+        """Leave the group and end its threads, at the end of the program; end the program if one of them is blocked.
 
-    def _meet(self) -> None:
-        """Wait until every rank has come here, because calls that exchange objects have no supervision."""
-        self._do(dist.all_reduce, torch.zeros(1))
+        A thread that returned from C++ to an interpreter that has ended would abort the process.
+        """
+        atexit.unregister(self.leave)
+        type(self).joined = None
+        watchdog = vars(self).pop("_watchdog", None)
+        self._background.begin(self._destroy)
+        if not (self._background.end(GRACE) and (watchdog is None or watchdog.stop(GRACE))):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _destroy(self) -> None:
+        for name in ("group", "group_of_hooks", "_store"):  # the last references to them, or nearly
+            vars(self).pop(name, None)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _exchange_identities(self) -> list[tuple[str, int, str | None]]:
         """Host, process and GPU of every rank, through the store."""
@@ -233,13 +259,13 @@ class RankGroup:
             identities.append((host, int(pid), f"{host} {gpu}" if gpu else None))
         return identities
 
-    def _start(self, place: RankInfo, init: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def _start(self, place: RankInfo, init: str, deadline: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The process groups. A first one, which is not used later, checks that the ranks are connected.
 
         Gloo matches messages by their order in a group, so other threads have a group of their own.
         """
-        host = meeting_address(init, place)[0]
-        if name := interface_towards(host):  # else gloo listens at the address of the host name
+        host = rendezvous.meeting_address(init, place)[0]
+        if name := rendezvous.interface_towards(host):  # else gloo listens at the address of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
         backend = HOST_BACKEND if self.backend == HOST_BACKEND else own
@@ -251,14 +277,13 @@ class RankGroup:
                 store=dist.PrefixStore("group", self._store),
                 rank=self.index,
                 world_size=self.count,
-                timeout=timedelta(seconds=self.timeout),
+                timeout=timedelta(seconds=max(LINGER, deadline - time.monotonic())),
             )
             group = dist.new_group(backend=backend, timeout=FOREVER)
             return group, group if self.in_order else dist.new_group(backend=backend, timeout=FOREVER)
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
-                f"rank {place.rank} of {place.count}: backend {self.backend}: the ranks do not reach each other: "
-                f"{one_line(error)[:300]}"
+                f"backend {self.backend}: the ranks do not reach each other: {one_line(error)[:300]}"
             ) from error
 
     def _carries(self, tensor: Tensor) -> bool:
@@ -305,15 +330,15 @@ class RankGroup:
         return True
 
     @contextlib.contextmanager
-    def _translated(self, failure: str = "the connection to another rank was lost") -> Iterator[None]:
-        """Turn errors into a WorkerError with their cause; `failure` if none is known."""
+    def _translated(self) -> Iterator[None]:
+        """Turn errors into a WorkerError with their cause."""
         self.require_usable()
         try:
             yield
         except WorkerError as error:
             raise WorkerError(self.give_up(str(error))) from None
         except RuntimeError as error:
-            cause = self.cause() or f"{failure}: {one_line(error)[:200]}"
+            cause = self.cause() or f"the connection to another rank was lost: {one_line(error)[:200]}"
             raise WorkerError(self.give_up(cause)) from error
 
     def _gone(self) -> str | None:
@@ -322,26 +347,3 @@ class RankGroup:
 
     def _count(self, what: str, nbytes: float) -> None:
         self.sent[what] = self.sent.get(what, 0) + int(nbytes)
-
-
-def _backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
-    """The backend for rows, and the reason if it is not the default of the device."""
-    own = str(dist.get_default_backend_for_device(device))
-    shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
-    sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared] if shared else []
-    if name is None:
-        if own == "nccl" and shared:
-            return HOST_BACKEND, f"{ranks(sharing)} share a GPU ({shared}), which NCCL refuses"
-        return own, None
-    if name == "nccl" and shared:
-        raise ExperimentError(
-            f'distributed.backend = "nccl": {ranks(sharing)} share a GPU ({shared}), which NCCL refuses; use '
-            f'"{HOST_BACKEND}", or as many ranks as GPUs'
-        )
-    known = dist.Backend.backend_list
-    if name.lower() not in known:
-        raise ExperimentError(
-            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: "
-            f"{', '.join(each for each in known if each not in ('undefined', 'mpi'))}"
-        )
-    return name.lower(), None

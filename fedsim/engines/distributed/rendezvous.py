@@ -1,4 +1,4 @@
-"""The rank of this process among those that torchrun, srun or mpirun has started, and their rendezvous."""
+"""The rank of this process among those that torchrun, srun or mpirun has started; where and how the ranks meet."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from fedsim.errors import ExperimentError, WorkerError, one_line
+from fedsim.engines.distributed.watchdog import ranks
+from fedsim.errors import ExperimentError, show
 
 try:
     import fcntl
@@ -23,7 +25,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
+HOST_BACKEND = "gloo"  # for tensors on the host
 RETRY = 0.05  # seconds
+SILENT, FOREIGN = "what listens there does not answer", "what listens there is not rank 0"
+PING = b"ping"  # any four bytes, which a TCPStore returns
+GREETING = b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"\x0d" + PING  # of a TCPStore's client: VALIDATE, PING
 COMMAND = "torchrun --standalone --nproc-per-node 2 run_experiment.py engine=distributed"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29_500  # PyTorch's own
@@ -129,27 +135,19 @@ def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
     Args:
         init: `env://` (from the launcher), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
 
-    At a loopback address it listens at this address only. Raises WorkerError if it cannot be reached in time.
+    At a loopback address it listens at this address only. Raises OSError or RuntimeError if nobody answers in time.
     """
     limit = timedelta(seconds=timeout)
+    if init.startswith("file://"):
+        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
     host, port = meeting_address(init, place)
-    try:
-        if init.startswith("file://"):
-            return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
-        if _keeps_store_in_agent(init):
-            return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]  # it is open already
-        leads = place.rank == 0
-        listening = _listen(host, port) if leads and is_loopback(host) else None
-        if not leads:
-            _wait_for_listener(host, port, timeout)  # PyTorch would log each failed attempt
-        return dist.TCPStore(
-            host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
-        )
-    except (RuntimeError, OSError, ValueError) as error:
-        raise WorkerError(
-            f"rank {place.rank} of {place.count}: did not find the rendezvous at "
-            f"{init if init.startswith('file://') else f'{host}:{port}'} within {timeout:g} s: {one_line(error)[:300]}"
-        ) from error
+    leads = place.rank == 0 and not _keeps_store_in_agent(init)
+    if not leads:
+        _wait_for_store(host, port, timeout)
+    listening = _listen(host, port) if leads and is_loopback(host) else None
+    return dist.TCPStore(
+        host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
+    )
 
 
 def store_keeper(init: str) -> str:
@@ -163,16 +161,22 @@ def _keeps_store_in_agent(init: str) -> bool:
     return init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _wait_for_listener(host: str, port: int, timeout: float) -> None:
-    """Wait until a process listens there. Raises OSError if none does within the timeout."""
+def _wait_for_store(host: str, port: int, timeout: float) -> None:
+    """Wait until a store answers there. Raises OSError if none does within the timeout.
+
+    PyTorch's client logs pages for each failed attempt, and waits without a timeout for the answer.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(RETRY, deadline - time.monotonic())).close()
-            return
-        except OSError:
+            with socket.create_connection((host, port), timeout=max(RETRY, deadline - time.monotonic())) as connection:
+                connection.sendall(GREETING)
+                if connection.recv(len(PING)) == PING:
+                    return
+            raise OSError(FOREIGN)
+        except OSError as error:
             if time.monotonic() + RETRY > deadline:
-                raise
+                raise OSError(SILENT) if isinstance(error, TimeoutError) else error from None
         time.sleep(RETRY)
 
 
@@ -216,3 +220,26 @@ def interface_towards(host: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == own:
                     return name
     return None
+
+
+def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
+    """The backend for rows, and the reason if it is not the default of the device."""
+    own = str(dist.get_default_backend_for_device(device))
+    shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared] if shared else []
+    if name is None:
+        if own == "nccl" and shared:
+            return HOST_BACKEND, f"{ranks(sharing)} share a GPU ({shared}), which NCCL refuses"
+        return own, None
+    if name == "nccl" and shared:
+        raise ExperimentError(
+            f'distributed.backend = "nccl": {ranks(sharing)} share a GPU ({shared}), which NCCL refuses; use '
+            f'"{HOST_BACKEND}", or as many ranks as GPUs'
+        )
+    known = dist.Backend.backend_list
+    if name.lower() not in known:
+        raise ExperimentError(
+            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: "
+            f"{', '.join(each for each in known if each not in ('undefined', 'mpi'))}"
+        )
+    return name.lower(), None

@@ -63,14 +63,14 @@ class Watchdog:
         timeout: seconds without a tick, or without a heartbeat of any rank, after which a rank counts as lost.
 
     Attributes:
-        on_duty: whether the other ranks depend on this one now, as they do during a rendezvous and a run; only then
-            the second thread ends the process.
+        on_duty: whether the other ranks depend on this one now, as they do during a run; only then the second thread
+            ends the process.
     """
 
     def __init__(
         self, store: dist.Store, keeper: str, rank: int, count: int, heartbeats: Callable[[], int], timeout: float
     ) -> None:
-        self.interval, self.keeper, self.on_duty = min(SLOWEST, timeout / PULSES), keeper, True
+        self.interval, self.keeper, self.on_duty = min(SLOWEST, timeout / PULSES), keeper, False
         self._store, self._rank, self._timeout = store, rank, timeout
         self._heartbeats, self._ticks, self._waits = heartbeats, 0, never
         self._others = [other for other in range(count) if other != rank]
@@ -83,12 +83,13 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """End the threads."""
+    def stop(self, seconds: float = GRACE) -> bool:
+        """End the threads. Returns whether they have ended in time; a call to a stopped store never returns."""
         self._stop.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(2 * self.interval)
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
 
     @contextlib.contextmanager
     def waiting(self, now: Callable[[], bool] = always) -> Iterator[HeartbeatMonitor]:

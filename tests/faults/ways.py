@@ -1,0 +1,199 @@
+"""The ways of running a small experiment, each as a user's programs in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.commands import ROOT, processes_of_group, start, start_python, start_ranks
+from tests.runs.test_resuming import assert_the_same
+
+EXPERIMENT = """
+name = "tiny"
+rounds = 12
+workers = 4
+model = "logistic"
+timeout = 5
+worker_retries = 100
+distributed.timeout = 5
+local.batch_size = 16
+checkpoint.every = 2
+records.curve = false
+"""
+RESUME = ("--resume", "run", "tiny.toml", "data=tests.plugs:tiny")
+GRID = ("--out", "run", "tiny.toml", "data=tests.plugs:tiny", "aggregate.rule=mean,median", "seed=0,1", "--jobs", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "run_experiment.py")
+WAYS: dict[str, tuple[Any, ...]] = {
+    "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.worker_test=0.3"),
+    "spawn": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2"),
+    "batched": ("-m", "fedsim", "run", *RESUME, "engine=batched", "processes=2"),
+    "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild"),
+    "clock": ("-m", "fedsim", "run", *RESUME, "engine=serial", "mode=clock", "policy=fedbuff", "clock.speed=lognormal"),
+    "compare": ("-m", "fedsim", "compare", *GRID, "engine=serial"),
+    "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed"),
+    "torchrun": (*TORCHRUN, *RESUME, "engine=distributed"),
+}
+RANKS, POOLS = ("ranks", "torchrun"), ("spawn", "batched", "race", "compare")
+LONGEST = 120.0  # seconds until programs end
+LONGEST_STAY = 40.0  # seconds that processes of a killed launcher stay
+MARK = "FEDSIM_FAULT"
+SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
+
+
+class FaultError(Exception):
+    """What a promise of fedsim does not allow."""
+
+
+@dataclass
+class Trial:
+    """The programs of one way of running: one, or one for each rank."""
+
+    way: str
+    folder: Path
+    programs: list[Any] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "tiny.toml").write_text(EXPERIMENT)
+        words, environment = WAYS[self.way], {MARK: str(self.folder), "OMP_NUM_THREADS": "1"}
+        if self.way == "ranks":
+            self.programs = start_ranks(2, *words, cwd=self.folder)
+        elif self.way == "torchrun":
+            self.programs = [start_python(*words, cwd=self.folder, **environment)]
+        else:
+            self.programs = [start(*words, cwd=self.folder, **environment)]
+
+    def await_handlers(self) -> None:
+        """Wait until the programs catch signals: what happens before is Python's and the launcher's affair."""
+        deadline = time.monotonic() + LONGEST
+        while not all(map(_catches_signals, self.mains)) and self.lives and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    @property
+    def lives(self) -> bool:
+        return any(program.poll() is None for program in self.programs)
+
+    @property
+    def mains(self) -> list[int]:
+        return [program.pid for program in self.programs]
+
+    def pids(self) -> set[int]:
+        """All living processes."""
+        return {pid for main in self.mains for pid in processes_of_group(main)} | _marked(self.folder)
+
+    def children(self) -> list[int]:
+        """The processes that may be lost; of forked ranks, the ranks themselves."""
+        return sorted(self.pids() - set(self.mains if self.way != "ranks" else ()))
+
+    def send(self, number: int, pids: Any) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def end(self, stopped: int | None = None) -> tuple[list[int], str]:
+        """The exit codes and stderr, at the end of the programs; one that is stopped for good is killed then."""
+        deadline, errors, codes = time.monotonic() + LONGEST, "", []
+        waiting = sorted(self.programs, key=lambda program: program.pid == stopped)
+        for program in waiting:
+            if program.pid == stopped:
+                self.send(signal.SIGKILL, [stopped])
+            try:
+                _, text = program.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise FaultError(f"did not end within {LONGEST:g} s") from None
+            errors, codes = errors + text, [*codes, program.returncode]
+        deadline = time.monotonic() + (LONGEST_STAY if self.way == "torchrun" else 5.0)
+        while (left := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if left:
+            raise FaultError(f"{len(left)} processes are left: {' '.join(map(_command, left))}")
+        if f'File "{ROOT / "fedsim"}' in errors:
+            raise FaultError(f"a traceback: {errors[-3000:]}")
+        return codes, errors
+
+    def destroy(self) -> None:
+        self.send(signal.SIGKILL, self.pids())
+
+    def restart(self) -> None:
+        """Continue the run to its end."""
+        self.start()
+        codes, errors = self.end()
+        if any(codes):
+            raise FaultError(f"the resumed run ended with {codes}: {errors[-3000:]}")
+
+    def compare_with(self, whole: Path) -> None:
+        """Check that the run folders hold the same bits, where that is promised."""
+        for path in [whole / "run", *sorted((whole / "run" / "runs").glob("*"))]:
+            other = self.folder / path.relative_to(whole)
+            if not (path / "model.safetensors").exists():
+                continue
+            if not (other / "model.safetensors").exists():
+                raise FaultError(f"{other.name} holds no model")
+            try:
+                if self.way != "race":
+                    assert_the_same(other, path)
+            except AssertionError as error:
+                raise FaultError(f"{other.name} differs from a run without faults: {str(error)[:300]}") from None
+
+
+class Wholes:
+    """Runs without faults, by way, made when they are first needed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.seconds = root, dict[str, float]()
+
+    def folder(self, way: str) -> Path:
+        if way not in self.seconds:
+            trial = Trial(way, self._root / f"whole-{way}")
+            shutil.rmtree(trial.folder, ignore_errors=True)
+            trial.start()
+            trial.await_handlers()
+            begun = time.monotonic()
+            codes, errors = trial.end()
+            if any(codes):
+                raise SystemExit(f"without faults, {way} ends with {codes}: {errors}")
+            self.seconds[way] = time.monotonic() - begun
+        return self._root / f"whole-{way}"
+
+    def start(self, trial: Trial, rng: random.Random) -> None:
+        """Start the programs, and wait to a random instant of the run."""
+        self.folder(trial.way)
+        trial.start()
+        trial.await_handlers()
+        time.sleep(rng.random() * self.seconds[trial.way])
+
+
+def _catches_signals(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) & SIGTERM_BIT)
+
+
+def _marked(folder: Path) -> set[int]:
+    """The living processes that a launcher has started in sessions of their own."""
+    mark, found = f"{MARK}={folder}".encode(), set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_bytes().split(b"\0"):
+                found |= {int(path.name)} if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z" else set()
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return f"{pid} ({Path(f'/proc/{pid}/cmdline').read_text()[-80:]})"
+    except OSError:
+        return str(pid)

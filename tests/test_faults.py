@@ -1,0 +1,29 @@
+"""Some of the injections of `python -m tests.faults`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.faults.__main__ import failure_of
+from tests.faults.injections import foreign_files, killed_child, killed_run, lonely_rank, signalled
+from tests.faults.ways import Wholes
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    return Wholes(tmp_path_factory.mktemp("wholes"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *((killed_run, "serial"), (killed_child, "spawn"), (signalled, "spawn"), (lonely_rank, "ranks")),
+        *((foreign_files, "serial"), (foreign_files, "spawn")),
+    ],
+)
+def test_an_injection_breaks_no_promise(kind, way, wholes, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    rng = random.Random(f"{kind.__name__} {way}")
+    assert failure_of(kind, way, wholes, rng, tmp_path / "here", tmp_path / "temporary") is None
