@@ -86,6 +86,8 @@ def test_a_wrong_key_or_name_has_the_words_of_the_later_check(words):
         "local.lrr=0.1,0.2",
         "aggregate.rule=mean,trimmed_mean aggregate.m=1",
         "aggregate={rule='krum',ff=1},mean",
+        "local.epochs.x=1 local.steps=1,2",
+        "rounds.x=1,2 rounds=3 seed=0,1",
     ],
 )
 def test_a_wrong_key_or_name_in_a_comparison_has_the_words_of_the_later_check(words):
@@ -159,7 +161,7 @@ def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path
         "tune roundz=1",
     ]
     mistakes += ["run absent.toml", "run broken.toml", "compare broken.toml", "run wrong.toml", "run --rounds 3"]
-    mistakes += ["run rounds 3", "run local.lr", "run --resume absent"]
+    mistakes += ["run rounds 3", "run local.lr", "run --resume absent", "list krumm"]
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"

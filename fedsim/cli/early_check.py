@@ -65,7 +65,11 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         own = [change for key, value in point.items() for change in changes_of(key, copy.deepcopy(value))]
-        for line in problems_with_names(copy.deepcopy(description), [*in_all, *own]):
+        try:
+            lines = problems_with_names(copy.deepcopy(description), [*in_all, *own])
+        except ExperimentError as error:  # the changes contradict each other
+            lines = list(error.lines)
+        for line in lines:
             problems.setdefault(line, []).append(point)
     if problems:
         raise ExperimentError(*(with_points(line, points, count) for line, points in problems.items()))

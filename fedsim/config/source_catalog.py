@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from fedsim.synonyms import KEYS
 PACKAGE = Path(__file__).parent.parent
 
 DECLARATION = re.compile(r'^(?:class (?P<class>\w+)|@?(?P<plug>\w+)\("|(?P<registry>\w+) = \w*Registry\()', re.M)
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class SourceTable:
     named_by: str = ""
     default: str | None = None
     takes_list: bool = False
-    alternatives: tuple[str, ...] = field(default=())
+    alternatives: tuple[str, ...] = ()
 
     def is_name(self, value: Any) -> bool:
         """Whether a value has the type of the key `named_by`, so that it can stand for the table."""
@@ -183,7 +181,7 @@ def _takes_inputs(registry: str) -> bool:
     return any(keyword.arg == "given" for keyword in _registry_call(registry).keywords)
 
 
-def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, Function | ast.ClassDef]]:
+def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
     """The plugs that a statement registers, with their names: `@rule("krum")`, or `engine("serial")(SerialEngine)`."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         for decorator in statement.decorator_list:
@@ -195,13 +193,15 @@ def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, Fu
             yield ast.literal_eval(register.args[0]), _class(_name(targets[0]))
 
 
-def _parameters(target: Function | ast.ClassDef, takes_inputs: bool) -> tuple[tuple[str, ...], bool]:
+def _parameters(target: ast.FunctionDef | ast.ClassDef, takes_inputs: bool) -> tuple[tuple[str, ...], bool]:
     """The parameters that configure a function or class, and whether it accepts others too."""
     if isinstance(target, ast.ClassDef):
         if _is_dataclass(target):
             fields = _fields(each for each in _bases(target) if _is_dataclass(each))
             return tuple(name for name, each in fields.items() if _is_parameter(each)), False
-        methods = {each.name: each for base in _bases(target) for each in base.body if isinstance(each, Function)}
+        methods = {
+            each.name: each for base in _bases(target) for each in base.body if isinstance(each, ast.FunctionDef)
+        }
         if "__init__" not in methods:
             return (), False
         target = methods["__init__"]

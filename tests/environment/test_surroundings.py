@@ -76,11 +76,11 @@ def test_a_system_without_proc_runs_experiments(tmp_path):
 
 
 def test_a_closed_pipe_gives_no_error(tmp_path):
-    command = f"{sys.executable} -m fedsim list | head -n 1"
+    command = f"{sys.executable} -m fedsim list rules | head -n 1"
     done = subprocess.run(
         ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
     )
-    assert (done.stdout, done.stderr) == ("tasks (task.name)\n", "")
+    assert (done.stdout, done.stderr) == ("rules (aggregate.rule)\n", "")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 import fedsim
 from fedsim.records.record import RoundRecord
-from fedsim.runs.text_table import columns_of, draw_curve, headline, table_header, table_line
+from fedsim.runs.text_table import announcement, columns_of, draw_curve, headline, table_header, table_line
 
 SYNCHRONOUS = "round  accuracy  test loss  train loss  pull_down s   train s  aggregate s    test s"
 HEADS = {
@@ -52,21 +52,26 @@ def test_the_table_has_columns_for_a_few_metrics_of_plugs_and_shows_numbers_that
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({}, "(iid); weighted_mean of parameters; serial on cpu"),
-        ({"mode": "clock"}, "; weighted_mean of parameters on the virtual clock (equal speeds, constant noise); "),
+        ({}, ": 3 workers; 2 rounds; weighted_mean of parameters"),
+        ({"mode": "clock"}, "; weighted_mean of parameters on the virtual clock (equal speeds, constant noise)"),
         (
             {"mode": "clock", "policy": "ssp", "clock": {"noise": "lognormal", "speed": "linear"}},
-            "; ssp (s = 3) on the virtual clock (linear speeds, lognormal noise); ",
+            "; ssp (s = 3) on the virtual clock (linear speeds, lognormal noise)",
         ),
-        ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time, "),
-        ({"cohort": 2}, "3 workers, 2 per round, "),
-        ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm), "),
+        ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time; "),
+        ({"cohort": 2}, "3 workers, 2 per round; "),
+        ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm); "),
     ],
 )
-def test_the_headline_names_mode_and_policy(tiny_experiment, change, words):
+def test_the_first_line_names_mode_and_policy(tiny_experiment, change, words):
+    assert words in announcement(fedsim.load_experiment({**tiny_experiment, **change}))
+
+
+def test_the_headline_names_data_model_and_engine(tiny_experiment):
     lines = []
-    fedsim.run({**tiny_experiment, "rounds": 1, **change}, on_start=lambda prepared: lines.append(headline(prepared)))
-    assert words in lines[0]
+    fedsim.run({**tiny_experiment, "rounds": 1}, on_start=lambda prepared: lines.append(headline(prepared)))
+    assert lines[0].startswith("tests.plugs:tiny (203 train, 90 test), 2nn (")
+    assert lines[0].endswith("; 67 to 68 samples each (iid); serial on cpu")
 
 
 def test_the_curve_has_a_panel_for_virtual_seconds_where_there_are_such():
