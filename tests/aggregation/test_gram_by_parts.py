@@ -87,7 +87,9 @@ def test_all_parts_get_the_distances_of_whole_rows(name, cuts):
         assert torch.equal(distances == 0, exact.distances == 0)
 
 
-@pytest.mark.parametrize("rule", ["krum", "medoid", "geometric_median", "caf", ["nnm", "median"], ["bucketing", "mda"]])
+@pytest.mark.parametrize(
+    "rule", ["krum", "medoid", "geometric_median", "caf", "smea", ["nnm", "median"], ["bucketing", "mda"]]
+)
 def test_rules_of_pairs_give_each_part_its_columns(rule):
     rows, pipeline = some_rows(), make_pipeline(resolve(rule, {}, background={"f": 1}))
     assert pipeline.by_parts
