@@ -110,3 +110,10 @@ def test_no_text_of_a_folder_reaches_the_terminal_raw(clean, cli, tmp_path, name
         if kind == "grid":
             with contextlib.suppress(FedsimError):
                 assert_harmless(fedsim.load_comparison(kind).table)
+
+
+def test_the_list_of_a_python_file_is_harmless(cli, tmp_path):
+    (tmp_path / "own.py").write_text(f"def rule():\n    {EVIL!a}\n")
+    done = cli("list", "own.py")
+    assert "own:rule" in done.stdout
+    assert_harmless(done.stdout)
