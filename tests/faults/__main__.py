@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -61,7 +62,9 @@ def main(words: list[str] | None = None) -> int:
         print(f"{kind.__name__:20}" + "".join(f"{cell:>10}" for cell in cells))
     print(f"{counts.total()} injections, {failures.total()} failed" + f"; see {root}" * bool(failures.total()))
     if not failures.total():
-        shutil.rmtree(root)
+        Finalize(
+            None, shutil.rmtree, [root], exitpriority=-200
+        )  # after those of multiprocessing, which has files there
     return int(failures.total() > 0)
 
 

@@ -80,6 +80,8 @@ class RankGroup:
 
     def _join(self, place: RankInfo, init: str, backend: str | None) -> None:
         atexit.register(self.leave)
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
         joining = self._background.begin(lambda: self._meet(place, init, backend, time.monotonic() + self.timeout))
         address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
         try:
@@ -270,8 +272,6 @@ class RankGroup:
         own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
         backend = HOST_BACKEND if self.backend == HOST_BACKEND else own
         try:
-            if self.device.type != "cpu":
-                torch.accelerator.set_device_index(self.device.index)
             dist.init_process_group(
                 HOST_BACKEND,
                 store=dist.PrefixStore("group", self._store),
