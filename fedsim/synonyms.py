@@ -147,7 +147,6 @@ NOTES: dict[str, str] = _each(
         "wandb use_wandb mlflow": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "loss criterion loss_fn loss_function": "the loss belongs to the task: task=binary or task=my_plugs:MyTask",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
-        "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
         "compile torch_compile": "there is no compilation of training steps",
         "config config_file": "name the file itself: fedsim run CONFIG.toml",

@@ -28,7 +28,7 @@ class SolverRegistry(Registry):
         return super()._plug(name, target)
 
 
-solver = SolverRegistry("local solver", renamed={"anchored": "uses_start_row", "step_of_product": "step_fused"})
+solver = SolverRegistry("local solver")
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

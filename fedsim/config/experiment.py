@@ -63,15 +63,6 @@ def _folder_name(name: str) -> str:
     return name
 
 
-def _without_removed_keys(tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables without keys of earlier versions, if these have their default values; other values are refused."""
-    if tables.get("precision") == "float16":
-        raise ExperimentError('precision = "float16": was removed; use precision=bf16')
-    if tables.get("compile", False) is not False:
-        raise ExperimentError(f"compile = {show(tables['compile'])}: was removed; omit it")
-    return {key: value for key, value in tables.items() if key != "compile"}
-
-
 class Experiment(Table):
     """The checked description of an experiment. Each key has a default; tables are given as dicts.
 
@@ -154,7 +145,7 @@ class Experiment(Table):
 
     def __init__(self, **tables: Any) -> None:
         try:
-            super().__init__(**_without_removed_keys(plain(tables)))
+            super().__init__(**plain(tables))
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 

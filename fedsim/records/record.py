@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers is finite
@@ -93,17 +93,6 @@ class Record(dict[str, Any]):
     def __post_init__(self) -> None:
         self.update({each.name: getattr(self, each.name) for each in fields(self)})
 
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key} is now called {RENAMED[key]}" if key in RENAMED else key)
-
-
-RENAMED = {"trips": "arrivals", "held": "buffered", "wasted": "discarded"}  # fields of files of earlier versions
-
-
-def _renamed(former: str) -> Any:
-    """A field that files of earlier versions have under a former name."""
-    return Field(validation_alias=AliasChoices(RENAMED[former], former))
-
 
 record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, repr=False)
 
@@ -114,17 +103,13 @@ class AsyncRecord(Record):
 
     updates: Annotated[Count | None, Metric("Updates", decimals=0, column="updates", tag="asynchronous/updates")] = None
     """Updates of the global row since the start."""
-    arrivals: Annotated[
-        Count | None, Metric("Arrivals", tag="asynchronous/arrivals", chart=False), _renamed("trips")
-    ] = None
+    arrivals: Annotated[Count | None, Metric("Arrivals", tag="asynchronous/arrivals", chart=False)] = None
     """Results of workers that the server has taken since the start."""
     staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
     """How many results of each staleness were applied in the round."""
-    buffered: Annotated[
-        Count | None, Metric("Buffered", tag="asynchronous/buffered", chart=False), _renamed("held")
-    ] = None
+    buffered: Annotated[Count | None, Metric("Buffered", tag="asynchronous/buffered", chart=False)] = None
     """Results that the server has taken and no update has used yet."""
-    discarded: Annotated[Count | None, Metric("Discarded", tag="asynchronous/discarded"), _renamed("wasted")] = None
+    discarded: Annotated[Count | None, Metric("Discarded", tag="asynchronous/discarded")] = None
     """Results of the round that were cancelled, or too stale on arrival."""
 
 
