@@ -93,12 +93,8 @@ class Experiment(Table):
     """PyTorch's threads in each process."""
     timeout: PositiveFloat = 300.0
     """Seconds without a step after which a process counts as lost."""
-    on_worker_failure: Literal["retry", "drop", "abort"] = "retry"
-    """What happens when a process is lost in a round. `retry`: new processes repeat the round, to the same bits.
-    `drop`: it is repeated without the worker that was training, which is recorded as `lost`. `abort`: the run ends.
-    """
     worker_retries: NonNegativeInt = 2
-    """Repetitions of one round at most."""
+    """Maximum number of times that new processes repeat a round in which a process was lost. 0: the run ends."""
     worker_state_memory: Amount = 4_000_000_000
     """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
     device: str = "auto"

@@ -9,10 +9,8 @@ import torch
 from fedsim.system.devices import default_processes
 
 # Top-level keys of an experiment that only some engines use.
-SETTINGS = frozenset(
-    ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
-)
-SETTINGS_OF_POOLS = frozenset(("timeout", "on_worker_failure", "worker_retries"))
+SETTINGS = frozenset(("processes", "timeout", "worker_retries", "batched", "cuda_graphs", "distributed"))
+SETTINGS_OF_POOLS = frozenset(("timeout", "worker_retries"))
 
 
 @dataclass(frozen=True)

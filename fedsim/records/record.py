@@ -194,8 +194,7 @@ class RoundRecord(Record):
     """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
     model before the round, and there are no other numbers."""
     lost: list[Count] = field(default_factory=list)
-    """Workers that were chosen and did not report: by `worker_dropout`, or because their process was lost
-    (`on_worker_failure = "drop"`)."""
+    """Workers that were chosen and did not report (`worker_dropout`)."""
     bytes_up: Annotated[Count | None, Metric("Bytes up", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "B", tag="bytes/down", chart=False)] = None
