@@ -1,8 +1,8 @@
 """Convolutions of a stack of rows, each with its own kernels: which way is fastest for which shape.
 
 Forward and backward pass of one layer in float32, for k rows of a batch each, with gradients for the kernels and, but
-for first layers, for the inputs. Ways: one row after another, which is the baseline; one grouped convolution; windows
-of the inputs in one batched product. That all ways give the same is checked in float64. On a GPU,
+for first layers, for the inputs. Ways: one row after another, which is the baseline, and one grouped
+convolution. That both give the same is checked in float64. On a GPU,
 `python -m benchmarks.gpu` times them within CUDA graphs, as the steps of stacks are.
 
     python benchmarks/convolutions.py [--device auto] [--rows 1,4,16] [--repeats 5]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", *sorted(MODULE_OF)]
 
-RENAMED = {"Workshop": "Session"}  # public names of earlier versions
-
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, imported on first use."""
@@ -35,8 +33,6 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module("fedsim.api"), name)
         globals()[name] = value
         return value
-    if name in RENAMED:
-        raise AttributeError(f"fedsim.{name} is now fedsim.{RENAMED[name]}")
     path = f"fedsim.{name}"
     try:
         return importlib.import_module(path)

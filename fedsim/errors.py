@@ -121,13 +121,13 @@ class ProcessLostError(WorkerError):
 
     Attributes:
         why: what happened to the process, as the end of a sentence: "was killed by SIGKILL".
-        process, processes: its number, and the number of processes.
+        process: its number.
         worker: the worker that it trained; None if it trained none, or several together.
     """
 
-    def __init__(self, line: str, why: str, process: int, processes: int, worker: int | None) -> None:
+    def __init__(self, line: str, why: str, process: int, worker: int | None) -> None:
         super().__init__(line)
-        self.why, self.process, self.processes, self.worker = why, process, processes, worker
+        self.why, self.process, self.worker = why, process, worker
 
 
 def show_warnings_as_lines() -> None:

@@ -153,7 +153,6 @@ NOTES: dict[str, str] = _each(
         ),
         "use_wandb": """write records.loggers='["wandb"]'""",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
-        "workshop": "in Python, fedsim.run(..., session=s) takes a fedsim.Session",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
         "compile torch_compile": "there is no compilation of training steps",
         "config config_file": "name the file itself: fedsim run CONFIG.toml",

@@ -48,13 +48,6 @@ def test_import_fedsim_loads_pytorch_and_other_packages_on_first_use():
     assert run_python("-c", code).stdout == "[] []\n[]\n"
 
 
-def test_the_old_name_of_a_renamed_class_leads_to_the_new_one():
-    with pytest.raises(AttributeError, match=r"^fedsim.Workshop is now fedsim.Session$"):
-        fedsim.Workshop  # noqa: B018
-    with pytest.raises(fedsim.ExperimentError, match=r"^workshop = None: .* session=s"):
-        fedsim.run(workshop=None)
-
-
 @pytest.mark.parametrize(
     "call",
     [

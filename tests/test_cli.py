@@ -342,7 +342,7 @@ def test_a_suspended_program_with_spawned_processes_continues(tmp_path):
 def test_a_dead_worker_never_hangs_the_program(tmp_path):
     """Other deaths, without the command around them, are in tests/engines/test_process_pool.py."""
     words = [str(ROOT / "run_experiment.py"), "engine=spawn", "data=tests.plugs:tiny", "model.name=tests.models:Fails"]
-    words += ["processes=2", "on_worker_failure=abort", "model.how=kill", "sync=gradients", "timeout=3"]
+    words += ["processes=2", "worker_retries=0", "model.how=kill", "sync=gradients", "timeout=3"]
     process = start(*words, "--out", "x", cwd=tmp_path)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1

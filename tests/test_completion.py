@@ -38,7 +38,7 @@ def complete(tmp_path, monkeypatch):
         (["run", "worker_d"], ["worker_dropout=", "worker_dropout=0.0"]),
         (["run", "record"], ["records.updates=", "records.model=", "records.curve="]),
         (["compare", "clock.n"], ["clock.noise.", "clock.noise="]),
-        (["tune", "local.per_no"], []),
+        (["compare", "local.per_no"], []),
         (["list", "krum"], ["krum"]),
         (["list", "pre-"], ["pre-aggregators"]),
         (["run", "--allow"], ["--allow-imports"]),

@@ -79,21 +79,16 @@ WRONG = [
     ("policy=fedbuff attack.name=backdoor attack.gamma=2.0 attack.fraction=0.3 mode=clock", 'attack.name = "backdoor'),
     ("policy=asgd cohort=2 mode=clock", 'cohort = 2: with mode=clock and policy.name = "asgd" all workers work; omit'),
     ("policy=fedbuff cohort=2 mode=race", 'cohort = 2: with mode=race and policy.name = "fedbuff" all workers work; '),
-    ("precision=float16", 'precision = "float16": was removed; use precision=bf16'),
-    ("compile=true", "compile = true: was removed; omit it"),
     ("policy=asgd local=fedprox mode=clock", 'local.solver = "fedprox": needs local steps, so it does not work with '),
     (
-        "engine=serial on_worker_failure=abort",
-        'on_worker_failure = "abort": the engine "serial" does not use it; omit ',
+        "engine=serial worker_retries=0",
+        'worker_retries = 0: the engine "serial" does not use it; omit ',
     ),
     (
         "engine=batched processes=1 worker_retries=0",
         'worker_retries = 0: the engine "batched" does not use it',
     ),
     ("engine=distributed worker_retries=0", 'worker_retries = 0: the engine "distributed" does not use it; omit it'),
-    ("engine=spawn on_worker_failure=abort worker_retries=5", "worker_retries = 5: with on_worker_failure=abort no "),
-    ("mode=clock policy=fedbuff on_worker_failure=drop", 'on_worker_failure = "drop": policy.name = "fedbuff" has no '),
-    ("mode=race policy=hogwild on_worker_failure=drop", 'on_worker_failure = "drop": policy.name = "hogwild" has no '),
     ("policy=eamsgd mode=clock", 'policy.name = "eamsgd": needs momentum; set local.momentum'),
     ("policy.name=k_sync policy.k=5 mode=clock", "policy.k = 5: must be at most"),
     ("policy.name=backup policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
@@ -130,9 +125,9 @@ def test_an_error_survives_pickling():
         {"aggregate": {"rule": "fltrust", "root_samples": 50}},
         {"checkpoint": {"every": 0, "keep": 2}, "aggregate": {"root_samples": 100}},  # defaults, as in a run folder
         {"checkpoint": {"keep": 5}},
-        {"on_worker_failure": "drop", "worker_retries": 0, "processes": 1},  # `auto` may choose one process
-        {"on_worker_failure": "abort", "engine": "batched"},
-        {"on_worker_failure": "retry", "worker_retries": 2, "engine": "serial"},  # defaults
+        {"worker_retries": 0, "processes": 1},  # `auto` may choose one process
+        {"worker_retries": 0, "engine": "batched"},
+        {"worker_retries": 2, "engine": "serial"},  # defaults
         {"engine": "distributed", "sync": "gradients", "distributed": {"hook": "tests.plugs:plain_mean"}},
         {"workers": 8, "attack": {"fraction": 0.25}, "aggregate": "krum"},
         {"aggregate": {"rule": "mean", "f": 1}},  # `fedsim replay` uses f
@@ -140,7 +135,7 @@ def test_an_error_survives_pickling():
         {"mode": "clock", "clock": {"speed": "lognormal", "noise": {"name": "pareto", "alpha": 1.5}, "latency": 1}},
         {"mode": "clock", "policy": "fedbuff", "cohort": 2, "server": "adam"},
         {"mode": "clock", "policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
-        {"mode": "clock", "policy": "fedasync", "precision": "bf16", "compile": False, "local": {"solver": "sgd"}},
+        {"mode": "clock", "policy": "fedasync", "precision": "bf16", "local": {"solver": "sgd"}},
         {"mode": "clock", "policy": "asgd", "attack": {"name": "label_flipping", "fraction": 0.3}},
         {"mode": "clock", "policy": "asgd", "attack": {"name": "backdoor", "fraction": 0.3}},
         {"mode": "clock", "policy": "eamsgd", "local": {"momentum": 0.9, "nesterov": True}},

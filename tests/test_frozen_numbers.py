@@ -39,7 +39,6 @@ SMALL = {
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
-REMOVED = {"case: float16"}  # experiments of earlier versions
 NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow, or newer
 SETTINGS_OF_SOLVERS = {
     "fedbn": {"model": "tests.models:Normalised", "buffers": "local"},
@@ -142,13 +141,12 @@ def test_the_numbers_of_an_experiment_stay(name, frozen):
 
 
 def test_every_plug_is_held(frozen):
-    assert set(frozen) - REMOVED == set(experiments())
+    assert set(frozen) == set(experiments())
 
 
 def write(held):
     """Write the numbers of all experiments, a line for each: those that are `held` already, or new ones."""
     found = {name: held.get(name) or run(tables) for name, tables in experiments().items()}
-    found |= {name: held[name] for name in REMOVED & set(held)}
     lines = [f"{json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in found.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -101,10 +101,10 @@ def test_naming_the_same_plug_keeps_its_parameters(file, word):
     assert load_experiment(file, [word]).server.params["beta"] == 0.8
 
 
-SPAWN = {"engine": "spawn", "processes": 3, "timeout": 50.0, "on_worker_failure": "drop", "worker_retries": 5}
+SPAWN = {"engine": "spawn", "processes": 3, "timeout": 50.0, "worker_retries": 5}
 STACKS = {**SPAWN, "engine": "batched", "batched": {"width": 4}, "cuda_graphs": True}
 RANKS = {"engine": "distributed", "distributed": {"timeout": 8.0, "inner": "batched"}, "batched": {"width": 4}}
-RETRIES = {"processes", "timeout", "on_worker_failure", "worker_retries"}
+RETRIES = {"processes", "timeout", "worker_retries"}
 
 
 @pytest.mark.parametrize(

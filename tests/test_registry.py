@@ -162,13 +162,3 @@ def test_a_name_is_registered_once(registry):
 def test_a_name_is_a_string(name):
     with pytest.raises(ExperimentError, match=r"^x.rule = \S+: must be a name$"):
         Registry("gadget").get(name, "x.rule")
-
-
-def test_a_former_attribute_of_a_plug_leads_to_its_present_name():
-    registry = Registry("local solver", renamed={"anchored": "uses_start_row"})
-
-    class Old:
-        anchored = True
-
-    with pytest.raises(TypeError, match="^`anchored` is now called `uses_start_row`$"):
-        registry("old")(Old)

@@ -118,7 +118,7 @@ def test_on_a_gpu_runs_in_one_session_agree_with_single_runs_and_free_their_memo
 
 
 def test_a_failed_run_does_not_change_later_runs(spawned):
-    spawned = {**spawned, "processes": 1, "on_worker_failure": "abort"}
+    spawned = {**spawned, "processes": 1, "worker_retries": 0}
     with Session() as session:
         for how in ("raise", "kill"):
             with pytest.raises(fedsim.WorkerError):

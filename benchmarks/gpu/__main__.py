@@ -81,7 +81,7 @@ def writable(out: Path | None) -> tuple[Path, list[str]]:
     if given is not None:
         try:
             given.mkdir(parents=True, exist_ok=True)
-            for name in (*FILES, "convolutions.toml", "summary.txt"):  # of a check before
+            for name in (*FILES, "summary.txt"):  # of a check before
                 (given / name).unlink(missing_ok=True)
             (given / FILES[0]).touch()
             return given.resolve(), notes

@@ -1,4 +1,4 @@
-"""Convolutions of stacks in each way, and the table of the fastest, in the form of convolutions.toml.
+"""Convolutions of stacks in each way.
 
 Forward and backward pass of a layer in float32, within a CUDA graph, as the steps of stacks are. That all ways give the
 same is checked in float64.
@@ -6,7 +6,6 @@ same is checked in float64.
 
 from __future__ import annotations
 
-import datetime
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,15 +16,13 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Case, Context, Facts, check
 from benchmarks.gpu.timing import microseconds
-from fedsim.engines.stacking import convolution
-from fedsim.engines.stacking.convolution import WAYS, Options, fastest_way
+from fedsim.engines.stacking.convolution import WAYS, way_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchmarks, which are programs
 
 from convolutions import SHAPES, Shape, layer, step
 
 ROWS = (4, 10, 100)
-TABLE = "convolutions.toml"
 ROUNDING = 1e-9  # in float64, relative to the largest number
 SECONDS = 0.1  # of each way
 
@@ -42,7 +39,7 @@ def cases(context: Context) -> list[Case]:
 
 
 def measure(context: Context, shape: Shape, rows: int) -> Facts:
-    """Microseconds of each way; the fastest goes into the table."""
+    """Microseconds of each way."""
     device = torch.device(context.device)
     tensors = layer(shape, rows, torch.float, device)
     found = {
@@ -50,9 +47,7 @@ def measure(context: Context, shape: Shape, rows: int) -> Facts:
         for name, way in WAYS.items()
     }
     fastest = min(found, key=lambda name: found[name])
-    known = convolution.Shape.of(tensors[0], tensors[1], Options(padding=shape.padding))
-    write(context, known, fastest)
-    facts = {"us": found, "fastest": fastest, "now": fastest_way(device.type, known), "shape": known._asdict()}
+    facts = {"us": found, "fastest": fastest, "now": way_on(device)}
     off = difference(shape, rows, device)
     return check(off <= ROUNDING, f"the ways differ by {off:.1e} of the largest number", off=off, **facts)
 
@@ -83,17 +78,3 @@ def difference(shape: Shape, rows: int, device: torch.device) -> float:
         for found, right in zip(step(way, shape, tensors), expected, strict=True):
             worst = max(worst, float(((found - right).abs().max() / right.abs().max()).detach()))
     return worst
-
-
-def write(context: Context, shape: convolution.Shape, way: str) -> None:
-    """Append an entry to the table; the first begins it."""
-    path, kind = context.out / TABLE, torch.device(context.device).type
-    text = "" if path.exists() else header(kind)
-    entry = [*(f"{name} = {value}" for name, value in shape._asdict().items()), f'way = "{way}"']
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n".join([text, f"[[{kind}.shapes]]", *entry, ""]))
-
-
-def header(kind: str) -> str:
-    name = torch.cuda.get_device_name() if kind == "cuda" else kind
-    return f'[{kind}]\nsource = "measured on {name}, PyTorch {torch.__version__}, {datetime.date.today()}"\n'

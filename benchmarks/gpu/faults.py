@@ -136,7 +136,7 @@ def failing_kernel(context: Context) -> Facts:
     """A token number beyond the embedding fails within a kernel: the run ends with one error that names it."""
     tables = {**TINY, **SPAWN, "model": "tests.models:Embedded", "data": "benchmarks.gpu.plugs:tokens_beyond"}
     try:
-        run(context, {**tables, "on_worker_failure": "abort"})
+        run(context, {**tables, "worker_retries": 0})
     except fedsim.FedsimError as error:
         return right(context, error=str(error).splitlines()[0][:300])
     return check(False, "no error was raised")

@@ -124,17 +124,4 @@ class Policy(ABC):
         return None
 
 
-policy = Registry(
-    "policy",
-    base=Policy,
-    renamed={
-        "held": "buffered",
-        "left": "on_departure",
-        "wanted": "arrivals_needed",
-        "steps": "local_steps",
-        "moments": "state_scope",
-        "replicas": "needs_replicas",
-        "samples": "allows_sampling",
-        "steps_server": "uses_server_optimizer",
-    },
-)
+policy = Registry("policy", base=Policy)

@@ -1,4 +1,4 @@
-"""The commands `fedsim run`, `tune`, `replay`, `report` and `list`; `compare` has its own module."""
+"""The commands `fedsim run`, `replay`, `report` and `list`; `compare` has its own module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.config.catalog import experiments, list_experiments
 from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
 from fedsim.config.source_catalog import source_plugs
 from fedsim.core.text_wrapping import hang, terminal_columns
-from fedsim.errors import ExperimentError, plural, show
+from fedsim.errors import ExperimentError, show
 from fedsim.records.file_descriptions import experiment_of_run
 
 EXPERIMENTS, KEYS = "experiments", "keys"
@@ -72,29 +72,6 @@ def run(
         fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
         if main:
             print(folder)
-
-
-def tune(context: typer.Context, words: Words = None, allow_imports: AllowImports = False) -> None:
-    """Measure which engine is fastest for an experiment here, and print the lines to put into its file."""
-    with errors_as_lines(quick=True):
-        source, overrides = source_and_overrides(words or [], context)
-        check_names_of_run(source, overrides)
-    with errors_as_lines():
-        from fedsim.config.load import load_experiment
-        from fedsim.runs.tuning import Candidate, lines_for_file
-        from fedsim.runs.tuning import tune as measure
-
-        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
-
-        def show_candidate(candidate: Candidate) -> None:
-            total = f"{candidate.seconds(experiment.rounds):.1f} s"
-            figures = f"{candidate.round_seconds:8.3f} s {candidate.start_seconds:6.1f} s {total:>12}"
-            print(f"{candidate.label:<32}{candidate.refusal or figures}", flush=True)
-
-        print("measuring rounds of a few steps, scaled to whole rounds; nothing else should run meanwhile", flush=True)
-        print(f"{'':<32}{'a round':>10} {'start':>8} {plural(experiment.rounds, 'round'):>12}", flush=True)
-        best = measure(experiment, show_candidate)
-        print(f"\n{lines_for_file(best)}")
 
 
 def replay(

@@ -27,7 +27,6 @@ from fedsim.core.name_errors import parameter_errors, plug_name_error, unknown_k
 from fedsim.core.suggestions import nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
 
-REMOVED = ("compile", "data.verify")  # keys of earlier versions, which experiments may still have
 MOST_POINTS = 2000  # of a comparison; larger ones are left to the later check
 
 
@@ -105,7 +104,7 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
         elif key in table.lists:
             for index, each in enumerate(value if isinstance(value, list) else ()):
                 yield from _in_table(table.lists[key], each, f"{prefix}{key}[{index}]", tables)
-        elif key not in table.keys and f"{prefix}{key}" not in REMOVED:
+        elif key not in table.keys:
             unknown[key] = value
     engine = tables.get("engine", DEFAULT_ENGINE)
     if not place and isinstance(engine, str) and engine not in source_plugs("engines"):

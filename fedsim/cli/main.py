@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `compare`, `tune`, `replay`, `report`, `plot`, `list`, `doctor` and `new`."""
+"""The command line: `fedsim run`, `compare`, `replay`, `report`, `plot`, `list`, `doctor` and `new`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fedsim.cli.commands import list_command, replay, report, run, tune
+from fedsim.cli.commands import list_command, replay, report, run
 from fedsim.cli.compare_command import compare
 from fedsim.cli.doctor import doctor
 from fedsim.cli.new import new
@@ -51,7 +51,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (run, compare, tune):
+for command in (run, compare):
     app.command(context_settings=WORDS_LIKE_OPTIONS)(command)
 app.command()(replay)
 app.command()(report)

@@ -41,7 +41,7 @@ class SolverRegistry(Registry):
         return replace(plug, takes={name: True for name in GIVEN if name in parameters})
 
 
-solver = SolverRegistry("local solver", renamed={"anchored": "uses_start_row", "step_of_product": "step_fused"})
+solver = SolverRegistry("local solver")
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -19,7 +19,7 @@ from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.precision import PRECISIONS
 
 ONE_PROCESS_ENGINE = "serial"
-POOL_SETTINGS = ("timeout", "batched", "on_worker_failure", "worker_retries")  # that this engine does not have
+POOL_SETTINGS = ("timeout", "batched", "worker_retries")  # that this engine does not have
 JOB_BYTES = 0.6e9  # of a process: PyTorch, data and activations, generously
 ROW_COPIES = 3  # of the cohort's rows: the rows, and the intermediate results of a rule
 

@@ -59,7 +59,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     """Do the runs in at most `count` processes, each of which does one run at a time.
 
     A process that dies, or gives no sign of life for the `timeout` of its run, is replaced. Its run is repeated up to
-    `worker_retries` times if `on_worker_failure` is "retry"; otherwise the run has failed.
+    `worker_retries` times; then the run has failed.
 
     Raises WorkerError if processes cannot be started.
     """
@@ -131,7 +131,7 @@ def _assign(waiting: deque[Work], jobs: list[Job], count: int) -> list[Job]:
 
 def _retry(run: PlannedRun, losses: int, reason: str) -> bool:
     """Whether a run whose process was lost is repeated; warns if it is."""
-    retries = run.experiment.worker_retries if run.experiment.on_worker_failure == "retry" else 0
+    retries = run.experiment.worker_retries
     if losses <= retries:
         often = f"{losses} of at most {plural(retries, 'time')}"
         warnings.warn(f"{run.id}: {reason}; the run is done again ({often})", FedsimWarning, stacklevel=3)

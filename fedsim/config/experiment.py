@@ -64,15 +64,6 @@ def _folder_name(name: str) -> str:
     return name
 
 
-def _without_removed_keys(tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables without keys of earlier versions, if these have their default values; other values are refused."""
-    if tables.get("precision") == "float16":
-        raise ExperimentError('precision = "float16": was removed; use precision=bf16')
-    if tables.get("compile", False) is not False:
-        raise ExperimentError(f"compile = {show(tables['compile'])}: was removed; omit it")
-    return {key: value for key, value in tables.items() if key != "compile"}
-
-
 class Experiment(Table):
     """The checked description of an experiment. Each key has a default; tables are given as dicts.
 
@@ -103,12 +94,8 @@ class Experiment(Table):
     """PyTorch's threads in each process."""
     timeout: PositiveFloat = 300.0
     """Seconds without a step after which a process counts as lost."""
-    on_worker_failure: Literal["retry", "drop", "abort"] = "retry"
-    """What happens when a process is lost in a round. `retry`: new processes repeat the round, to the same bits.
-    `drop`: it is repeated without the worker that was training, which is recorded as `lost`. `abort`: the run ends.
-    """
     worker_retries: NonNegativeInt = 2
-    """Repetitions of one round at most."""
+    """Maximum number of times that new processes repeat a round in which a process was lost. 0: the run ends."""
     worker_state_memory: Amount = 4_000_000_000
     """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
     device: str = "auto"
@@ -159,7 +146,7 @@ class Experiment(Table):
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:
-            super().__init__(**_without_removed_keys(tables))
+            super().__init__(**tables)
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
 

@@ -15,9 +15,7 @@ from fedsim.errors import MAX_TEXT, ExperimentError, show
 DEFAULT_ENGINE = "auto"
 
 # Top-level keys of an experiment that only some engines use.
-SETTINGS = frozenset(
-    ("processes", "timeout", "on_worker_failure", "worker_retries", "batched", "cuda_graphs", "distributed")
-)
+SETTINGS = frozenset(("processes", "timeout", "worker_retries", "batched", "cuda_graphs", "distributed"))
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
 

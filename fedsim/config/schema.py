@@ -91,13 +91,6 @@ class Data(PlugTable):
             )
         return value
 
-    @classmethod
-    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """The table without `verify`, which experiments of earlier versions have; its default is ignored."""
-        if table.get("verify", True) is not True:
-            raise ExperimentError("data.verify: was removed with the checksums of MNIST's files; omit it")
-        return {key: value for key, value in table.items() if key != "verify"}
-
 
 class Partition(PlugTable):
     """How the training samples are divided among the workers."""

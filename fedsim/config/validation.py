@@ -124,17 +124,6 @@ def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterato
             )
         if distributed.hook != Hook():
             yield from _check_hook(experiment)
-    elif "worker_retries" in used:
-        if experiment.on_worker_failure == "abort" and "worker_retries" in given:
-            yield (
-                f"worker_retries = {experiment.worker_retries}: with on_worker_failure=abort no round is repeated; "
-                "omit it"
-            )
-        if experiment.on_worker_failure == "drop" and not experiment.policy.bind().in_rounds:
-            yield (
-                f'on_worker_failure = "drop": policy.name = {show(experiment.policy.name)} has no synchronous rounds; '
-                "use retry or abort (clock.departures makes workers leave)"
-            )
 
 
 def _check_hook(experiment: Experiment) -> Iterator[str]:

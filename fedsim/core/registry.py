@@ -19,7 +19,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -158,7 +158,6 @@ class Registry:
         given: the names of the inputs that the simulator can pass.
         accepts: the objects that can be a plug, for errors.
         base: the class that plugs must derive from, as dataclasses; None: any callable.
-        renamed: attributes of plugs that had another name in earlier versions: the former name to the present one.
 
     >>> rule = Registry("aggregation rule", given=("updates", "weights"))
     >>> @rule("first")
@@ -172,7 +171,6 @@ class Registry:
     given: tuple[str, ...] = ()
     accepts: str = "a function or a class"
     base: type | None = None
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     _plugs: dict[str, Plug] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -226,9 +224,6 @@ class Registry:
         is_dataclass = dataclasses.is_dataclass(target)
         if not callable(target) and (self.given or not is_dataclass):
             raise TypeError(f"a {type(target).__name__} is not {self.accepts}")
-        for former, name_now in self.renamed.items():
-            if hasattr(target, former):
-                raise TypeError(f"`{former}` is now called `{name_now}`")
         if not _has_signature(target):
             raise TypeError(f"has no signature; write a function of ({', '.join(self.given)}) that calls it")
         takes = {}

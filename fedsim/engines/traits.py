@@ -8,7 +8,7 @@ import torch
 
 from fedsim.system.devices import default_processes
 
-SETTINGS_OF_POOLS = frozenset(("timeout", "on_worker_failure", "worker_retries"))
+SETTINGS_OF_POOLS = frozenset(("timeout", "worker_retries"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from fedsim.errors import cut
@@ -40,17 +40,6 @@ class Record(dict[str, Any]):
     def __post_init__(self) -> None:
         self.update({each.name: getattr(self, each.name) for each in fields(self)})
 
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key} is now called {RENAMED[key]}" if key in RENAMED else key)
-
-
-RENAMED = {"trips": "arrivals", "held": "buffered", "wasted": "discarded"}  # fields of files of earlier versions
-
-
-def _renamed(former: str) -> Any:
-    """A field that files of earlier versions have under a former name."""
-    return Field(validation_alias=AliasChoices(RENAMED[former], former))
-
 
 record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, repr=False)
 
@@ -63,19 +52,13 @@ class AsyncRecord(Record):
         Count | None, Metric("Updates", None, decimals=0, column="updates", tag="asynchronous/updates")
     ] = None
     """Updates of the global row since the start."""
-    arrivals: Annotated[
-        Count | None, Metric("Arrivals", None, tag="asynchronous/arrivals", chart=False), _renamed("trips")
-    ] = None
+    arrivals: Annotated[Count | None, Metric("Arrivals", None, tag="asynchronous/arrivals", chart=False)] = None
     """Results of workers that the server has taken since the start."""
     staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
     """How many results of each staleness were applied in the round."""
-    buffered: Annotated[
-        Count | None, Metric("Buffered", None, tag="asynchronous/buffered", chart=False), _renamed("held")
-    ] = None
+    buffered: Annotated[Count | None, Metric("Buffered", None, tag="asynchronous/buffered", chart=False)] = None
     """Results that the server has taken and no update has used yet."""
-    discarded: Annotated[
-        Count | None, Metric("Discarded", "lower", tag="asynchronous/discarded"), _renamed("wasted")
-    ] = None
+    discarded: Annotated[Count | None, Metric("Discarded", "lower", tag="asynchronous/discarded")] = None
     """Results of the round that were cancelled, or too stale on arrival."""
 
 
@@ -161,8 +144,7 @@ class RoundRecord(Record):
     """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
     model before the round, and there are no other numbers."""
     lost: list[Count] = field(default_factory=list)
-    """Workers that were chosen and did not report: by `worker_dropout`, or because their process was lost
-    (`on_worker_failure = "drop"`)."""
+    """Workers that were chosen and did not report (`worker_dropout`)."""
     bytes_up: Annotated[Count | None, Metric("Bytes up", "lower", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "lower", "B", tag="bytes/down", chart=False)] = None

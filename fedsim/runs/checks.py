@@ -121,7 +121,7 @@ def check_memory(
         1 if engine.traits.chooses else processes,  # an engine that chooses may choose one process
         stacked=engine.traits.stacks and not engine.traits.chooses,
         in_rounds=experiment.policy.bind().in_rounds,
-        replaces=may_replace and experiment.on_worker_failure != "abort",
+        replaces=may_replace and experiment.worker_retries > 0,
         checkpoints=recorded and experiment.checkpoint.every != 0,
     )
     needed, free = sum(parts.values()), free_memory()

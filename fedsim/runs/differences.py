@@ -12,16 +12,8 @@ from fedsim.errors import show
 NO_EFFECT = (  # keys that do not change results
     *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
-    *(
-        "checkpoint.every",
-        "checkpoint.keep",
-        "on_worker_failure",
-        "worker_retries",
-        "records.figures",
-        "records.tensorboard",
-        "records.loggers",
-    ),
-    "worker_state_memory",
+    *("checkpoint.every", "checkpoint.keep", "worker_retries", "worker_state_memory"),
+    *("records.figures", "records.tensorboard", "records.loggers"),
 )
 
 

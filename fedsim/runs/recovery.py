@@ -1,4 +1,4 @@
-"""Recovery from lost worker processes (`on_worker_failure`).
+"""Recovery from lost worker processes (`worker_retries`).
 
 A round depends only on the state after the round before. If a process is lost, that state is restored, new processes
 are started, and the round is repeated, with bitwise the same result.
@@ -12,12 +12,10 @@ from typing import TypeVar
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine
-from fedsim.engines.executor import balance_load
 from fedsim.engines.pool.retry import Note, announce, retried
-from fedsim.errors import ProcessLostError, WorkerError
+from fedsim.errors import ProcessLostError
 from fedsim.records.record import RoundRecord
 from fedsim.runs.loops.loop import Loop
-from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import PreparedRun
 
 T = TypeVar("T")
@@ -26,16 +24,12 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> Loop:
-    """The loop with the recovery that `on_worker_failure` asks for; the loop itself if its engine has no processes.
+    """A loop that repeats rounds that lose a process; `loop` itself without `worker_retries` or without processes.
 
     `note` is called for every process that was lost and replaced.
     """
-    policy = prepared.experiment.on_worker_failure
-    if policy == "abort" or not engine.can_lose_processes:
+    if not (prepared.experiment.worker_retries and engine.can_lose_processes):
         return loop
-    if policy == "drop":
-        assert isinstance(loop, SynchronousLoop)
-        return DroppingLoop(loop, prepared, engine, note)
     return RecoveringLoop(loop, prepared, engine, note)
 
 
@@ -56,7 +50,7 @@ class RecoveringLoop:
         self.state()
 
         def call() -> RoundRecord:
-            record = self._run_once(round)
+            record = self._loop.run_round(round)
             self._before = self._loop.state()  # repeated too, since processes may be lost between rounds
             return record
 
@@ -94,59 +88,9 @@ class RecoveringLoop:
 
         return retried(attempt, self._retries, report, what)
 
-    def _run_once(self, round: int) -> RoundRecord:
-        return self._loop.run_round(round)
-
     def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
         """Announce that the round is repeated."""
         self._announce(round, loss, attempt, then=f", and round {round} is done again")
 
     def _announce(self, round: int, loss: ProcessLostError, attempt: int, **more: str) -> None:
         announce(loss, attempt, self._retries, self._note, round=round, **more)
-
-
-class DroppingLoop(RecoveringLoop):
-    """A loop that repeats a round without the workers whose process was lost; they take part again in the next round.
-
-    These are the worker that the process was training or, if that is not known, all workers assigned to it.
-    """
-
-    _loop: SynchronousLoop
-
-    def __init__(self, loop: SynchronousLoop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> None:
-        super().__init__(loop, prepared, engine, note)
-        self._schedule, self._has_root = prepared.task.schedule, prepared.task.rule.accepts("root")
-        self._lost: list[int] = []
-
-    def run_round(self, round: int) -> RoundRecord:
-        """See `RecoveringLoop`. Raises WorkerError too if no worker of the cohort is left."""
-        self._lost = []
-        return super().run_round(round)
-
-    def _run_once(self, round: int) -> RoundRecord:
-        return self._loop.run_round(round, self._lost)
-
-    def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
-        lost = self._workers_of(loss, round)
-        if not lost:  # it was starting, or training the server's own row
-            super()._report(round, loss, attempt)
-            return
-        self._lost += lost
-        named = f"{'worker' if len(lost) == 1 else 'workers'} {', '.join(map(str, lost))}"
-        if len(self._lost) == len(self._loop.cohort):
-            raise WorkerError(f"{loss}; without {named}, no worker is left in the cohort of round {round}") from loss
-        then = f", and round {round} is done again without {named}"
-        self._announce(round, loss, attempt, kind="worker dropped", then=then)
-
-    def _workers_of(self, loss: ProcessLostError, round: int) -> list[int]:
-        """The workers of the cohort that were lost with a process; see `Executor`."""
-        cohort = [worker for worker in self._loop.cohort if worker not in self._lost]
-        if loss.worker is not None:
-            return [worker for worker in cohort if worker == loss.worker]
-        shared = self._engine.shared
-        sizes = {worker: shared.shards.size(worker) for worker in cohort}
-        if self._has_root:
-            sizes[len(shared.shards)] = len(shared.root)
-        steps = [self._schedule.of(worker, round).steps_for(size) for worker, size in sizes.items()]
-        assigned = balance_load(steps, loss.processes)[loss.process]
-        return [cohort[place] for place in assigned if place < len(cohort)]

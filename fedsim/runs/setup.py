@@ -296,15 +296,11 @@ def engine_of(experiment: Experiment) -> str:
 def _begin(
     experiment: Experiment, engine: Engine, task: TaskSpec, shared: SharedState, note: Note | None
 ) -> dict[str, Any]:
-    """Give the engine its task, again if it loses a process meanwhile; the engine's choices.
-
-    No worker trains yet, so on_worker_failure = "drop" is the same as "retry" here.
-    """
-    retries = 0 if experiment.on_worker_failure == "abort" else experiment.worker_retries
+    """Give the engine its task, again if it loses a process meanwhile; the engine's choices."""
     retried(
         lambda attempt: engine.begin(task, shared),
-        retries,
-        lambda loss, attempt: announce(loss, attempt, retries, note),
+        experiment.worker_retries,
+        lambda loss, attempt: announce(loss, attempt, experiment.worker_retries, note),
         "its processes have been started",
     )
     how: dict[str, Any] = {}

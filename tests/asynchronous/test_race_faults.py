@@ -35,7 +35,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
 )
 def test_a_failing_worker_ends_the_run_with_one_line(tables, message):
     changes = {"mode": "race", "workers": 2, "rounds": 3, "model": "logistic", "data": "tests.plugs:tiny"}
-    changes["on_worker_failure"] = "abort"
+    changes["worker_retries"] = 0
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run({**changes, **tables})
     assert re.fullmatch(message, str(caught.value)), str(caught.value)

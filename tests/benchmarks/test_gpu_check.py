@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import convolutions, packages
+from benchmarks.gpu import packages
 from benchmarks.gpu.cases import Context
 from benchmarks.gpu.driver import FILES, Options, Record, drive
 from benchmarks.gpu.plan import BUDGET, STAGES, SUMMARY_SECONDS, Section, Stage, sections_of
 from benchmarks.gpu.section import cases_of, run_case
 from benchmarks.gpu.summary import LINES, WIDTH, Findings, goals, summarize
-from fedsim.engines.stacking import convolution
 from tests.device.pretend import pretend_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -125,16 +124,6 @@ def test_cases_that_need_a_gpu_on_the_pretend_gpu(word, tmp_path, gpu):
     section = sections_of()[word.partition(":")[0]]
     cases = cases_of(section, Context("cuda", True, tmp_path, tmp_path, (word,)))
     assert [run_case(case)["status"] for case in cases] == ["ok"]
-
-
-def test_the_table_of_convolutions_is_one_that_fedsim_reads(tmp_path, gpu, monkeypatch):
-    context = Context("cuda", True, tmp_path, tmp_path)
-    for rows in (2, 3):
-        facts = convolutions.measure(context, convolutions.SHAPES["net, second"], rows)
-    monkeypatch.setattr(convolution, "TABLE", tmp_path / "convolutions.toml")
-    known = {tuple(shape): way for shape, way in convolution._tables.__wrapped__()["cuda"]}
-    assert known[tuple(facts["shape"].values())] == facts["fastest"]
-    assert len(known) == 2
 
 
 @pytest.mark.parametrize(("word", "hint"), [("rule", "did you mean rules"), ("?", "sections: machine, ways")])

@@ -90,7 +90,7 @@ def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, 
 def test_only_the_run_of_a_killed_process_fails(quick, tmp_path):
     act, killed = kill_when_two_runs_have_begun(1)
     observer = Observer(act)
-    grid = plan_grid({**quick, "rounds": 40, "on_worker_failure": "abort"}, {"seed": [0, 1, 2]})
+    grid = plan_grid({**quick, "rounds": 40, "worker_retries": 0}, {"seed": [0, 1, 2]})
     comparison = run_grid(grid, tmp_path, 2, observer)
     (failed,) = comparison.failed
     assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
@@ -159,7 +159,7 @@ def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(qu
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
     """The slow model takes longer than the timeout but gives signs of life: 15 steps, from the fourth on of 0.2 s."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
-    tables["model"], tables["on_worker_failure"] = {"name": "tests.models:Fails", "how": "never"}, "abort"
+    tables["model"], tables["worker_retries"] = {"name": "tests.models:Fails", "how": "never"}, 0
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "

@@ -197,7 +197,7 @@ def test_the_default_is_one_job_per_core_unless_the_experiment_sets_its_engine(q
 
 
 def test_an_experiment_for_one_process_is_valid():
-    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3}, on_worker_failure="drop", worker_retries=7)
+    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3}, worker_retries=7)
     run = in_one_process(wanted).resolved()
     assert fedsim.Experiment(**run) == fedsim.Experiment(engine="serial")
 

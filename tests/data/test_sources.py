@@ -113,12 +113,6 @@ def test_a_damaged_file_is_one_line_that_names_its_folder(small_mnist, data_root
     assert result.stderr.endswith("; remove it to download it again\n")
 
 
-def test_the_removed_key_verify_is_named_and_its_default_is_ignored():
-    assert fedsim.Experiment(data={"dataset": "mnist", "verify": True}) == fedsim.Experiment(data="mnist")
-    with pytest.raises(ExperimentError, match=r"data\.verify: was removed"):
-        fedsim.Experiment(data={"dataset": "mnist", "verify": False})
-
-
 def test_a_users_own_data_set_comes_by_import_path():
     train, test = fedsim.load_dataset("tests.plugs:tiny", train=50)
     assert (len(train), len(test)) == (50, 90)

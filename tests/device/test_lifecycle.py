@@ -168,7 +168,7 @@ def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes,
         calls.append(arguments[0] if arguments else None)
         result = call(crew, function, *arguments)
         if calls[-1] in (Executor.train, Executor.train_apart) and calls.count(calls[-1]) == 2:
-            raise ProcessLostError("process 1 is gone", "is gone", 1, 2, None)
+            raise ProcessLostError("process 1 is gone", "is gone", 1, None)
         return result
 
     monkeypatch.setattr(InProcessPool, "call", lose_one)

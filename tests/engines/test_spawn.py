@@ -34,7 +34,7 @@ def test_a_death_ends_the_run_and_says_how_and_on_whom_it_worked(
 ):
     monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # for those who hang; then they are killed
     tables = {**tiny_experiment, "engine": "spawn", "processes": processes, "sync": sync, "timeout": 2.0}
-    tables["on_worker_failure"] = "abort"
+    tables["worker_retries"] = 0
     with pytest.raises(fedsim.WorkerError) as failure:
         fedsim.run({**tables, "model": {"name": "tests.models:Fails", "how": how}})
     assert re.match(message, str(failure.value)), str(failure.value)

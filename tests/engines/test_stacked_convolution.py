@@ -1,15 +1,12 @@
-"""All ways of convolving a stack agree with one row after another, and the table of the fastest ways is a good one."""
+"""The ways to convolve a stack agree with one row after another."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacking import convolution as module
-from fedsim.engines.stacking.convolution import WAYS, Options, Shape, fastest_way, stacked_convolution
+from fedsim.engines.stacking.convolution import WAYS, Options, stacked_convolution
 
 K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options
@@ -17,7 +14,7 @@ CASES = {  # convolution, channels, size, kernels, bias, options
     "no bias, same": (F.conv2d, 2, (6, 7), (4, 2, 3, 4), False, Options(padding="same", dilation=(1, 2))),
     "valid": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options(padding="valid")),
     "groups, strides, dilation": (F.conv2d, 4, (9, 8), (6, 2, 3, 2), True, Options((2, 1), (1, 0), 2, 2)),
-    "windows that leave some inputs out": (F.conv2d, 2, (9, 10), (4, 2, 2, 3), True, Options((4, 5))),
+    "strides that leave some inputs out": (F.conv2d, 2, (9, 10), (4, 2, 2, 3), True, Options((4, 5))),
     "a channel a group": (F.conv2d, 3, (5, 5), (6, 1, 3, 3), True, Options(1, 1, 1, 3)),
     "one by one pixel": (F.conv2d, 3, (5, 5), (4, 3, 1, 1), True, Options()),
     "one output": (F.conv2d, 3, (4, 5), (2, 3, 4, 5), False, Options()),
@@ -56,12 +53,10 @@ def convolved(way, case, given):
     return way(convolution, inputs, weight, bias, options)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "as the table has it", "windows, sample by sample"])
+@pytest.mark.parametrize("way", [*WAYS, "that of the device"])
 @pytest.mark.parametrize(("case", "channels_last"), [*((case, False) for case in CASES), *((c, True) for c in IMAGES)])
-def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way, monkeypatch):
-    if way == "windows, sample by sample":
-        monkeypatch.setattr(module, "WINDOW_BYTES", 1)
-    way = WAYS.get(way.split(",")[0], stacked_convolution)
+def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way):
+    way = WAYS.get(way, stacked_convolution)
     given = tensors(case, channels_last)
     found, expected = convolved(way, case, given), row_by_row(case, *given)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -78,43 +73,3 @@ def test_only_the_derivatives_that_are_asked_for_are_made(way):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text, at=place: f"{at}: {text}")
     inputs = given[0].detach()
     assert not convolved(WAYS[way], "plain", [inputs, *(tensor.detach() for tensor in given[1:])]).requires_grad
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_outputs_of_windows_lie_in_memory_as_those_of_pytorch_do(channels_last):
-    given = tensors("plain", channels_last)
-    assert convolved(WAYS["windows"], "plain", given).stride() == row_by_row("plain", *given).stride()
-
-
-def test_windows_of_low_precision_are_multiplied_in_it():
-    given = [tensor.detach().float().requires_grad_() for tensor in tensors("plain")]
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = convolved(WAYS["windows"], "plain", given), row_by_row("plain", *given)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
-    gradients = [torch.autograd.grad(outputs.float().sum(), given) for outputs in (found, expected)]
-    assert {gradient.dtype for gradient in gradients[0]} == {torch.float32}
-    torch.testing.assert_close(*gradients, rtol=0.05, atol=0.3)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_shape_of_a_call_has_the_positions_of_its_output(case):
-    given = tensors(case)
-    inputs, weight = given[:2]
-    shape = Shape.of(inputs, weight, CASES[case][-1])
-    found = row_by_row(case, *given)
-    assert shape.positions == math.prod(found.shape[2:])
-    assert shape.groups * shape.inputs == inputs.shape[1]
-    assert shape.groups * shape.outputs == found.shape[1]
-    assert (shape.rows, shape.batch, shape.kernel) == (K, BATCH, math.prod(weight.shape[3:]))
-
-
-def test_the_table_names_ways_and_the_nearest_shape_decides():
-    tables = module._tables()
-    assert {"cpu", "cuda"} <= set(tables)
-    assert {way for known in tables.values() for _, way in known} <= set(WAYS)
-    for shape, way in tables["cuda"]:
-        assert fastest_way("cuda", shape) == way
-        assert fastest_way("cuda", shape._replace(batch=shape.batch + 1)) == way
-    assert fastest_way("cpu", Shape(4, 10, 1, 1, 32, 25, 784)) == "one by one"
-    assert fastest_way("a device without a table", Shape(4, 10, 1, 1, 32, 25, 784)) == "grouped"

@@ -6,7 +6,7 @@ import pytest
 
 import fedsim
 from fedsim.records.progress import Progress, progress_of
-from fedsim.records.record import AsyncRecord, RoundRecord, mean_staleness
+from fedsim.records.record import RoundRecord, mean_staleness
 
 
 def asynchronous(round, seconds, updates, arrivals, staleness):
@@ -82,11 +82,3 @@ def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
     found = progress_of(result.history, result.experiment.resolved())
     assert [progress.updates for progress in found] == [steps, 2 * steps, 2 * steps + 1]
     assert [progress.arrivals for progress in found] == [3 * steps, 6 * steps, 6 * steps + 3]
-
-
-def test_records_of_earlier_versions_keep_their_arrivals():
-    old = {"updates": 2, "trips": 3, "staleness": {}, "held": 1, "wasted": 4}
-    assert progress_of([RoundRecord(round=1, asynchronous=old)], {}) == [(1, None, 2, 3)]
-    assert AsyncRecord(**old) == AsyncRecord(updates=2, arrivals=3, buffered=1, discarded=4)
-    with pytest.raises(KeyError, match="trips is now called arrivals"):
-        AsyncRecord(**old)["trips"]

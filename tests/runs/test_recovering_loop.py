@@ -7,13 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import fedsim
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
-from fedsim.runs.loops.loop import loop_of
-from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.recovery import RecoveringLoop, recovering
-from fedsim.runs.setup import prepare
 
 TABLES = {
     **{"rounds": 4, "workers": 4, "engine": "serial", "data": "tests.plugs:tiny", "model": "logistic"},
@@ -26,9 +22,9 @@ class Fake:
 
     can_lose_processes = True
 
-    def __init__(self, *losses, retries=2, policy="retry", rounds=2):
+    def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
-        experiment = SimpleNamespace(on_worker_failure=policy, worker_retries=retries, rounds=rounds)
+        experiment = SimpleNamespace(worker_retries=retries, rounds=rounds)
         self.prepared = SimpleNamespace(experiment=experiment)
         self.notes = []
 
@@ -38,7 +34,7 @@ class Fake:
     def maybe(self, where):
         if self.losses and self.losses[0] == where:
             del self.losses[0]
-            raise ProcessLostError("process 1 is gone", "is gone", 1, 2, None)
+            raise ProcessLostError("process 1 is gone", "is gone", 1, None)
 
     def run_round(self, round):
         self.row += 0.5
@@ -133,9 +129,9 @@ def test_only_losses_are_repeated_and_only_if_retries_are_allowed():
         Fake("run_round", retries=0).loop().run_round(1)
 
 
-def test_a_loop_without_processes_or_with_abort_is_returned_as_it_is():
+def test_a_loop_without_processes_or_retries_is_returned_as_it_is():
     """So that no unused snapshots are taken."""
-    fake = Fake(policy="abort")
+    fake = Fake(retries=0)
     assert fake.loop() is fake
     fake = Fake()
     fake.can_lose_processes = False
@@ -154,72 +150,3 @@ def test_a_recovering_loop_resumes_from_a_given_state():
     assert loop.run_round(2)["row"] == 2.0
     loop.finish()
     assert fake.finished
-
-
-class FakeCohort(SynchronousLoop):
-    """A loop that has only a cohort."""
-
-    def __init__(self, *losses):
-        self.losses, self.left_out, self.cohort = list(losses), [], [5, 6, 8, 9]
-
-    def run_round(self, round, lost=()):
-        self.left_out.append(list(lost))
-        if self.losses:
-            process, worker = self.losses.pop(0)
-            raise ProcessLostError("process is gone", "is gone", process, 2, worker)
-        return {"round": round}
-
-    def state(self):
-        return Snapshot()
-
-    def resume(self, state):
-        pass
-
-
-def dropping(tables, *losses):
-    """The workers that each attempt of a round with these losses leaves out."""
-    described = fedsim.Experiment(**{**TABLES, **tables, "workers": 10})
-    described = described.model_copy(update={"on_worker_failure": "drop", "worker_retries": 9})
-    with fedsim.Session() as session, prepare(described, session) as (prepared, engine):
-        loop = FakeCohort(*losses)
-        losing = SimpleNamespace(can_lose_processes=True, replace_processes=lambda: None, shared=engine.shared)
-        with pytest.warns(FedsimWarning):
-            recovering(loop, prepared, losing).run_round(1)
-    return loop.left_out
-
-
-def test_drop_removes_the_current_worker_or_all_workers_of_the_process():
-    """Shards have about one size, so the workers are assigned in turn."""
-    assert dropping({}, (1, 8)) == [[], [8]]
-    assert dropping({}, (1, None)) == [[], [6, 9]]
-    assert dropping({}, (0, 5), (0, None)) == [[], [5], [5, 6, 9]], "the others are assigned again"
-    assert dropping({}, (0, 7)) == [[], []], "a worker outside of the cohort is not lost"
-
-
-def test_drop_never_removes_the_row_of_the_server():
-    fltrust = {"aggregate": {"rule": "fltrust", "root_samples": 20}}
-    assert dropping(fltrust, (0, 10)) == [[], []], "its number follows that of the last worker"
-    assert dropping(fltrust, (0, None)) == [[], [5, 8]]
-
-
-def test_dropping_the_last_worker_ends_the_run():
-    with pytest.raises(WorkerError, match="without workers? [0-9, ]+, no worker is left in the cohort"):
-        dropping({}, (0, None), (0, 6), (1, 9), (0, None), (1, None))
-
-
-def test_the_row_of_the_server_is_used_when_a_worker_is_dropped():
-    """A round without one worker equals the aggregate of the other rows."""
-    tables = {**TABLES, "aggregate": {"rule": "fltrust", "root_samples": 20}}
-    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
-        loop = loop_of(prepared, engine)
-        start = engine.shared.global_row.clone()
-        record = loop.run_round(1, [1])
-        rows = engine.shared.rows
-        moved = torch.stack([rows[0], rows[1], rows[2]]).double()
-        root = rows[-1].double()
-        trust = torch.clamp(torch.cosine_similarity(moved, root.expand_as(moved)), min=0)
-        scaled = moved * (root.norm() / moved.norm(dim=1, keepdim=True))
-        expected = start.double() + (trust / trust.sum()) @ scaled
-        assert record["cohort"] == [0, 2, 3]
-        assert record["lost"] == [1]
-        assert torch.allclose(engine.shared.global_row.double(), expected, rtol=0, atol=1e-6)

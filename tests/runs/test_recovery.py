@@ -23,9 +23,6 @@ from fedsim.engines import plan
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import FedsimWarning, WorkerError
-from fedsim.runs.loops.loop import loop_of
-from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
 from tests.commands import ROOT, assert_none_left, start
 from tests.engines.test_process_pool import open_things
 from tests.lethal import order
@@ -122,27 +119,6 @@ def test_the_virtual_clock_is_restored(policy, mortal, session):
     assert len(said) == 1
 
 
-def test_drop_leaves_the_worker_out_of_the_round(mortal, tmp_path, session):
-    tables = {**mortal, **SPAWN, "on_worker_failure": "drop", "rounds": 3}
-    out = tmp_path / "out"
-    result, said = run_ordered(tables, {2: ["train"]}, out, session)
-    (lost,) = result.history[1]["lost"]
-    assert result.history[1]["cohort"] == [worker for worker in range(4) if worker != lost]
-    assert [result.history[round]["cohort"] for round in (0, 2)] == [[0, 1, 2, 3]] * 2
-    (told,) = events(out)
-    assert (told["event"], told["worker"], told["round"]) == ("worker dropped", lost, 2)
-    assert said[0].endswith(f"round 2 is done again without worker {lost} (1 of at most 2 times)")
-    on_disk = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [record["lost"] for record in on_disk] == [[], [lost], []]
-    serial = {**mortal, "engine": "serial", "rounds": 3}
-    with prepare(fedsim.Experiment(**serial), session) as (prepared, engine):
-        loop = loop_of(prepared, engine)
-        assert isinstance(loop, SynchronousLoop)
-        records = [loop.run_round(1), loop.run_round(2, [lost]), loop.run_round(3)]
-        assert torch.equal(engine.shared.global_row, result.global_row)
-    assert untimed(records) == untimed(result.history)
-
-
 def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, session):
     policy = {"name": "tests.lethal:MortalLocked", "folder": folder_of(mortal)}
     tables = {**mortal, **SPAWN, "mode": "race", "policy": policy, "rounds": 3, "race": {"runs": 2}}
@@ -191,8 +167,8 @@ def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path)
     assert_none_left(process.pid)
 
 
-@pytest.mark.parametrize("policy", ["retry", "drop", "abort"])
-def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("retries", [2, 0])
+def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch):
     """The first time a pool of processes starts, one of them is killed at once."""
     killed = []
 
@@ -204,15 +180,15 @@ def test_a_process_that_is_killed_while_it_starts(policy, tmp_path, monkeypatch)
                 os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(pool_backend, "ProcessPool", Killed)
-    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "on_worker_failure": policy}
+    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "worker_retries": retries}
     line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
-    if policy == "abort":
+    if not retries:
         with pytest.raises(WorkerError, match=f"^{line}$"):
             fedsim.run(tables)
         return
     with pytest.warns(FedsimWarning, match=rf"^{line}; a new one takes its place \(1 of at most 2 times\)$"):
         result = fedsim.run(tables, tmp_path / "run")
-    changes = {"engine": "serial", "processes": None, "on_worker_failure": "retry"}
+    changes = {"engine": "serial", "processes": None}
     assert_as_without_faults(result, tables, **changes)
     (event,) = events(tmp_path / "run")
     assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)

@@ -219,7 +219,7 @@ def test_keys_that_do_not_change_results_may_differ(tables, tmp_path):
 
 def test_another_engine_resumes_a_run_without_the_settings_of_the_first(tmp_path, cli):
     words = "data=tests.plugs:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
-    spawn = "engine=spawn", "processes=2", "timeout=100", "on_worker_failure=abort"
+    spawn = "engine=spawn", "processes=2", "timeout=100", "worker_retries=0"
     assert cli("run", *words, *spawn, "--out", "whole").exit_code == 0
     broken_off(tmp_path / "whole", tmp_path / "again", 2)
     resumed = cli("run", "--resume", "again", "engine=serial", "--allow-imports")

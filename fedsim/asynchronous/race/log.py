@@ -23,8 +23,7 @@ KINDS = TAKEN, CANCELLED, LEFT = range(3)
 
 # Keys in which an experiment may differ from the race that it repeats.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
-    *("clock", "race", "records", "checkpoint", "cuda_graphs", "on_worker_failure", "worker_retries"),
-    "worker_state_memory",
+    *("clock", "race", "records", "checkpoint", "cuda_graphs", "worker_retries", "worker_state_memory"),
 }
 
 

@@ -201,7 +201,7 @@ class ProcessPool:
     def _lost(self, index: int, line: str, why: str) -> ProcessLostError:
         worker = self._table.read(index, WORKER)
         known = None if worker in (NO_WORKER, SEVERAL_WORKERS) else worker
-        return ProcessLostError(line, why, index, self.count, known)
+        return ProcessLostError(line, why, index, known)
 
 
 def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int, timeout: float) -> None:

@@ -7,7 +7,7 @@ same name of `fedsim.engines.executor.Executor` in every process.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from fedsim.core.randomness import numpy_generator, sample_workers
@@ -29,11 +29,7 @@ from fedsim.server import Cohort
 
 
 class SynchronousLoop:
-    """Federated averaging and synchronous SGD: a cohort trains, and the server aggregates what it sends.
-
-    Attributes:
-        cohort: the workers that report in the current round; empty before they are drawn.
-    """
+    """Federated averaging and synchronous SGD: a cohort trains, and the server aggregates what it sends."""
 
     def __init__(
         self, prepared: PreparedRun, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
@@ -46,17 +42,14 @@ class SynchronousLoop:
         self._virtual = RoundClock.of(prepared) if prepared.experiment.mode == "clock" else None
         self._warned = False
         self._sampler = cohorts_of(prepared.experiment, engine.shared.shards)
-        self.cohort: list[int] = []
 
-    def run_round(self, round: int, lost: Collection[int] = ()) -> RoundRecord:
-        """Run one round, counted from 1, with its cohort except the workers that are `lost`."""
+    def run_round(self, round: int) -> RoundRecord:
+        """Run one round, counted from 1."""
         engine, task, timer = self._engine, self._prepared.task, PhaseTimer()
-        self.cohort = []
         with timer("pull_down"):
             now = self._virtual.now if self._virtual else None
             drawn = self._sampler(round, now, partial(engine.global_losses, round=round))
-            self.cohort = drawn.workers
-            cohort = [worker for worker in drawn.workers if worker not in lost]
+            cohort = drawn.workers
             if not cohort:
                 return self._skip_round(round, drawn)
             self._check_reports(round, drawn)
@@ -108,7 +101,7 @@ class SynchronousLoop:
             cohort=cohort,
             coefficients=stats.shares,
             excluded=stats.excluded,
-            lost=sorted([*lost, *drawn.dropped]),
+            lost=drawn.dropped,
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             samples=samples,
@@ -190,7 +183,6 @@ class SynchronousLoop:
         return state
 
     def resume(self, state: Snapshot) -> None:
-        self.cohort = []
         self._engine.resume(state)
         if self._virtual:
             self._virtual.resume(state.facts["clock"])
