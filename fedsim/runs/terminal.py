@@ -59,9 +59,9 @@ class Display:
 
     def announce(self) -> None:
         """Print what is run, before the preparation, which may take long."""
-        self._print(announcement(self._experiment))
         if self._experiment.mode == "race":
             self._print(caveat(self._experiment.race.runs))
+        self._print(announcement(self._experiment))
 
     def setup(self, step: str) -> None:
         """Show the step of the preparation that begins."""
