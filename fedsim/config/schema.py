@@ -240,7 +240,7 @@ class Distributed(Table):
     backend: str | None = None
     """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
     timeout: PositiveFloat = 60.0
-    """Seconds without a heartbeat after which a rank counts as lost."""
+    """Seconds without a heartbeat after which a rank counts as lost, and in which all ranks must have joined."""
     init: Annotated[str, AfterValidator(_init_method)] = "env://"
     """Address at which ranks meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
     inner: Literal["serial", "batched"] = "serial"

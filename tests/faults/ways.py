@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +103,10 @@ class Trial:
     def end(self, stopped: int | None = None) -> tuple[list[int], str]:
         """The exit codes and stderr, at the end of the programs; one that is stopped for good is killed then."""
         deadline, errors, codes = time.monotonic() + LONGEST, "", []
+        if self.way == "torchrun" and stopped:  # it waits forever for a rank that is stopped after its last round
+            killer = threading.Timer(LONGEST_STAY, self.send, [signal.SIGKILL, [stopped]])
+            killer.daemon = True
+            killer.start()
         waiting = sorted(self.programs, key=lambda program: program.pid == stopped)
         for program in waiting:
             if program.pid == stopped:
