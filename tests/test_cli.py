@@ -226,7 +226,7 @@ def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, 
     assert cli("list", "mine/plugs.py").stdout.splitlines() == expected
 
 
-@pytest.mark.parametrize("command", ["", "run", "compare", "tune", "replay", "report", "plot", "list", "doctor", "new"])
+@pytest.mark.parametrize("command", ["", "run", "compare", "replay", "report", "plot", "list", "doctor", "new"])
 def test_every_command_has_a_short_option_for_help(cli, command):
     short, long = cli(*command.split(), "-h"), cli(*command.split(), "--help")
     assert (short.exit_code, short.stdout) == (0, long.stdout)

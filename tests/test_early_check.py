@@ -117,7 +117,6 @@ def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     "words",
     [
         "",
-        "data.verify=true compile=false",
         "model=tests.models:sized model.anything=3 aggregate=registered_by_that_import",
         "device=cuda:1 engine=serial local={solver='adam',lr=0.1} local.schedule=cosine local.schedule.warmup=1",
         "local.epochs={uniform=[1,5]} clock.departures={3=1.0} mode=clock policy=asgd",

@@ -150,20 +150,6 @@ def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monk
     assert theirs.history[-1]["bytes_up"] == ours.history[-1]["bytes_up"] == 3 * 2 * 7850 * 8
 
 
-def test_the_documents_have_the_right_numbers_of_plugs():
-    text = (ROOT / "docs/how-to/rules-in-python.md").read_text()
-    counts = re.search(
-        r"(\d+) aggregation rules, (\d+) pre-aggregators, (\d+) attacks, (\d+) server optimizers and (\d+) part", text
-    )
-    kinds = (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.server_optimizers, fedsim.partitions)
-    assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
-    counts = re.search(
-        r"(\d+) policies, (\d+) speeds, (\d+) noises", (ROOT / "docs/how-to/virtual-clock.md").read_text()
-    )
-    kinds = (fedsim.policies, fedsim.speeds, fedsim.noises)
-    assert [int(number) for number in counts.groups()] == [len(kind()) for kind in kinds]
-
-
 def test_the_grids_of_the_documents_can_be_loaded(tmp_path):
     for name in ("compare", "virtual-clock"):
         (text,) = blocks(f"docs/how-to/{name}.md", "toml")

@@ -14,7 +14,7 @@ from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.rule_replay import load_round
 from fedsim.runs.setup import prepare
-from fedsim.runs.text_table import headline
+from fedsim.runs.text_table import announcement
 from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times
@@ -188,8 +188,6 @@ def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
         torch.testing.assert_close(factor * kept.mean(0), moves[round - 1])
 
 
-def test_the_headline_says_when(tiny_experiment):
-    seen = []
-    tables = {**tiny_experiment, "sync": "post_local", "gradient_rounds": 1}
-    fedsim.run(tables, on_start=lambda prepared: seen.append(headline(prepared)))
-    assert "weighted_mean of gradients, of parameters after round 1; serial" in seen[0]
+def test_the_first_line_says_when(tiny_experiment):
+    line = announcement(fedsim.Experiment(**tiny_experiment, sync="post_local", gradient_rounds=1))
+    assert "weighted_mean of gradients, of parameters after round 1" in line

@@ -178,6 +178,6 @@ def _parameter_lines(plug: Plug) -> list[str]:
         lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
     if hasattr(plug.target, "full_gradient"):
         algorithm = object.__new__(plug.target)  # has the defaults as attributes of its class
-        a_pass = ", and a pass over the worker's samples in each round" * algorithm.full_gradient
-        lines.append(f"gradients per step: {algorithm.gradients_per_step}{a_pass}")
+        full = ", and a full gradient per round" * algorithm.full_gradient
+        lines.append(f"gradients per step: {algorithm.gradients_per_step}{full}")
     return lines

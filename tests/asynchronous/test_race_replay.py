@@ -8,7 +8,7 @@ import torch
 import fedsim
 from fedsim.asynchronous.race.log import FILE
 from fedsim.errors import show
-from fedsim.runs.text_table import columns_of, headline
+from fedsim.runs.text_table import announcement, columns_of
 
 POLICIES = {
     "locked": {},
@@ -72,10 +72,10 @@ def logged(session, tmp_path_factory):
 
 
 def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_time(logged):
-    shown = []
-    result = again(logged, on_start=lambda prepared: shown.append(headline(prepared)), rounds=1)
-    assert f"on the virtual clock (order from clock.log = {show(str(logged))}); " in shown[0]
-    assert "speeds" not in shown[0]
+    result = again(logged, rounds=1)
+    line = announcement(result.experiment)
+    assert f"on the virtual clock (order from clock.log = {show(str(logged))})" in line
+    assert "speeds" not in line
     heads = [column.column for column in columns_of(result.history[0])]
     assert heads[-2:] == ["updates", "staleness"]
     assert "virtual s" not in heads

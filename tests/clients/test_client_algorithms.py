@@ -141,7 +141,7 @@ def test_a_gradient_of_zero_does_not_move_fedsam():
 
 
 @pytest.mark.parametrize(
-    ("name", "gradients"), [("sgd", "1"), ("pfedme", "5"), ("mime", "2, and a pass over the worker's samples")]
+    ("name", "gradients"), [("sgd", "1"), ("pfedme", "5"), ("mime", "2, and a full gradient per round")]
 )
 def test_the_list_shows_the_gradients_of_a_step(name, gradients):
     assert f"gradients per step: {gradients}" in describe_plug(name)

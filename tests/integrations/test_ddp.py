@@ -75,7 +75,7 @@ def test_a_rule_that_refuses_the_gradients_ends_the_step_on_all_ranks(tmp_path):
 
 
 def test_a_wrong_parameter_is_an_error_before_training():
-    with pytest.raises(fedsim.ExperimentError, match=r"^g = 1: unknown key \(the rule is krum\)"):
+    with pytest.raises(fedsim.ExperimentError, match=r"^g = 1: unknown key \(the aggregation rule is krum\)"):
         RobustState("krum", g=1)
 
 

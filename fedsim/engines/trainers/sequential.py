@@ -111,14 +111,17 @@ class RowTrainer:
                 if isinstance(solver, TrainFunction):
                     losses[slot] = self._call(solver, member, module)
                 else:
-                    losses[slot] = self._take_steps(member, module, state)
+                    optimizer, backward = self._optimizer(member, module, state)
+                    data = with_heartbeats(self._process, self._batch_source.batches_of(member))
+                    with self._feature_losses.of(module, state):
+                        losses[slot] = train_epoch(module.module, data, optimizer, backward=backward)
                 module.store(shared.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
         for slot, loss in losses.items():  # only now, because reading a number waits for the device
             shared.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
 
-    def _take_steps(self, member: WorkItem, module: RowModule, state: State) -> MetricSums:
-        """Take the steps of a member's work from the state of a round."""
+    def _optimizer(self, member: WorkItem, module: RowModule, state: State) -> tuple[Optimizer, Backward]:
+        """The optimizer and the backward pass of a member's work, which begins from the state of a round."""
         row, gradient = self._rows[member.slot], self._gradient
         batches = self._batch_source.steps_of(member)
         optimizer: Optimizer = LocalOptimizer(self._task, member.round, batches, row, gradient, state)
@@ -129,9 +132,7 @@ class RowTrainer:
             beside = None if self._buffers_beside is None else self._buffers_beside[member.slot]
             optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first, beside)
             backward = self._further.backward
-        data = with_heartbeats(self._process, self._batch_source.batches_of(member))
-        with self._feature_losses.of(module, state):
-            return train_epoch(module.module, data, optimizer, backward=backward)
+        return optimizer, backward
 
     def _call(self, function: TrainFunction, member: WorkItem, module: RowModule) -> float:
         """Let a function train a member's model; returns its mean loss."""
