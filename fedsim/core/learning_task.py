@@ -103,8 +103,8 @@ def shape_of(outputs: object) -> object:
     return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
-@learning_task("cross_entropy")
 @learning_task("classification")
+@learning_task("cross_entropy")
 @dataclass(frozen=True)
 class Classification:
     """One label for each sample: cross entropy and accuracy (Goodfellow et al. 2016, section 6.2).

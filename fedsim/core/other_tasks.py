@@ -36,8 +36,8 @@ class Regression:
             raise ExperimentError(f"must return numbers of the shape of the targets, {list(wanted)}{one}, not {shape}")
 
 
-@learning_task("mse")
 @learning_task("regression")
+@learning_task("mse")
 def regression(
     *, loss: Literal["mse", "l1", "huber"] = "mse", delta: Annotated[float, Field(gt=0)] = 1.0
 ) -> Regression:

@@ -25,7 +25,7 @@ from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import FedsimWarning, WorkerError
 from tests.commands import ROOT, assert_none_left, start
 from tests.engines.test_process_pool import open_things
-from tests.lethal import order
+from tests.lethal import die_second, order
 
 TABLES = {
     **{"rounds": 4, "workers": 4, "data": "tests.plugs:tiny", "records": {"curve": False}},
@@ -192,6 +192,14 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
     assert_as_without_faults(result, tables, **changes)
     (event,) = events(tmp_path / "run")
     assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)
+
+
+def test_a_process_that_dies_when_all_is_done_takes_nothing_with_it(session, monkeypatch):
+    tables = {**TABLES, **SPAWN, "rounds": 1, "model": "logistic"}
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_backend, "_drop_executor", die_second)
+        result = fedsim.run(tables, session=session)
+    assert_as_without_faults(result, tables, session)  # the session starts new processes
 
 
 class Reaper(threading.Thread):

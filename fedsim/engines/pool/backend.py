@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.errors import ExperimentError, FedsimError, one_line, show
+from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, one_line, show
 from fedsim.system.devices import release_memory, synchronize
 
 T = TypeVar("T")
@@ -83,14 +84,18 @@ class InPool(Backend):
         return self._pool.at_work
 
     def leave(self) -> None:
-        """Processes first: CUDA memory must be released there before its owner frees it."""
+        """Processes first: CUDA memory must be released there before its owner frees it.
+
+        A process that is lost now takes nothing with it: the work is done, and the next task starts another pool.
+        """
         if not self._began:
             return
         self._began = False
         device = self.shared.global_row.device
         try:
             if self._pool.at_work:
-                self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
+                with contextlib.suppress(ProcessLostError):
+                    self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
         finally:
             del self.shared, self._work
         release_memory(device)
