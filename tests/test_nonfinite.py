@@ -72,6 +72,15 @@ def test_a_worker_whose_message_is_nan_is_excluded_though_an_attack_replaces_its
     assert torch.equal(attacked.global_row, fedsim.run(tables, session=session).global_row)
 
 
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_buffers_with_nan_do_not_count_though_an_attack_replaces_their_update(sync, engine, tables, session):
+    tables |= {"data": "tests.plugs:with_a_hole_at_the_end", "model": "tests.models:Normalised", "sync": sync}
+    tables |= {"aggregate": {"rule": "mean", "nonfinite": "exclude"}, **ENGINES[engine]}
+    attacked = fedsim.run({**tables, "attack": {"name": "ipm", "workers": [2]}}, session=session)
+    assert all(tensor.isfinite().all() for tensor in attacked.model.state_dict().values())
+
+
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "fedbuff", "locked race", "free race"])
 def test_the_train_loss_is_a_mean_over_updates_that_were_not_excluded(mode, tables, session):
     """Steps of almost no length, so all losses are those of the first model; all samples of worker 0 are NaN."""

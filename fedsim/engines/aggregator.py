@@ -114,13 +114,18 @@ def combines_buffers(task: TaskSpec, shared: SharedState) -> bool:
 
 
 def combine_buffers(
-    shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
+    task: TaskSpec, shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
 ) -> None:
     """Set the global buffers to the mean of `buffers` [n, b], weighted as rows are.
 
-    The buffers of excluded workers do not count. Without a worker that counts, the global buffers stay as they are.
+    The buffers of excluded workers do not count, and with `nonfinite = "exclude"` neither do buffers with NaN or
+    infinity, which a Byzantine worker may send with a finite row. Without a worker that counts, the global buffers stay
+    as they are.
     """
     workers, weights = context.workers, context.weights
+    if task.nonfinite == "exclude":
+        unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
+        excluded = unfit.union(excluded)
     if excluded:
         kept = [place for place, worker in enumerate(workers) if worker not in excluded]
         workers, buffers = [workers[place] for place in kept], buffers[kept]

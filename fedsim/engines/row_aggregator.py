@@ -189,7 +189,7 @@ class RowAggregator:
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         if self._first and combines_buffers(self._task, self._shared):
             buffers = self._shared.buffers[: len(context.slots)]
-            combine_buffers(self._shared, context, excluded, buffers)
+            combine_buffers(self._task, self._shared, context, excluded, buffers)
 
     def rule_state(self) -> dict[str, Tensor]:
         named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}

@@ -177,7 +177,7 @@ class RankAggregator:
         buffers = shared.buffers.new_zeros(len(context.slots), shared.buffers.shape[1])
         buffers[own] = shared.buffers[self._own_row_numbers(context, own)]
         self._group.all_reduce(buffers, "buffers")
-        combine_buffers(shared, context, excluded, buffers)
+        combine_buffers(self._task, shared, context, excluded, buffers)
 
     def begin_with_parameters(self) -> None:
         self._part.begin_with_parameters()
