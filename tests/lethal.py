@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.asynchronous.policies.gradient_updates import Locked
 from fedsim.server.fedopt import ServerAdam
+from tests.plugs import tiny
 
 
 def order(folder, *orders):
@@ -77,6 +78,12 @@ class MortalLocked(Locked):
         obey(self.folder, "take")
         server.global_row[: len(server.global_row) // 2] -= 1.0
         super().take(server, arrival)
+
+
+def tiny_after_orders(root, *, folder: str):
+    """A data set that obeys when it is loaded."""
+    obey(folder, "load")
+    return tiny(root)
 
 
 def die_second(process):

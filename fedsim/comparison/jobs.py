@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -22,9 +23,9 @@ from typing import Any, NamedTuple
 
 from fedsim.comparison.grid import PlannedRun
 from fedsim.config.experiment import Experiment
-from fedsim.engines.pool.barrier import HeartbeatTable
+from fedsim.engines.pool.barrier import AbortedError, HeartbeatTable
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.pool.worker_process import WorkerProcess
+from fedsim.engines.pool.worker_process import START_TIMEOUT, WorkerProcess
 from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, WorkerError, one_line, plural
 from fedsim.records.record import RoundRecord
 from fedsim.runs.run import run
@@ -34,6 +35,7 @@ from fedsim.system.child_process import GRACE, init_child_process, require_impor
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.messages import Channel
 
+HEARTBEAT_SECONDS = 1.0  # between heartbeats while a run is prepared
 INSTEAD = "jobs=1 with engine=serial, which start none"
 OnRound = Callable[[PlannedRun, RoundRecord], object]
 OnEnd = Callable[[PlannedRun, "str | None"], object]  # with the reason if the run failed
@@ -160,7 +162,7 @@ class Job(WorkerProcess):
     def begin(self, work: Work) -> None:
         """Send a run to the process."""
         self.work = work
-        self.expect_heartbeats(math.inf)  # there are none before the first round
+        self.expect_heartbeats(START_TIMEOUT)
         with contextlib.suppress(OSError):  # the process is dead; `events` says so
             self.pipe.send((work.experiment, work.folder))
 
@@ -215,6 +217,31 @@ def _serve(pipe: Connection, table: HeartbeatTable) -> None:
             except Exception as error:  # the experiment names something that cannot be imported here
                 channel.send(("end", f"{one_line(error)}\n{traceback.format_exc()}"))
                 continue
-            prepared = lambda _: channel.send(("prepared", None))  # noqa: E731
             on_round = lambda record: channel.send(("round", record))  # noqa: E731
-            channel.send(("end", attempt(experiment, folder, session, on_round, prepared)))
+            with _heartbeats_until_prepared(table, channel) as prepared:
+                reason = attempt(experiment, folder, session, on_round, prepared)
+            channel.send(("end", reason))
+
+
+@contextlib.contextmanager
+def _heartbeats_until_prepared(table: HeartbeatTable, channel: Channel) -> Iterator[Callable[[object], None]]:
+    """Send heartbeats from a thread until the callback is called, since preparing a run may take any time.
+
+    The rounds send their own heartbeats.
+    """
+    is_prepared = threading.Event()
+
+    def send_heartbeats() -> None:
+        with contextlib.suppress(AbortedError):
+            while not is_prepared.wait(HEARTBEAT_SECONDS):
+                table.heartbeat(0)
+
+    def end(_: object) -> None:
+        is_prepared.set()
+        channel.send(("prepared", None))
+
+    threading.Thread(target=send_heartbeats, name="fedsim-preparing", daemon=True).start()
+    try:
+        yield end
+    finally:
+        is_prepared.set()

@@ -14,6 +14,7 @@ from fedsim.engines.pool.worker_process import WorkerProcess
 from fedsim.errors import FedsimWarning
 from tests.commands import run_python
 from tests.comparison.test_runner import without_times
+from tests.lethal import order
 
 
 def children():
@@ -146,6 +147,15 @@ def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path
     blocked = creation.is_alive()
     jobs._close(started, list(started), 0.0)
     assert not blocked
+
+
+def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, serial, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
+    data = {"dataset": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
+    order(tmp_path, "load-stop")
+    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*; the run is done again"):
+        comparison = run_grid(plan_grid({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "grid", 2)
+    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 1, "data": data}, {"seed": [0, 1]}))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedsim.engines.pool.worker_process import START_TIMEOUT
 from tests.commands import ROOT, processes_of_group, start, start_python, start_ranks
 from tests.runs.test_resuming import assert_the_same
 
@@ -42,7 +43,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "torchrun": (*TORCHRUN, *RESUME, "engine=distributed"),
 }
 RANKS, POOLS = ("ranks", "torchrun"), ("spawn", "batched", "race", "compare")
-LONGEST = 120.0  # seconds until programs end
+LONGEST = START_TIMEOUT + 60.0  # seconds until programs end: a process may be stopped while it starts
 LONGEST_STAY = 40.0  # seconds that processes of a killed launcher stay
 MARK = "FEDSIM_FAULT"
 SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
