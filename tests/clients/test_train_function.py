@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -35,6 +36,17 @@ def by_optimizer(model, batches, lr, worker):
         optimizer.step()
         total, samples = total + loss.item() * len(targets), samples + len(targets)
     return total / samples
+
+
+def by_a_copy(model, batches, lr):
+    """Trains a copy of the model, whose last forward pass fails, and takes its parameters."""
+    copied = copy.deepcopy(model)
+    loss = by_optimizer(copied, batches, lr, None)
+    with pytest.raises(RuntimeError):
+        copied(torch.zeros(1, 1))
+    assert not torch.is_autocast_enabled("cpu")
+    model.load_state_dict(copied.state_dict())
+    return loss
 
 
 def by_replaced_data(model, batches, *, lr: float = 0.1):
@@ -131,6 +143,15 @@ def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes):
     assert_same(mine, sgd)
     losses = [[record["train_loss"] for record in result.history] for result in (mine, sgd)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("function", [by_optimizer, by_a_copy])
+def test_in_bfloat16_each_step_has_the_weights_of_the_step_before(function):
+    """And the loss is that of outputs in float32."""
+    tables = {"precision": "bf16", "model": "2nn", "rounds": 1, "local": {"lr": 0.3}}
+    mine, sgd = run(function, **tables), run("sgd", **tables)
+    torch.testing.assert_close(mine.global_row, sgd.global_row, rtol=0, atol=1e-6)
+    assert mine.history[0]["train_loss"] == pytest.approx(sgd.history[0]["train_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("function", [by_replaced_data, careless, marking])
