@@ -32,13 +32,13 @@ class TrainFunction(ClientAlgorithm):
     def __init__(self, plug: Plug, settings: dict[str, Any]) -> None:
         self.name, self._takes, self._settings = str(plug.name), tuple(plug.takes), settings
         self._function = plug.bind({})
-        gradients: Any = getattr(plug.target, "gradients_per_step", 1)
-        if not (isinstance(gradients, numbers.Real) and 0 < gradients < math.inf):
+        gradients = getattr(plug.target, "gradients_per_step", 1)
+        if not (isinstance(gradients, int | float) and 0 < gradients < math.inf):
             raise ExperimentError(
                 f"local.solver = {show(self.name)}: has gradients_per_step = {show(gradients)}; must be a number "
                 "greater than 0, the gradients that it computes of each batch"
             )
-        self.gradients_per_step = gradients  # type: ignore[misc]
+        self.gradients_per_step = gradients  # type: ignore[assignment, misc]
 
     def __call__(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: int) -> float:
         """Train the model in place; returns the mean training loss, NaN if the function returns none."""
