@@ -8,8 +8,10 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch.nn.functional as F
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
@@ -205,6 +207,45 @@ distance.higher_is_better = False
 
 def undeclared(outputs, targets):
     return 0.0
+
+
+class Distance:
+    higher_is_better = False
+
+    def update(self, outputs, targets):
+        pass
+
+    def compute(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "target", "better"),
+    [
+        ("my_error", {}, undeclared, "lower"),
+        ("my_score", {}, undeclared, "higher"),
+        ("distance", {}, Distance, "lower"),
+        ("my_error", {"higher_is_better": True}, undeclared, "higher"),
+        ("my_score", {"higher_is_better": False}, undeclared, "lower"),
+    ],
+)
+def test_a_registered_metric_declares_only_what_it_is_told(name, options, target, better, serial, monkeypatch):
+    """Without a declaration the name decides: of an error a lower value is better."""
+    monkeypatch.setattr(metric, "_plugs", dict(metric._plugs))
+    if target is undeclared:
+        target = FunctionType(target.__code__, target.__globals__)  # a copy, since the attribute stays with it
+    metric(name, **options)(target)
+    by = plan_grid({**serial, "metrics": [name]}, {"seed": [0, 1], "by": f"metrics.{name}"}).settings.by
+    assert metric_called(by).better == better
+
+
+@pytest.mark.parametrize("target", [F.mse_loss, max, "a string"])
+def test_what_cannot_be_a_metric_is_refused_and_left_as_it_was(target, monkeypatch):
+    monkeypatch.setattr(metric, "_plugs", dict(metric._plugs))
+    with pytest.raises(TypeError):
+        metric("refused", higher_is_better=False)(target)
+    assert not hasattr(target, "higher_is_better")
+    assert "refused" not in metric.names()
 
 
 @pytest.mark.parametrize(
