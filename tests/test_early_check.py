@@ -97,6 +97,15 @@ def test_a_wrong_key_or_name_in_a_comparison_has_the_words_of_the_later_check(wo
     assert early <= late
 
 
+@pytest.mark.parametrize("word", ["server.name=sgd", "server.optimizer=sgd"])
+def test_a_word_replaces_the_axis_of_a_file_whatever_its_key_is_called(word, tmp_path):
+    (tmp_path / "mine.toml").write_text('[grid]\nserver.optimizer = ["momentun", "adam"]\nseed = [0, 1]\n')
+    file = str(tmp_path / "mine.toml")
+    assert lines_of(check_names_of_comparison, file, [], skip_invalid=False)
+    assert lines_of(check_names_of_comparison, file, [word], skip_invalid=False) == set()
+    assert lines_of(plan_grid, file, None, [word]) == set()
+
+
 def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[local]\nmomentun = 0.9\n")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedsim.config.overrides import Change, naming_key, split_word
+from fedsim.config.overrides import Change, naming_key, parse_word, split_word
 from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import leaves_of, problem_with_words
@@ -56,6 +56,17 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
             raise ExperimentError(f"{show(word)}: a value is missing beside a comma")
         axes[key] = _checked(key, [parse_value(piece.strip(), key) for piece in pieces], key)
     return axes, list(others.values())
+
+
+def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
+    """Apply the words of a command line, and further changes of all runs, to the axes in a [grid] table.
+
+    Returns all axes, those of the words, and the changes of all runs; these replace an axis in the table.
+    """
+    word_axes, others = split_words(words)
+    in_all = [*map(parse_word, others), *changes]
+    set_in_all = {".".join(naming_key(keys)) for keys, _ in in_all}
+    return {key: values for key, values in axes.items() if key not in set_in_all} | word_axes, word_axes, in_all
 
 
 def split_at_commas(text: str) -> list[str]:
