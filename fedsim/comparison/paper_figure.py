@@ -15,7 +15,7 @@ from fedsim.comparison.value_figure import draw_values
 from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.records.axes import label
+from fedsim.records.axes import axis_called, label
 from fedsim.records.combinations import SEED
 from fedsim.records.progress import SCALES
 from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
@@ -201,6 +201,7 @@ def _only(grid: StoredGrid, only: Mapping[str, Any]) -> StoredGrid:
     """The grid with these values of some of its axes: `alie` means all values of this plug, such as `alie,z=1.5`."""
     axes, runs = dict(grid.axes), grid.runs
     for key, given in only.items():
+        key = axis_called(key)
         _require(key, "only", list(axes))
         wanted = [label(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
         names = {label(value): {label(value), label(value).partition(",")[0]} for value in axes[key]}

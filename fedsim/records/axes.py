@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.config.overrides import Change, naming_key, parse_word, split_word
 from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
-from fedsim.core.input_limits import leaves_of, problem_with_words
+from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import canonical
@@ -28,11 +28,21 @@ def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
     for given, values in leaves_of(tables):
-        key = ".".join(naming_key(given.split(".")))
+        key = axis_called(given)
         if key in axes:
             raise ExperimentError(f"{place}.{key}: is given twice")
         axes[key] = _checked(key, values, f"{place}.{key}")
     return axes
+
+
+def axis_called(key: str) -> str:
+    """Return the axis that a key names.
+
+    >>> from fedsim.records.axes import axis_called
+    >>> axis_called("server.name"), axis_called("local.lr")
+    ('server.optimizer', 'local.lr')
+    """
+    return ".".join(naming_key(key.split(".", MAX_DEPTH)))
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:

@@ -61,8 +61,9 @@ def test_a_comparison_has_a_line_for_each_rule_and_a_panel_for_each_attack(compa
     assert [line.get_color() for line in (mean, median)] == list(COLOURS[:2])
 
 
-def test_only_draws_the_named_values(comparison):
-    figure = fedsim.plot(comparison, only={"attack": "alie", "aggregate.rule": ["median"]})
+@pytest.mark.parametrize("rule", ["aggregate.rule", "aggregate.name"])
+def test_only_draws_the_named_values(comparison, rule):
+    figure = fedsim.plot(comparison, only={"attack": "alie", rule: ["median"]})
     assert [panel.get_title() for panel in figure.axes] == ["attack: alie,z=1.5"]
     (line,) = means_of(figure.axes[0])
     assert line.get_ydata()[-1] == pytest.approx(0.81)
