@@ -97,6 +97,21 @@ def test_a_wrong_key_or_name_in_a_comparison_has_the_words_of_the_later_check(wo
     assert early <= late
 
 
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('aggregate.rule = "mean"', "aggregate.name.foo=1"),
+        ('aggregate = {rule = "mean", name = "mean"}', "rounds=2"),
+    ],
+)
+def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(text, word, tmp_path):
+    (tmp_path / "mine.toml").write_text(text)
+    file = str(tmp_path / "mine.toml")
+    (line,) = lines_of(check_names_of_run, file, [word])
+    assert line.startswith(f"{file}: ")
+    assert lines_of(fedsim.load_experiment, file, [word]) == {line}
+
+
 @pytest.mark.parametrize("word", ["server.name=sgd", "server.optimizer=sgd"])
 def test_a_word_replaces_the_axis_of_a_file_whatever_its_key_is_called(word, tmp_path):
     (tmp_path / "mine.toml").write_text('[grid]\nserver.optimizer = ["momentun", "adam"]\nseed = [0, 1]\n')

@@ -91,7 +91,11 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
     if not isinstance(values, dict):
         return
     if table.kind:
-        values = with_key(values, table.named_by, place)
+        try:
+            values = with_key(values, table.named_by, place)
+        except ExperimentError as error:
+            yield from ((line, False) for line in error.lines)
+            return
     prefix = f"{place}." if place else ""
     unknown = {}
     for key, value in values.items():
