@@ -176,13 +176,7 @@ def test_the_experiments_of_the_frozen_numbers_pass():
 def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path):
     (tmp_path / "broken.toml").write_text("rounds = [")
     (tmp_path / "wrong.toml").write_text("roundz = 3")
-    mistakes = [
-        "run roundz=3",
-        "run model=mlp",
-        "compare local.lrr=0.1,0.2",
-        "compare attack=aile,none",
-        "tune roundz=1",
-    ]
+    mistakes = ["run roundz=3", "run model=mlp", "compare local.lrr=0.1,0.2", "compare attack=aile,none"]
     mistakes += ["run absent.toml", "run broken.toml", "compare broken.toml", "run wrong.toml", "run --rounds 3"]
     mistakes += ["run rounds 3", "run local.lr", "run --resume absent", "list krumm"]
     code = (
