@@ -97,6 +97,30 @@ def test_a_wrong_key_or_name_in_a_comparison_has_the_words_of_the_later_check(wo
     assert early <= late
 
 
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('aggregate.rule = "mean"', "aggregate.name.foo=1"),
+        ('aggregate = {rule = "mean", name = "mean"}', "rounds=2"),
+    ],
+)
+def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(text, word, tmp_path):
+    (tmp_path / "mine.toml").write_text(text)
+    file = str(tmp_path / "mine.toml")
+    (line,) = lines_of(check_names_of_run, file, [word])
+    assert line.startswith(f"{file}: ")
+    assert lines_of(fedsim.load_experiment, file, [word]) == {line}
+
+
+@pytest.mark.parametrize("word", ["server.name=sgd", "server.optimizer=sgd"])
+def test_a_word_replaces_the_axis_of_a_file_whatever_its_key_is_called(word, tmp_path):
+    (tmp_path / "mine.toml").write_text('[grid]\nserver.optimizer = ["momentun", "adam"]\nseed = [0, 1]\n')
+    file = str(tmp_path / "mine.toml")
+    assert lines_of(check_names_of_comparison, file, [], skip_invalid=False)
+    assert lines_of(check_names_of_comparison, file, [word], skip_invalid=False) == set()
+    assert lines_of(plan_grid, file, None, [word]) == set()
+
+
 def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[local]\nmomentun = 0.9\n")
@@ -152,13 +176,7 @@ def test_the_experiments_of_the_frozen_numbers_pass():
 def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path):
     (tmp_path / "broken.toml").write_text("rounds = [")
     (tmp_path / "wrong.toml").write_text("roundz = 3")
-    mistakes = [
-        "run roundz=3",
-        "run model=mlp",
-        "compare local.lrr=0.1,0.2",
-        "compare attack=aile,none",
-        "tune roundz=1",
-    ]
+    mistakes = ["run roundz=3", "run model=mlp", "compare local.lrr=0.1,0.2", "compare attack=aile,none"]
     mistakes += ["run absent.toml", "run broken.toml", "compare broken.toml", "run wrong.toml", "run --rounds 3"]
     mistakes += ["run rounds 3", "run local.lr", "run --resume absent", "list krumm"]
     code = (

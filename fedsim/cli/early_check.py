@@ -44,7 +44,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
     `skip_invalid`: combinations with an error are left out, so that they are no errors.
     """
-    from fedsim.records.axes import axes_of_tables, changes_of, split_words, with_points
+    from fedsim.records.axes import apply_words, axes_of_tables, changes_of, with_points
     from fedsim.records.comparison_settings import SETTINGS as GRID_SETTINGS
 
     description = {} if source is None else describe_file(source)
@@ -52,11 +52,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
     if isinstance(grid, Mapping):
         skipping = bool(grid.get("skip_invalid"))
         grid = {key: values for key, values in grid.items() if key not in GRID_SETTINGS}
-    axes = axes_of_tables(grid)
-    word_axes, words = split_words(words)
-    in_all = [parse_word(word) for word in words]
-    set_in_all = {".".join(keys) for keys, _ in in_all}
-    axes = {key: values for key, values in axes.items() if key not in set_in_all} | word_axes
+    axes, _, in_all = apply_words(axes_of_tables(grid), words)
     count = math.prod(map(len, axes.values()))
     if skip_invalid or skipping or count > MOST_POINTS:
         return
@@ -95,7 +91,11 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
     if not isinstance(values, dict):
         return
     if table.kind:
-        values = with_key(values, table.named_by, place)
+        try:
+            values = with_key(values, table.named_by, place)
+        except ExperimentError as error:
+            yield from ((line, False) for line in error.lines)
+            return
     prefix = f"{place}." if place else ""
     unknown = {}
     for key, value in values.items():

@@ -18,19 +18,19 @@ import torch
 from fedsim.comparison.settings_check import check_settings
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
-from fedsim.config.overrides import Change, changes_in, key_changed, override, parse_word, plug_table
+from fedsim.config.overrides import Change, changes_in, key_changed, override, plug_table
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.errors import ExperimentError, show
 from fedsim.records.axes import (
     Axes,
+    apply_words,
     axes_of_tables,
     changes_of,
     describe_point,
     label,
     readable_id,
-    split_words,
     with_points,
 )
 from fedsim.records.combinations import SEED, canonical
@@ -114,10 +114,7 @@ def plan_grid(
     description = describe(source)
     axes, given = _axes_and_settings([description.pop(GRID, {}), grid or {}])
     settings = ComparisonSettings(**given | settings.given)
-    word_axes, words = split_words(words)
-    in_all = [parse_word(word) for word in words] + changes_in(plain(changes))
-    set_in_all = {".".join(keys) for keys, _ in in_all}
-    axes = {key: values for key, values in axes.items() if key not in set_in_all} | word_axes
+    axes, word_axes, in_all = apply_words(axes, words, changes_in(plain(changes)))
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
     if not axes:
         raise ExperimentError(f"nothing to compare: {_how_to_compare(in_all)}")

@@ -15,7 +15,7 @@ from fedsim.comparison.value_figure import draw_values
 from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.records.axes import label
+from fedsim.records.axes import axis_called, label
 from fedsim.records.combinations import SEED
 from fedsim.records.progress import SCALES
 from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
@@ -54,7 +54,8 @@ def plot(
     Args:
         folders: the folder of a comparison, or those of one or more runs.
         metric: the number that is drawn, such as "test_loss" or "metrics.drift"; None: what the comparison compares, or
-            the test accuracy, or of a task without accuracy the test loss.
+            the test accuracy, or of a task without accuracy the test loss. A sign says which value is better, as of
+            `by` of `compare`; without it, the sign of the comparison's own number remains.
         x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (of computation) or "bytes" (in both
             directions); or a compared key with three or more numbers, such as "attack.scale", against which the number
             after the last round is drawn.
@@ -89,7 +90,8 @@ def plot(
     if metric is not None:
         known = [each.key for each in metrics_in(record for run in grid.runs for record in run.history)]
         _require(metric_called(metric).key, "metric", known)
-        grid = replace(grid, settings=replace(grid.settings, by=metric))
+        if metric != metric_called(grid.settings.by or "").key:  # else keep the stored sign
+            grid = replace(grid, settings=replace(grid.settings, by=metric))
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(grid, style) if kind == "heatmap" else _curves(grid, x, style)
@@ -201,6 +203,7 @@ def _only(grid: StoredGrid, only: Mapping[str, Any]) -> StoredGrid:
     """The grid with these values of some of its axes: `alie` means all values of this plug, such as `alie,z=1.5`."""
     axes, runs = dict(grid.axes), grid.runs
     for key, given in only.items():
+        key = axis_called(key)
         _require(key, "only", list(axes))
         wanted = [label(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
         names = {label(value): {label(value), label(value).partition(",")[0]} for value in axes[key]}

@@ -14,7 +14,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import correct_of
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
-from fedsim.records.axes import Axes
+from fedsim.records.axes import Axes, axis_called
 from fedsim.records.combinations import SEED, canonical
 from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.runs.setup import task_of
@@ -22,11 +22,21 @@ from fedsim.runs.setup import task_of
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
     """Return the settings, see `check_number`. Raises ExperimentError if they do not fit these axes and experiments."""
+    settings = _with_axes_as_called(settings)
     if settings.target is not None:
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)
     _check_heatmap(settings, axes)
     return settings if settings.by is None else replace(settings, by=check_number(settings.by, experiments))
+
+
+def _with_axes_as_called(settings: ComparisonSettings) -> ComparisonSettings:
+    """Return the settings with the axes of `tune`, `worst` and `heatmap` as the grid calls them; see `axis_called`."""
+    renamed: dict[str, Any] = {}
+    for name in ("tune", "worst", "heatmap"):
+        if isinstance(value := getattr(settings, name), str):
+            renamed[name] = ",".join(axis_called(key.strip()) for key in value.split(","))
+    return replace(settings, **renamed)
 
 
 def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:
@@ -65,7 +75,7 @@ def _check_tested_model(tune: str, experiments: Iterable[Experiment]) -> None:
 
 def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
     where = f"heatmap = {show(settings.heatmap)}"
-    keys = settings.heatmap.replace(" ", "").split(",") if isinstance(settings.heatmap, str) else []
+    keys = settings.heatmap.split(",") if isinstance(settings.heatmap, str) else []
     if settings.heatmap is not None and (len(keys) != 2 or keys[0] == keys[1]):
         raise ExperimentError(f"{where}: must be two axes, such as partition.alpha,attack.fraction")
     first, *others = [*settings.compared(list(axes)), ""]

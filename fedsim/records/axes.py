@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedsim.config.overrides import Change, naming_key, split_word
+from fedsim.config.overrides import Change, naming_key, parse_word, split_word
 from fedsim.config.source_catalog import plug_tables
 from fedsim.config.toml import parse_value
-from fedsim.core.input_limits import leaves_of, problem_with_words
+from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.combinations import canonical
@@ -28,11 +28,21 @@ def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
     for given, values in leaves_of(tables):
-        key = ".".join(naming_key(given.split(".")))
+        key = axis_called(given)
         if key in axes:
             raise ExperimentError(f"{place}.{key}: is given twice")
         axes[key] = _checked(key, values, f"{place}.{key}")
     return axes
+
+
+def axis_called(key: str) -> str:
+    """Return the axis that a key names.
+
+    >>> from fedsim.records.axes import axis_called
+    >>> axis_called("server.name"), axis_called("local.lr")
+    ('server.optimizer', 'local.lr')
+    """
+    return ".".join(naming_key(key.split(".", MAX_DEPTH)))
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
@@ -56,6 +66,17 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
             raise ExperimentError(f"{show(word)}: a value is missing beside a comma")
         axes[key] = _checked(key, [parse_value(piece.strip(), key) for piece in pieces], key)
     return axes, list(others.values())
+
+
+def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
+    """Apply the words of a command line, and further changes of all runs, to the axes in a [grid] table.
+
+    Returns all axes, those of the words, and the changes of all runs; these replace an axis in the table.
+    """
+    word_axes, others = split_words(words)
+    in_all = [*map(parse_word, others), *changes]
+    set_in_all = {".".join(naming_key(keys)) for keys, _ in in_all}
+    return {key: values for key, values in axes.items() if key not in set_in_all} | word_axes, word_axes, in_all
 
 
 def split_at_commas(text: str) -> list[str]:

@@ -87,7 +87,7 @@ class ComparisonSettings:
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
         """The two axes of `heatmap`, if both are compared, and neither is the first, of which a cell has the best."""
-        down, _, across = ((self.heatmap or "").replace(" ", "")).partition(",")
+        down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Combination]:

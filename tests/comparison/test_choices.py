@@ -189,6 +189,18 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(solver
     assert [row.mark for row in result.summary] == ["", "*"]
 
 
+@pytest.mark.parametrize("name", ["name", None])
+@pytest.mark.parametrize("setting", ["tune", "worst", "heatmap"])
+def test_a_setting_names_an_axis_by_either_key_of_its_plug(setting, name, serial):
+    keys = [f"{table}.{name or key}" for table, key in (("local", "solver"), ("partition", "strategy"))]
+    value = ", ".join(keys) if setting == "heatmap" else keys[0]
+    tables = {**serial, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2}}
+    axes = {"local.lr": [0.1, 0.2], "local.solver": ["sgd", "adam"], "partition.strategy": ["iid", "shards"]}
+    found = plan_grid(tables, axes, (), ComparisonSettings(**{setting: value})).settings
+    expected = {"heatmap": "local.solver,partition.strategy"}.get(setting, "local.solver")
+    assert found == plan_grid(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
+
+
 def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
     words = ["rounds=1", "workers=5", "model=logistic", "data=tests.plugs:tiny", "data.validation=0.2"]
     words += ["engine=serial", "attack.workers=[0]", "attack.name=none,inf", "aggregate.nonfinite=exclude"]

@@ -8,8 +8,10 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 
 import pytest
+import torch.nn.functional as F
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
@@ -151,9 +153,14 @@ def test_every_number_of_a_round_says_which_value_is_better():
 
 
 def test_every_number_of_a_plug_says_which_value_is_better():
-    sources = [path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")]
-    recorded = {name for text in sources for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
+    sources = {path.name: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
+    recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
     assert recorded == BETTER_OF_PLUGS.keys()
+    otherwise = (
+        r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # names this test cannot see
+    )
+    found = [name for name, text in sources.items() if re.search(otherwise, text)]
+    assert found == ["evaluation.py"], "plugs write metrics[NAME] = ...; only the metrics of tests are added together"
     assert {name: metric_called(f"metrics.{name}").better for name in recorded} == BETTER_OF_PLUGS
 
 
@@ -205,6 +212,45 @@ distance.higher_is_better = False
 
 def undeclared(outputs, targets):
     return 0.0
+
+
+class Distance:
+    higher_is_better = False
+
+    def update(self, outputs, targets):
+        pass
+
+    def compute(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "target", "better"),
+    [
+        ("my_error", {}, undeclared, "lower"),
+        ("my_score", {}, undeclared, "higher"),
+        ("distance", {}, Distance, "lower"),
+        ("my_error", {"higher_is_better": True}, undeclared, "higher"),
+        ("my_score", {"higher_is_better": False}, undeclared, "lower"),
+    ],
+)
+def test_a_registered_metric_declares_only_what_it_is_told(name, options, target, better, serial, monkeypatch):
+    """Without a declaration the name decides: of an error a lower value is better."""
+    monkeypatch.setattr(metric, "_plugs", dict(metric._plugs))
+    if target is undeclared:
+        target = FunctionType(target.__code__, target.__globals__)  # a copy, since the attribute stays with it
+    metric(name, **options)(target)
+    by = plan_grid({**serial, "metrics": [name]}, {"seed": [0, 1], "by": f"metrics.{name}"}).settings.by
+    assert metric_called(by).better == better
+
+
+@pytest.mark.parametrize("target", [F.mse_loss, max, "a string"])
+def test_what_cannot_be_a_metric_is_refused_and_left_as_it_was(target, monkeypatch):
+    monkeypatch.setattr(metric, "_plugs", dict(metric._plugs))
+    with pytest.raises(TypeError):
+        metric("refused", higher_is_better=False)(target)
+    assert not hasattr(target, "higher_is_better")
+    assert "refused" not in metric.names()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,17 @@ def test_words_and_axes_replace_those_of_the_source(file):
     assert {run.experiment.rounds for run in grid.runs} == {2}
 
 
+@pytest.mark.parametrize("key", ["server.optimizer", "server.name"])
+def test_a_word_replaces_the_axis_of_the_plug_that_it_names(key):
+    """Before PyTorch is imported, too; and so does a key given in Python."""
+    tables = {"grid": {key: ["sgd", "adamm"], "seed": [0, 1]}}
+    for word in ("server.optimizer", "server.name"):
+        by_word, by_change = plan_grid(tables, words=[f"{word}=momentum"]), plan_grid(tables, **{word: "momentum"})
+        for grid in (by_word, by_change):
+            assert grid.axes == {"seed": [0, 1]}
+            assert {run.experiment.server.optimizer for run in grid.runs} == {"momentum"}
+
+
 def test_a_table_on_an_axis_updates_the_table_of_that_name():
     base = {"aggregate": {"weights": "uniform", "rule": "mean"}, "local": {"lr": 0.5, "batch_size": 7}}
     grid = plan_grid(base, {"aggregate": ["weighted_mean", {"rule": "mean"}], "local": [{}, {"lr": 0.1, "steps": 3}]})

@@ -189,7 +189,7 @@ def test_the_command_keeps_the_axes_for_shards_and_a_merge(cli, tmp_path):
         done = cli("compare", *words, "--heatmap", "local.lr, local.momentum", "--shard", shard, "--out", "grid")
         assert done.exit_code == 0, done.output
     assert cli("compare", "grid", "--allow-imports").exit_code == 0
-    assert json.loads((tmp_path / "grid" / "grid.json").read_text())["heatmap"] == "local.lr, local.momentum"
+    assert json.loads((tmp_path / "grid" / "grid.json").read_text())["heatmap"] == "local.lr,local.momentum"
     rows = list(csv.DictReader(io.StringIO((tmp_path / "grid" / "heatmap.csv").read_text())))
     assert [(row["local.lr"], row["local.momentum"]) for row in rows] == [
         ("0.1", "0.0"),

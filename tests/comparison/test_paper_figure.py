@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from PIL import Image
@@ -61,8 +62,9 @@ def test_a_comparison_has_a_line_for_each_rule_and_a_panel_for_each_attack(compa
     assert [line.get_color() for line in (mean, median)] == list(COLOURS[:2])
 
 
-def test_only_draws_the_named_values(comparison):
-    figure = fedsim.plot(comparison, only={"attack": "alie", "aggregate.rule": ["median"]})
+@pytest.mark.parametrize("rule", ["aggregate.rule", "aggregate.name"])
+def test_only_draws_the_named_values(comparison, rule):
+    figure = fedsim.plot(comparison, only={"attack": "alie", rule: ["median"]})
     assert [panel.get_title() for panel in figure.axes] == ["attack: alie,z=1.5"]
     (line,) = means_of(figure.axes[0])
     assert line.get_ydata()[-1] == pytest.approx(0.81)
@@ -87,6 +89,23 @@ def test_a_heat_map_has_a_cell_for_each_rule_and_attack(comparison):
     figure = fedsim.plot(comparison, kind="heatmap")
     texts = [text.get_text() for text in figure.axes[0].texts if text.get_text()]
     assert texts == ["0.7100", "(0.7000, 0.7200)", "0.7100", "(0.7000, 0.7200)"] + 2 * ["0.8100", "(0.8000, 0.8200)"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [(None, "0.5000"), ("metrics.drift", "0.5000"), ("+metrics.drift", "1.5000")]
+)
+def test_the_best_cell_is_that_of_the_comparison_unless_the_metric_has_a_sign(metric, best, tmp_path):
+    def make(path, point):
+        invent_run(path, [0.5])
+        record = json.loads((path / "metrics.jsonl").read_text())
+        drift = 0.5 + RULES.index(point["aggregate.rule"])
+        (path / "metrics.jsonl").write_text(json.dumps({**record, "metrics": {"drift": drift}}) + "\n")
+
+    folder = write_points(tmp_path / "drift", {"aggregate.rule": RULES, "local.lr": [0.5, 1.5], "seed": [0]}, make)
+    stored = json.loads((folder / "grid.json").read_text())
+    (folder / "grid.json").write_text(json.dumps({**stored, "by": "-metrics.drift"}))
+    texts = fedsim.plot(folder, metric=metric, kind="heatmap").axes[0].texts
+    assert {text.get_text() for text in texts if text.get_fontweight() == "bold"} - {""} == {best}
 
 
 def test_against_an_axis_of_numbers_the_last_round_is_drawn(strengths):
