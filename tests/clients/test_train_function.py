@@ -112,6 +112,14 @@ def costly(model, batches):
 costly.gradients_per_step = 3
 
 
+def costing(gradients):
+    def function(model, batches):
+        """Declares this number of gradients."""
+
+    function.gradients_per_step = gradients
+    return function
+
+
 def run(solver, local=(), **changes):
     return fedsim.run({**TABLES, **changes, "local": {"solver": solver, **WORK, **dict(local)}})
 
@@ -211,7 +219,10 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
         (by_optimizer, {"lr": 0.1, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}, "steps": 2},
          r'local\.schedule\.per = "step": .*by_optimizer'),
         (talkative, {}, r"local\.solver = .*talkative.*returned a dict"),
-        (reading_twice, {}, r"local\.solver: .*a second time.*local\.epochs"),
+        (reading_twice, {}, r"local\.solver: the function reads .*a second time.*local\.epochs"),
+        (costing("x"), {}, r'local\.solver = .*gradients_per_step = "x"; must be a number greater than 0'),
+        (costing(0), {}, r"local\.solver = .*gradients_per_step = 0; must be a number greater than 0"),
+        (costing(math.nan), {}, r"local\.solver = .*gradients_per_step = nan; must be a number greater than 0"),
         (growing, {}, r"local\.solver: .*names or shapes"),
     ],
 )  # fmt: skip
