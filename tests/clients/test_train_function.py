@@ -196,6 +196,15 @@ def test_the_training_loss_is_the_mean_of_what_the_function_returns():
     assert math.isnan(without_lr(silent).history[0]["train_loss"])
 
 
+@pytest.mark.parametrize("stop", [{"patience": 1}, {"target": 0.1}])
+@pytest.mark.parametrize("mode", [{}, {"mode": "clock", "policy": "fedbuff"}])
+def test_a_stop_by_a_loss_that_a_function_does_not_return_is_one_line(mode, stop):
+    with pytest.raises(fedsim.ExperimentError, match=r"^stop\.metric = .* NaN in round 1; return .*loss") as caught:
+        without_lr(silent, rounds=3, stop={"metric": "train_loss", **stop}, **mode)
+    assert len(caught.value.lines) == 1
+    assert len(without_lr(worker_as_loss, rounds=3, stop={"metric": "train_loss", "target": 5}, **mode).history) == 1
+
+
 def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     """Two passes over 8 samples in batches of 3."""
     tables = {"mode": "clock", "data": {"dataset": "tests.plugs:tiny", "train": 8}, "workers": 1}
