@@ -38,7 +38,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "batched": ("-m", "fedsim", "run", *RESUME, "engine=batched", "processes=2"),
     "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild"),
     "clock": ("-m", "fedsim", "run", *RESUME, "engine=serial", "mode=clock", "policy=fedbuff", "clock.speed=lognormal"),
-    "compare": ("-m", "fedsim", "compare", *GRID, "engine=serial"),
+    "compare": ("-m", "fedsim", "compare", *GRID),  # without `engine`: jobs of one process, with the time-out
     "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed"),
     "torchrun": (*TORCHRUN, *RESUME, "engine=distributed"),
 }
