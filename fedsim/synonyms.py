@@ -90,7 +90,7 @@ NAMES: dict[str, tuple[str, ...]] = _each(
         "perfedavg fomaml maml": ("per_fedavg",),
         "bce logits binary_cross_entropy": ("binary",),
         "ce nll nll_loss crossentropy": ("classification",),
-        "mse_loss l1 l1_loss mae huber huber_loss smooth_l1": ("regression",),
+        "mse_loss": ("mse",),
         "fashion fmnist fashionmnist": ("fashion_mnist",),
         "signflip signflipping sf reverse_sign": ("sign_flipping",),
         "labelflip labelflipping lf": ("label_flipping",),
@@ -152,6 +152,8 @@ NOTES: dict[str, str] = _each(
             "the loss belongs to the task: task=binary, or a loss such as task=torch.nn.functional:mse_loss"
         ),
         "use_wandb": """write records.loggers='["wandb"]'""",
+        "l1 l1_loss mae_loss": "write task=regression task.loss=l1",
+        "huber huber_loss smooth_l1": "write task=regression task.loss=huber",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
         "shuffle": "there is no key for it; samples are shuffled in every epoch",
         "compile torch_compile": "there is no compilation of training steps",

@@ -153,6 +153,10 @@ def test_list_has_a_line_for_each_kind_with_its_names(cli):
     assert len(lines) <= len(PLUGS) + 3
 
 
+def test_list_shows_the_file_of_an_experiment(cli):
+    assert cli("list", "which_rule").stdout == (ROOT / "experiments" / "which_rule.toml").read_text()
+
+
 def test_list_shows_every_plug_of_a_kind_with_parameters_and_description(cli):
     for kind, (key, _) in PLUGS.items():
         done = cli("list", kind)

@@ -67,6 +67,8 @@ def test_stored_results_are_those_of_the_file(name):
     gallery.check(name)
     size = sum(path.stat().st_size for path in gallery.results(name).iterdir())
     assert size <= gallery.MOST_BYTES
+    with gallery.unpacked(name) as folder:
+        assert len(fedsim.load_comparison(folder).runs) == gallery.about(name)["runs"]
 
 
 def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):

@@ -191,7 +191,10 @@ class Rateless:
         ),
         ({"local": {"schedule": "consine"}}, 'did you mean "cosine"'),
         ({"local": {"schedule": {"name": "cosine", "per": "step"}}}, "local.schedule.T_max: is required"),
-        ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a plug with a learning"),
+        (
+            {"server": {"optimizer": "bmuf", "schedule": "cosine"}},
+            'server.schedule: needs a learning rate .* server optimizer "bmuf"',
+        ),
         ({"local": {"schedule": "cosine"}, "policy": "fedasync", "mode": "clock"}, "local.schedule: asynchronous"),
         (
             {"local": {"steps": 2, "schedule": {"name": "cosine", "per": "step"}}, "aggregate": "qfedavg"},
@@ -200,7 +203,7 @@ class Rateless:
         ({"local": {"schedule": {"name": f"{__name__}:no_scheduler"}}}, "local.schedule.name: must return a scheduler"),
         (
             {"local": {"solver": f"{__name__}:Rateless", "schedule": "cosine"}},
-            "local.schedule: needs a plug with a learning rate `lr`",
+            "local.schedule: needs a learning rate `lr`, which the solver .*Rateless",
         ),
     ],
 )

@@ -70,6 +70,8 @@ WORDS = [
     ("seed=0, 1, 2", '"1,": expected key=value; several values are written seed=0,1,2'),
     ("seed=0..3", "must be a valid integer; with fedsim compare write 0,1,2,3"),
     ("mode=hogwild", "mode=race policy=hogwild"),
+    ("mode=sync", "write mode=rounds"),
+    ("task=l1", "task=regression task.loss=l1"),
     ("seed=0,1,2", "for several values use fedsim compare"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare, for a list write ["nnm","median"]'),
     ("attack.workers=0,1", 'attack.workers = "0,1": must be a list; write [0,1]'),

@@ -14,7 +14,7 @@ from fedsim.cli.program import errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, Words, source_and_overrides
 from fedsim.config.catalog import experiments, list_experiments
 from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
-from fedsim.config.source_catalog import source_plugs
+from fedsim.config.source_catalog import keys_of_plug, source_plugs
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, show
 from fedsim.records.file_descriptions import experiment_of_run
@@ -140,6 +140,9 @@ def list_command(
         if what is not None and what not in KINDS:
             if search:
                 raise ExperimentError(f"--search: searches all, or a kind: {', '.join(KINDS)}; {show(what)} is none")
+            if what in experiments() and not keys_of_plug(what):
+                print(experiments()[what].read_text(encoding="utf-8"), end="")
+                return
             print(list_module(Path(what), columns) if what.endswith(".py") else describe_plug(what, KINDS))
             return
         if what is None and not search:

@@ -55,6 +55,7 @@ class PerFedAvg(ClientAlgorithm):
             )
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        # Before the run only a sample of a virtual population is checked, and a policy may choose the number of steps.
         for fact in worker.facts if not worker.only_tested else ():
             self.check_steps(fact.worker, fact.steps)
         return self.start(rows)

@@ -2,7 +2,7 @@
 
 A worker keeps the columns of its personal parameters between its rounds. They replace those of the row that it was
 sent, and before the update is computed the values of the server return, so that the update is 0 there. The buffers of
-layers with personal parameters, such as BatchNorm statistics, are personal too, whatever the key `buffers` says.
+layers with personal parameters, such as BatchNorm statistics, are personal too, for every value of `buffers`.
 """
 
 from __future__ import annotations

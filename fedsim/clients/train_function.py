@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import numbers
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -31,7 +32,13 @@ class TrainFunction(ClientAlgorithm):
     def __init__(self, plug: Plug, settings: dict[str, Any]) -> None:
         self.name, self._takes, self._settings = str(plug.name), tuple(plug.takes), settings
         self._function = plug.bind({})
-        self.gradients_per_step = getattr(plug.target, "gradients_per_step", 1)  # type: ignore[misc]
+        gradients = getattr(plug.target, "gradients_per_step", 1)
+        if not (isinstance(gradients, int | float) and 0 < gradients < math.inf):
+            raise ExperimentError(
+                f"local.solver = {show(self.name)}: has gradients_per_step = {show(gradients)}; must be a number "
+                "greater than 0, the gradients that it computes of each batch"
+            )
+        self.gradients_per_step = gradients  # type: ignore[assignment, misc]
 
     def __call__(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: int) -> float:
         """Train the model in place; returns the mean training loss, NaN if the function returns none."""

@@ -67,9 +67,15 @@ def _check_train_function(experiment: Experiment) -> Iterator[str]:
 
 def _check_schedules(experiment: Experiment, policy: Policy) -> Iterator[str]:
     local, server = experiment.local, experiment.server
-    yield from _check_schedule(experiment.local_schedule, local.bind().with_lr, local.params, policy)
     yield from _check_schedule(
-        server.schedule.schedule(experiment.rounds), partial(replace, server.bind()), server.params, policy
+        experiment.local_schedule, local.bind().with_lr, local.params, policy, f"the solver {show(local.solver)}"
+    )
+    yield from _check_schedule(
+        server.schedule.schedule(experiment.rounds),
+        partial(replace, server.bind()),
+        server.params,
+        policy,
+        f"the server optimizer {show(server.optimizer)}",
     )
     if local.schedule.per == "step":
         needing = experiment.pipeline.name if experiment.pipeline.accepts("local_lr") else None
@@ -79,9 +85,9 @@ def _check_schedules(experiment: Experiment, policy: Policy) -> Iterator[str]:
 
 
 def _check_schedule(
-    schedule: LRSchedule | None, with_lr: Callable[..., Any], params: Mapping[str, Any], policy: Policy
+    schedule: LRSchedule | None, with_lr: Callable[..., Any], params: Mapping[str, Any], policy: Policy, owner: str
 ) -> Iterator[str]:
-    """Check the schedule of the learning rate of a solver or a server optimizer with these parameters."""
+    """Check the schedule of the learning rate of its `owner`, which has these parameters."""
     if schedule is None:
         return
     if not policy.in_rounds:
@@ -92,4 +98,4 @@ def _check_schedule(
     except ExperimentError as error:
         yield from error.lines
     except (KeyError, TypeError):
-        yield f"{schedule.place}: needs a plug with a learning rate `lr`, which this one does not have; omit it"
+        yield f"{schedule.place}: needs a learning rate `lr`, which {owner} does not have; omit it"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedsim.core.registry import Plug, Registry
 
 PLUGS = {  # kind: the key that names a plug, and its registry, which is imported only when it is needed
-    "tasks": ("task.name", "fedsim.core.learning_task:learning_task"),
+    "tasks": ("task.name", "fedsim.core.other_tasks:learning_task"),
     "metrics": ("metrics", "fedsim.core.metrics:metric"),
     "models": ("model.name", "fedsim.models:model"),
     "datasets": ("data.dataset", "fedsim.data:dataset"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedsim.core import other_tasks  # noqa: F401  # registers tasks
 from fedsim.core.base_table import PlugTable, Table
-from fedsim.core.learning_task import LearningTask, correct_of, learning_task
+from fedsim.core.learning_task import REDUCTION, LearningTask, correct_of, learning_task
 from fedsim.core.loss_task import LossTask
 from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
@@ -58,6 +58,12 @@ class Task(PlugTable):
             return LossTask(self.name, bound, tuple(plug.takes))
         task = bound if is_dataclass(plug.target) else bound()
         if isinstance(task, nn.Module):
+            reduction = getattr(task, REDUCTION, "mean")
+            if reduction not in ("mean", "none"):
+                raise ExperimentError(
+                    f'task.name = {show(self.name)}: has the reduction {show(reduction)}; must be "mean" or "none", '
+                    'since the loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
+                )
             return LossTask(self.name, bound)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(

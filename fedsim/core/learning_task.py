@@ -86,10 +86,11 @@ def counts_of(task: LearningTask) -> Counts | None:
 def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
-        other = "regression" if targets.is_floating_point() else "next_token"
+        labels = "targets.long()" if targets.ndim == 1 else "targets.argmax(1) of one-hot targets"
+        other = "regression, for measured values" if targets.is_floating_point() else "next_token, for tokens"
         raise DataError(
             f"the task {task} needs one class label for each sample, int64 [batch], not {described(targets)}; "
-            f"use task={other}"
+            f"give {labels}, or use task={other}"
         )
 
 

@@ -63,7 +63,11 @@ def _hint(value: Any, wanted: Sequence[str]) -> str:
     """What to write instead of a value that was meant to be a list, or several values."""
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
-        return f"; write {cut(as_list(str(value)))}" if isinstance(value, (str, int)) else ""
+        return (
+            f"; write {cut(as_list(str(value)))} (in a shell within single quotes)"
+            if isinstance(value, (str, int))
+            else ""
+        )
     if isinstance(value, str) and (numbers := as_range(value)):
         return f"; with fedsim compare write {numbers}"
     return "; for several values use fedsim compare" if has_comma else ""

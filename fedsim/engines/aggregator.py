@@ -92,7 +92,7 @@ def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samp
 
 
 def spoil(task: TaskSpec, rows: Tensor, of_workers: Tensor) -> None:
-    """Set rows [..., d] to NaN whose workers send or keep NaN or infinity [..., w], so that these workers are excluded.
+    """Set the rows [..., d] of workers that send or keep NaN or infinity [..., w] to NaN, which excludes these workers.
 
     Does nothing if the task keeps such numbers.
     """

@@ -59,9 +59,17 @@ class EarlyStopping:
         """Whether any round has had the metric."""
         return self._best_round > 0
 
-    def require_number(self, record: RoundRecord) -> None:
-        """Raise ExperimentError if a round does not have the metric at all."""
+    def require_number(self, record: RoundRecord, *, by_function: bool = False) -> None:
+        """Raise ExperimentError if a round does not have the metric at all.
+
+        If a function trains, NaN is a train loss that it does not return.
+        """
         first, *name = self._metric.path
+        if by_function and first == "train_loss" and self._metric.read(record) is None:
+            raise ExperimentError(
+                f"stop.metric = {show(first)}: is NaN in round {record.round}; return the mean training loss from the "
+                "function local.solver, or use stop.metric=test_loss"
+            )
         if record[first] is None or any(each not in record[first] for each in name):
             known = [key for key in ("test_loss", "test_accuracy", "train_loss") if record[key] is not None]
             hint = nearest(self._stop.metric, [*known, *(f"metrics.{each}" for each in record.metrics)])

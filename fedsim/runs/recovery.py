@@ -54,7 +54,8 @@ class RecoveringLoop:
             self._before = self._loop.state()  # repeated too, since processes may be lost between rounds
             return record
 
-        return self._repeated(call, partial(self._report, round), f"round {round} has been tried")
+        report = partial(self._announce, round, then=f", and round {round} is done again")
+        return self._repeated(call, report, f"round {round} has been tried")
 
     def state(self) -> Snapshot:
         if self._before is None:  # before the first round
@@ -88,9 +89,5 @@ class RecoveringLoop:
 
         return retried(attempt, self._retries, report, what)
 
-    def _report(self, round: int, loss: ProcessLostError, attempt: int) -> None:
-        """Announce that the round is repeated."""
-        self._announce(round, loss, attempt, then=f", and round {round} is done again")
-
-    def _announce(self, round: int, loss: ProcessLostError, attempt: int, **more: str) -> None:
-        announce(loss, attempt, self._retries, self._note, round=round, **more)
+    def _announce(self, round: int, loss: ProcessLostError, attempt: int, then: str = "") -> None:
+        announce(loss, attempt, self._retries, self._note, round=round, then=then)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fedsim.clients.train_function import TrainFunction
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about
@@ -206,7 +207,8 @@ def run(
             if experiment.stop.active:
                 evaluated = _tests_after(round, results) or not experiment.data.worker_test
                 if record.cohort and evaluated and not stopping.has_best:
-                    stopping.require_number(record)
+                    by_function = isinstance(experiment.client_algorithm, TrainFunction)
+                    stopping.require_number(record, by_function=by_function)
                 stopped = engine.broadcast(stopping.update(record))
             stopped = divergence(record) or stopped
             if out is not None and round in experiment.records.updates and record.cohort:  # all ranks take part

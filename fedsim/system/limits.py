@@ -24,7 +24,8 @@ FILES_OF_START = 16  # further open files while processes start and receive the 
 FILES_WITHIN = 48  # open files of a process itself, libraries included, generously
 MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # in messages of PyTorch
 INSTALLED = {"site-packages", "dist-packages"}
-LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # where paths of other files begin
+FOLDERS = Path(__file__).parents[1], sysconfig.get_path("stdlib")
+LIBRARIES = (*(os.path.join(folder, "") for folder in FOLDERS), "<frozen")  # where paths of other files begin
 USUAL_FILES = 24  # open files before a process is started, if they cannot be counted
 
 

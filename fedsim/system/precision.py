@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.errors import ExperimentError, one_line
 
@@ -38,6 +38,38 @@ class Precision:
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """A context for a forward pass of training on `device`, without its loss and backward pass."""
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+
+    @contextlib.contextmanager
+    def forwards_of(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Compute each forward pass of `module` and of its copies in this precision; outputs have the type of the loss.
+
+        The rest of the block is in full precision. Each forward pass has an autocast of its own, since autocast casts a
+        weight once only.
+        """
+        if self.autocast is None:
+            yield
+            return
+        entered: list[contextlib.AbstractContextManager[Any]] = []
+
+        def enter(module: nn.Module, inputs: Any) -> None:
+            entered.append(self.forward(device))
+            entered[-1].__enter__()
+
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+            entered.pop().__exit__(None, None, None)
+            return self.widened(outputs) if isinstance(outputs, Tensor) else outputs
+
+        hooks = (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            while entered:  # an interrupt, after which PyTorch calls no hooks
+                leave(module, None, None)
 
     def widened(self, outputs: Tensor) -> Tensor:
         """The outputs of a forward pass in the type of the loss."""

@@ -214,6 +214,14 @@ def test_per_fedavg_refuses_a_worker_with_short_rounds_before_the_first_one(work
     assert len(caught.value.lines) == 1
 
 
+def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
+    """Before the run each worker has two steps; with dylu the slow workers take one."""
+    policy, clock = {"name": "async_local_sgd", "dylu": True}, {"speed": "linear"}
+    tables = tables_of("per_fedavg", {}, mode="clock", policy=policy, clock=clock, cohort=None)
+    with pytest.raises(fedsim.ExperimentError, match="needs two local steps .* has 1;"):
+        fedsim.run({**tables, "local": {"solver": "per_fedavg", "steps": 2, "batch_size": BATCH}})
+
+
 def distance_from_optimum(rounds, **local):
     """Of the final row, on least squares with other inputs and targets at each worker."""
     return (fedsim.run(quadratics.tables(rounds=rounds, local=local)).global_row - quadratics.optimum()).norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -35,6 +36,17 @@ def by_optimizer(model, batches, lr, worker):
         optimizer.step()
         total, samples = total + loss.item() * len(targets), samples + len(targets)
     return total / samples
+
+
+def by_a_copy(model, batches, lr):
+    """Trains a copy of the model, whose last forward pass fails, and takes its parameters."""
+    copied = copy.deepcopy(model)
+    loss = by_optimizer(copied, batches, lr, None)
+    with pytest.raises(RuntimeError):
+        copied(torch.zeros(1, 1))
+    assert not torch.is_autocast_enabled("cpu")
+    model.load_state_dict(copied.state_dict())
+    return loss
 
 
 def by_replaced_data(model, batches, *, lr: float = 0.1):
@@ -100,6 +112,14 @@ def costly(model, batches):
 costly.gradients_per_step = 3
 
 
+def costing(gradients):
+    def function(model, batches):
+        """Declares this number of gradients."""
+
+    function.gradients_per_step = gradients
+    return function
+
+
 def run(solver, local=(), **changes):
     return fedsim.run({**TABLES, **changes, "local": {"solver": solver, **WORK, **dict(local)}})
 
@@ -131,6 +151,15 @@ def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes):
     assert_same(mine, sgd)
     losses = [[record["train_loss"] for record in result.history] for result in (mine, sgd)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("function", [by_optimizer, by_a_copy])
+def test_in_bfloat16_each_step_has_the_weights_of_the_step_before(function):
+    """And the loss is that of outputs in float32."""
+    tables = {"precision": "bf16", "model": "2nn", "rounds": 1, "local": {"lr": 0.3}}
+    mine, sgd = run(function, **tables), run("sgd", **tables)
+    torch.testing.assert_close(mine.global_row, sgd.global_row, rtol=0, atol=1e-6)
+    assert mine.history[0]["train_loss"] == pytest.approx(sgd.history[0]["train_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("function", [by_replaced_data, careless, marking])
@@ -167,6 +196,15 @@ def test_the_training_loss_is_the_mean_of_what_the_function_returns():
     assert math.isnan(without_lr(silent).history[0]["train_loss"])
 
 
+@pytest.mark.parametrize("stop", [{"patience": 1}, {"target": 0.1}])
+@pytest.mark.parametrize("mode", [{}, {"mode": "clock", "policy": "fedbuff"}])
+def test_a_stop_by_a_loss_that_a_function_does_not_return_is_one_line(mode, stop):
+    with pytest.raises(fedsim.ExperimentError, match=r"^stop\.metric = .* NaN in round 1; return .*loss") as caught:
+        without_lr(silent, rounds=3, stop={"metric": "train_loss", **stop}, **mode)
+    assert len(caught.value.lines) == 1
+    assert len(without_lr(worker_as_loss, rounds=3, stop={"metric": "train_loss", "target": 5}, **mode).history) == 1
+
+
 def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     """Two passes over 8 samples in batches of 3."""
     tables = {"mode": "clock", "data": {"dataset": "tests.plugs:tiny", "train": 8}, "workers": 1}
@@ -190,7 +228,10 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
         (by_optimizer, {"lr": 0.1, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}, "steps": 2},
          r'local\.schedule\.per = "step": .*by_optimizer'),
         (talkative, {}, r"local\.solver = .*talkative.*returned a dict"),
-        (reading_twice, {}, r"local\.solver: .*a second time.*local\.epochs"),
+        (reading_twice, {}, r"local\.solver: the function reads .*a second time.*local\.epochs"),
+        (costing("x"), {}, r'local\.solver = .*gradients_per_step = "x"; must be a number greater than 0'),
+        (costing(0), {}, r"local\.solver = .*gradients_per_step = 0; must be a number greater than 0"),
+        (costing(math.nan), {}, r"local\.solver = .*gradients_per_step = nan; must be a number greater than 0"),
         (growing, {}, r"local\.solver: .*names or shapes"),
     ],
 )  # fmt: skip

@@ -47,9 +47,8 @@ class Delays:
         self.speeds, self.noise, self.seed = speeds, noise, seed
         self.base, self.latency = base, latency
         self._bandwidth = math.inf if bandwidth is None else bandwidth
-        self._seconds_per_gradient = (
-            base * np.asarray(speeds, dtype=np.float64)
-        ).data  # of Python floats, which are fast
+        # As a memoryview, whose items are Python floats, which are fast.
+        self._seconds_per_gradient = (base * np.asarray(speeds, dtype=np.float64)).data
         self._block = lru_cache(CACHED_BLOCKS)(self._draw_block)
         self._block(0, 0)  # so that a wrong noise raises its error before the run
 

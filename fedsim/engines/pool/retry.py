@@ -45,7 +45,6 @@ def announce(
     note: Note | None,
     *,
     round: int = 0,
-    kind: str = "worker replaced",
     then: str = "",
 ) -> None:
     """Warn that a process was lost and is replaced, and record the event.
@@ -56,4 +55,4 @@ def announce(
     often = f"{attempt} of at most {plural(retries, 'time')}"
     warnings.warn(f"{loss}; a new one takes its place{then} ({often})", FedsimWarning, stacklevel=5)
     if note:
-        note(kind, round=round, process=loss.process, worker=loss.worker, why=loss.why, attempt=attempt)
+        note("worker replaced", round=round, process=loss.process, worker=loss.worker, why=loss.why, attempt=attempt)

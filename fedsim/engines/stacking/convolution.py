@@ -25,7 +25,8 @@ def stacked_convolution(
 ) -> Tensor:
     """Convolve the samples of k rows with the kernels of their own row.
 
-    On a CPU one row after another is fastest, or within a few percent of the fastest (`benchmarks/convolutions.py`).
+    On a CPU one row after another is at most 12 percent slower than one grouped convolution, and mostly faster
+    (`benchmarks/convolutions.py`).
     On other devices one grouped convolution takes a number of launches that does not grow with the rows.
 
     Args:

@@ -30,8 +30,8 @@ class RoundBatches:
     def __iter__(self) -> Generator[tuple[Tensor, Tensor], None, None]:
         if self._reader is not None:
             raise ExperimentError(
-                "local.solver: reads its batches a second time; read them once, and set the number of passes over a "
-                "worker's samples by local.epochs"
+                "local.solver: the function reads its batches a second time; read them once, and set the number of "
+                "passes over a worker's samples by local.epochs"
             )
         self._reader = self._read()
         return self._reader

@@ -138,7 +138,7 @@ class RowTrainer:
         """Let a function train a member's model; returns its mean loss."""
         data = with_heartbeats(self._process, self._batch_source.batches_of(member))
         batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
-        with module.lent() as model, self._objective.precision.forward(self._task.device):
+        with module.lent() as model, self._objective.precision.forwards_of(model, self._task.device):
             try:
                 return function(model, batches, member.worker)
             finally:
