@@ -25,6 +25,7 @@ from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
 from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
+from fedsim.comparison.settings_check import untrained_part
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
 from fedsim.comparison.value_figure import draw_values
@@ -211,7 +212,7 @@ def run_grid(
         for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
             load_dataset(data.dataset, data.root, **data.params)  # now: else every run would fail of missing data
         jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
-        _warn(todo)
+        _warn(todo, grid.settings.by)
         callback.on_start(grid, todo, jobs)
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not grid.engine_chosen)
         if shard is not None:
@@ -236,7 +237,7 @@ def comparison_in(folder: GridRecords, *, kept: bool = True) -> Comparison:
     return Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
 
 
-def _warn(runs: Sequence[PlannedRun]) -> None:
+def _warn(runs: Sequence[PlannedRun], by: str | None) -> None:
     """Show each warning once, however many runs it concerns."""
 
     def relevant(experiment: Experiment) -> list[Any]:
@@ -244,6 +245,12 @@ def _warn(runs: Sequence[PlannedRun]) -> None:
         return [tables["model"], tables["attack"], experiment.workers, experiment.cohort, experiment.buffers]
 
     lines = [line for run in distinct(runs, relevant) for line in warnings_about(run.experiment)]
+    if by is None and (found := untrained_part(run.experiment for run in runs)):
+        solver, number = found
+        lines.append(
+            f"{solver}: runs are compared by tests of the global model, of which a part stays untrained, since workers "
+            f"keep their own; compare with by={number}"
+        )
     for line in dict.fromkeys(lines):
         warnings.warn(line, SettingWarning, stacklevel=3)
 

@@ -50,12 +50,19 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation=0.1"
         )
-    if settings.tune is not None:
-        _check_tested_model(settings.tune, experiments)
+    if settings.tune is not None and (found := untrained_part(experiments)):
+        solver, number = found
+        raise ExperimentError(
+            f"tune = {show(settings.tune)}: values are chosen by validation results of the global model, and with "
+            f"{solver} workers keep a part of it; compare all values of {settings.tune}, without tune, with by={number}"
+        )
 
 
-def _check_tested_model(tune: str, experiments: Iterable[Experiment]) -> None:
-    """Raise ExperimentError if the validation result is that of a global model of which a part is never trained."""
+def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
+    """Return the first `local.solver` that never trains a part of the global model, since workers keep that part.
+
+    The second text is the number by which such runs can be compared, and the setting that it needs.
+    """
     seen = set()
     for each in experiments:
         tables = each.resolved()
@@ -66,11 +73,9 @@ def _check_tested_model(tune: str, experiments: Iterable[Experiment]) -> None:
         if task_of(each, torch.device("cpu")).solver.personal_columns.width:
             score = "accuracy" if correct_of(each.task.bind()) else "loss"
             personal = f"metrics.personal_worker_{score}_mean and data.worker_test=0.2"
-            raise ExperimentError(
-                f"tune = {show(tune)}: values are chosen by validation results of the global model, and with "
-                f"local.solver = {show(each.local.solver)} workers keep a part of it; compare all values of {tune}, "
-                f"without tune, with by={personal if each.policy.bind().in_rounds else 'train_loss'}"
-            )
+            number = personal if each.policy.bind().in_rounds else "train_loss"
+            return f"local.solver = {show(each.local.solver)}", number
+    return None
 
 
 def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:

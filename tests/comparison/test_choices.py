@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, SettingWarning
 from tests.comparison.made_up import grid_of, results_of
 
 AXES = {
@@ -187,6 +188,24 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(solver
     by = "metrics.personal_worker_accuracy_mean"
     result = fedsim.compare({**tables, "local": solver}, {"local.lr": rates}, by=by, jobs=1)
     assert [row.mark for row in result.summary] == ["", "*"]
+
+
+@pytest.mark.parametrize(
+    ("solver", "changes", "better"),
+    [
+        ("local_only", {}, "metrics.personal_worker_accuracy_mean"),
+        ("local_only", {"task": "torch.nn.functional:cross_entropy"}, "metrics.personal_worker_loss_mean"),
+        ("local_only", {"mode": "clock", "policy": "fedasync"}, "train_loss"),
+        ("local_only", {"by": "test_accuracy"}, None),
+        ("sgd", {}, None),
+    ],
+)
+def test_a_comparison_by_a_global_model_that_is_never_trained_warns_once(solver, changes, better, serial):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fedsim.compare({**serial, "rounds": 1}, {"local.solver": ["adam", solver], "seed": [0, 1]}, jobs=1, **changes)
+    lines = [str(each.message) for each in caught if each.category is SettingWarning]
+    assert [line.partition("by=")[2].split()[0] for line in lines] == ([] if better is None else [better])
 
 
 @pytest.mark.parametrize("name", ["name", None])

@@ -153,13 +153,11 @@ def test_every_number_of_a_round_says_which_value_is_better():
 
 
 def test_every_number_of_a_plug_says_which_value_is_better():
-    sources = {path.name: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
+    sources = {path: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
     recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
     assert recorded == BETTER_OF_PLUGS.keys()
-    otherwise = (
-        r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # names this test cannot see
-    )
-    found = [name for name, text in sources.items() if re.search(otherwise, text)]
+    unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # by the line above
+    found = [path.name for path, text in sources.items() if re.search(unseen, text)]
     assert found == ["evaluation.py"], "plugs write metrics[NAME] = ...; only the metrics of tests are added together"
     assert {name: metric_called(f"metrics.{name}").better for name in recorded} == BETTER_OF_PLUGS
 
