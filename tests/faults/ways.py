@@ -24,7 +24,6 @@ workers = 4
 model = "logistic"
 timeout = 5
 worker_retries = 100
-distributed.timeout = 5
 local.batch_size = 16
 checkpoint.every = 2
 records.curve = false
@@ -39,8 +38,8 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild"),
     "clock": ("-m", "fedsim", "run", *RESUME, "engine=serial", "mode=clock", "policy=fedbuff", "clock.speed=lognormal"),
     "compare": ("-m", "fedsim", "compare", *GRID),  # without `engine`: jobs of one process, with the time-out
-    "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed"),
-    "torchrun": (*TORCHRUN, *RESUME, "engine=distributed"),
+    "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed", "distributed.timeout=5"),
+    "torchrun": (*TORCHRUN, *RESUME, "engine=distributed", "distributed.timeout=5"),
 }
 RANKS, POOLS = ("ranks", "torchrun"), ("spawn", "batched", "race", "compare")
 LONGEST = START_TIMEOUT + 60.0  # seconds until programs end: a process may be stopped while it starts
