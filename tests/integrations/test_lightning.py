@@ -30,7 +30,7 @@ def test_a_strategy_without_ranks_is_an_error():
 
     from fedsim.integrations.lightning import RobustGradients
 
-    with pytest.raises(fedsim.ExperimentError, match=r"^g = 1: unknown key \(the rule is krum\)"):
+    with pytest.raises(fedsim.ExperimentError, match=r"^g = 1: unknown key \(the aggregation rule is krum\)"):
         RobustGradients("krum", g=1)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(fedsim.ExperimentError, match=r'^RobustGradients: needs Trainer\(strategy="ddp"\), not Single'):
