@@ -1,8 +1,8 @@
-"""A check of keys and names before PyTorch is imported, which takes seconds: most mistakes are in these.
+"""Check keys and names before PyTorch is imported, since most mistakes are there and the import takes seconds.
 
-It knows keys and plugs from fedsim's source, and leaves what it cannot decide to the check of the experiment itself:
-values, their combinations, and all plugs of an experiment that imports one, since an import may register others. Both
-give an error the same words.
+The check reads keys and plugs from fedsim's source. It leaves values and their combinations to the check of the
+experiment itself, and also all plugs of an experiment that imports one, since an import may register others. Both
+checks report an error in the same words.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class ClientAlgorithm:
         return False
 
     def gradients(self, steps: int, batches: int) -> int:
-        """Number of gradients of a batch that a worker computes in a round, which is its time on the virtual clock.
+        """Return the number of mini-batch gradients that a worker computes in a round: its cost on the virtual clock.
 
         Args:
             steps: number of local steps, one for each batch.

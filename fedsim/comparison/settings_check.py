@@ -21,7 +21,10 @@ from fedsim.runs.setup import task_of
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
-    """Return the settings, see `check_number`. Raises ExperimentError if they do not fit these axes and experiments."""
+    """Return the settings with `by` as `check_number` returns it and axes under the names that the grid uses.
+
+    Raises ExperimentError if the settings do not fit the axes and the experiments.
+    """
     settings = _with_axes_as_called(settings)
     if settings.target is not None:
         _check_target(settings.target, experiments)

@@ -270,7 +270,7 @@ def _class(name: str) -> ast.ClassDef:
 
 @functools.cache
 def _bases(definition: ast.ClassDef) -> list[ast.ClassDef]:
-    """The base classes in fedsim, the farthest first, and the class itself."""
+    """Return the base classes that fedsim defines, from the most distant ancestor to the class itself."""
     names = [name for name in map(_name, definition.bases) if _files("class", name)]
     return [*(base for name in names for base in _bases(_class(name))), definition]
 

@@ -26,7 +26,7 @@ REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's f
 
 
 class TaskRegistry(Registry):
-    """A Registry that also accepts loss functions: their first two parameters are inputs, and have no defaults."""
+    """A registry of tasks that also accepts loss functions, whose first two parameters are outputs and targets."""
 
     def _plug(self, name: str, target: Any) -> Plug:
         plug = super()._plug(name, target)

@@ -29,7 +29,7 @@ from fedsim.errors import ExperimentError, first_line, show
 
 
 class MetricRegistry(Registry):
-    """A registry that also accepts classes with `update` and `compute`. Its decorator accepts `higher_is_better`."""
+    """A registry of metrics that also accepts classes with `update` and `compute`, such as those of torchmetrics."""
 
     def __call__(self, name: str, *, higher_is_better: bool | None = None) -> Callable[[Callable[..., Any]], Any]:
         """Decorator that registers a metric.

@@ -106,7 +106,7 @@ def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]
 
 
 def _as_import_path(name: str) -> str | None:
-    """The import path for a name that is a path of a file or has a dot instead of the colon; None for other names."""
+    """Return the import path that a file path or a dotted name stands for, with a remark. None for other names."""
     file, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         file, attribute = name, "NAME"

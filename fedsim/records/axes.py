@@ -132,7 +132,7 @@ def describe_point(point: Mapping[str, Any]) -> str:
 
 
 def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Return a problem with the first point that has it, unless all have it."""
+    """Return an error line preceded by the first combination that causes it, or the line alone if all cause it."""
     if len(points) == total:
         return line
     more = f" (and {len(points) - 1} more of {total} runs)" if len(points) > 1 else ""

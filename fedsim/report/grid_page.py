@@ -181,7 +181,10 @@ class ComparedCombination:
 
 
 def compare(group: Sequence[Combination]) -> list[ComparedCombination]:
-    """Return the combinations of a group, each compared with the best; not compared if it is alone or none is best."""
+    """Return the combinations of a group, each compared with the best one.
+
+    Without a best one, or with a single combination, none is compared.
+    """
     found = best_of(group)
     if found is None or len(group) < 2:
         return list(map(ComparedCombination, group))

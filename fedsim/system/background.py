@@ -35,7 +35,7 @@ class SingleThreadExecutor:
         return done
 
     def end(self, seconds: float) -> bool:
-        """End the thread after the functions that have begun. Returns whether it has ended in time."""
+        """Stop the thread once the queued functions are done. Return whether it has ended within `seconds`."""
         self._calls.put(None)
         if self._thread is not None:
             self._thread.join(seconds)

@@ -42,14 +42,14 @@ def stacked_convolution(
 
 
 def way_on(device: torch.device) -> str:
-    """The name of the way that a kind of device takes."""
+    """Return the name of the implementation used on `device`, a key of `WAYS`."""
     return "one by one" if device.type == "cpu" else "grouped"
 
 
 def one_by_one(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """One convolution after another."""
+    """Convolve the rows one after another."""
     biases = [None] * len(weight) if bias is None else bias.unbind()
     parts = zip(input.chunk(len(weight)), weight.unbind(), biases, strict=True)
     outputs = [convolution(part, kernels, offsets, *options) for part, kernels, offsets in parts]
@@ -57,7 +57,7 @@ def one_by_one(
 
 
 def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """One convolution whose channels are those of all rows side by side, in groups that do not see each other."""
+    """Convolve all rows at once, by one grouped convolution with the channels of all rows side by side."""
     k = len(weight)
     side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
     offsets = None if bias is None else bias.flatten()

@@ -69,7 +69,7 @@ class RoundClock:
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
-        """Advance until all of these workers, which start at the same time, have computed their gradients."""
+        """Advance until every worker of the cohort has computed its gradients; all start at the same time."""
         seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in gradients.items()]
         self._started.update(gradients.keys())
         self.now += max(seconds, default=0.0)
