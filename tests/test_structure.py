@@ -1,9 +1,13 @@
-"""The structure of the package: which package may import which, and which names are unique."""
+"""The structure of the package: which package may import which, which names are unique, and how much code there is.
+
+`python -m tests.test_structure` prints the code lines and files of each folder.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+import tokenize
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -88,3 +92,28 @@ def test_an_init_module_lists_what_it_offers_or_offers_nothing():
                 ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
             ]
             assert len(tree.body) == 1 or "__all__" in targets, path
+
+
+def code_lines(path: Path) -> int:
+    """The number of lines that hold code: not blank, not only a comment, and not part of a docstring."""
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in (*layout, tokenize.ENCODING)]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
+            first = body[0]
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                lines -= set(range(first.lineno, first.end_lineno + 1))
+    return len(lines)
+
+
+if __name__ == "__main__":
+    code, files = Counter(), Counter()
+    for path in sorted([*(ROOT / "fedsim").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
+        for folder in {path.relative_to(ROOT).parts[0], str(path.relative_to(ROOT).parent)}:
+            code[folder] += code_lines(path)
+            files[folder] += 1
+    for folder in sorted(code):
+        print(f"{folder:40} {code[folder]:7,} code lines in {files[folder]:3} files")

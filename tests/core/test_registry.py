@@ -94,7 +94,7 @@ def test_all_problems_are_reported_together(registry):
 
 def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
     assert "Literal" not in globals()  # which the annotation of `momentum` has
-    tamed = policy.get("tests.test_registry:Tamed")
+    tamed = policy.get("tests.core.test_registry:Tamed")
     assert tamed.check({}) == {"momentum": "private", "rate": 0.1}
     with pytest.raises(ExperimentError, match='must be "private" or "shared"'):
         tamed.check({"momentum": "none"})

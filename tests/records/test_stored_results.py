@@ -54,7 +54,7 @@ def assert_same_result(one, other):
         {},
         {"precision": "float64"},
         {"mode": "clock", "policy": "fedbuff"},
-        {"model": "tests.test_stored_results:normalised"},
+        {"model": "tests.records.test_stored_results:normalised"},
         {"stop": {"metric": "test_loss", "target": 100.0}},
     ],
     ids=["default", "float64", "clock", "buffers", "stopped"],

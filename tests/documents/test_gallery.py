@@ -12,7 +12,7 @@ import pytest
 
 import fedsim
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 gallery = importlib.import_module("gallery")
 MANY = 100  # runs, from which a check takes seconds

@@ -93,7 +93,7 @@ def same(one, other):
     ],
 )
 def test_a_model_can_be_a_class_or_a_function(short, model):
-    by_path = fedsim.run({**short, "model": "tests.test_objects:Perceptron"})
+    by_path = fedsim.run({**short, "model": "tests.config.test_objects:Perceptron"})
     assert same(fedsim.run({**short, "model": model()}), by_path)
 
 
@@ -304,12 +304,12 @@ def test_an_object_that_does_not_fit_is_one_line(short, change, line):
 
 def test_defaults_that_no_file_can_hold_are_left_to_the_function(short):
     experiment = fedsim.Experiment(**{**short, "model": Perceptron})
-    assert experiment.resolved()["model"] == {"name": "tests.test_objects:Perceptron", "hidden": 8}
-    assert "tests.test_objects:Perceptron" in to_toml(experiment)
+    assert experiment.resolved()["model"] == {"name": "tests.config.test_objects:Perceptron", "hidden": 8}
+    assert "tests.config.test_objects:Perceptron" in to_toml(experiment)
 
 
 def test_names_are_import_paths_or_numbered_notes():
-    assert name_of(Perceptron) == "tests.test_objects:Perceptron"
+    assert name_of(Perceptron) == "tests.config.test_objects:Perceptron"
     one, other = local_class(), local_class()
     first, second = name_of(one), name_of(other)
     assert (name_of(one), name_of(other)) == (first, second)

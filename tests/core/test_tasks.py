@@ -22,7 +22,7 @@ def one_logit() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 1))
 
 
-BINARY = {"task": "binary", "data": "tests.test_tasks:even_digits", "model": "tests.test_tasks:one_logit"}
+BINARY = {"task": "binary", "data": "tests.core.test_tasks:even_digits", "model": "tests.core.test_tasks:one_logit"}
 SMOOTHED = {"task": {"name": "classification", "label_smoothing": 0.1}}
 OWN = {"task": {"name": "tests.plugs:Smoothed", "smoothing": 0.3}}
 

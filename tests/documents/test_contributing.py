@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import ended, start
 
-TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 
 
 def test_the_plug_of_the_guide_ignores_a_distant_row(tmp_path):
@@ -23,4 +23,4 @@ def test_the_plug_of_the_guide_ignores_a_distant_row(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:tests|fedsim)/[\w/]+(?:\.py|/))`", TEXT))))
 def test_the_files_of_the_guide_exist(path):
-    assert (Path(__file__).parents[1] / path).exists()
+    assert (Path(__file__).parents[2] / path).exists()

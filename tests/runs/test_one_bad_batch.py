@@ -30,7 +30,7 @@ def only_biases(update):
     return sent
 
 
-FEEDBACK = {"processors": [{"name": "tests.test_one_bad_batch:only_biases", "error_feedback": True}]}
+FEEDBACK = {"processors": [{"name": "tests.runs.test_one_bad_batch:only_biases", "error_feedback": True}]}
 CASES = {
     "momentum": {"sync": "gradients", "local": {"momentum": 0.9, "momentum_at": "worker"}},
     "kept momentum": {"local": {"momentum": 0.9, "keep_state": True}},
@@ -47,7 +47,7 @@ ENGINES = {
 
 
 def run(tables, case, engine, session, **local):
-    changes = {"data": "tests.test_one_bad_batch:with_one_bad_sample", "partition": "tests.plugs:in_blocks"}
+    changes = {"data": "tests.runs.test_one_bad_batch:with_one_bad_sample", "partition": "tests.plugs:in_blocks"}
     changes |= {"model": "logistic", "rounds": ROUNDS, "aggregate": {"nonfinite": "exclude"}, **case, **ENGINES[engine]}
     changes["local"] = {"batch_size": BATCH, "lr": 0.05, "steps": 1, **case.get("local", {}), **local}
     return fedsim.run({**tables, **changes}, session=session)

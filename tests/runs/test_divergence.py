@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedsim
-from tests.test_nonfinite import ENGINES, TIMED
+from tests.runs.test_nonfinite import ENGINES, TIMED
 
 STOP = {"rounds": 4, "workers": 5, "aggregate": {"rule": "median", "nonfinite": "stop"}}
 ATTACKED = {**STOP, "attack": {"name": "inf", "workers": [1, 3], "start_round": 3}}

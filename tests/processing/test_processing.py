@@ -75,9 +75,12 @@ def test_compression_shortens_a_round_on_the_virtual_clock(tiny_experiment):
 
 def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "local": {"steps": 1, "batch_size": 16}, "sync": "gradients"}
-    chain = [{"name": "tests.test_processing:halved", "factor": 2.0}, "tests.test_processing:halved"]
+    chain = [
+        {"name": "tests.processing.test_processing:halved", "factor": 2.0},
+        "tests.processing.test_processing:halved",
+    ]
     history = fedsim.run({**tables, "processors": chain}).history
-    norms = fedsim.run({**tables, "processors": ["tests.test_processing:halved"]}).history
+    norms = fedsim.run({**tables, "processors": ["tests.processing.test_processing:halved"]}).history
     assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}  # the last in the chain
 
 
@@ -100,7 +103,7 @@ columnwise.columnwise = True
 
 def test_a_columnwise_rule_that_takes_metrics_is_refused():
     with pytest.raises(ExperimentError, match="a columnwise rule cannot record metrics"):
-        fedsim.Experiment(aggregate="tests.test_processing:columnwise")
+        fedsim.Experiment(aggregate="tests.processing.test_processing:columnwise")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,7 @@ def test_a_columnwise_rule_that_takes_metrics_is_refused():
 )
 def test_a_result_of_another_shape_or_with_wrong_bytes_is_an_error(name, error):
     with pytest.raises(ExperimentError, match=error):
-        apply_chain(chain_of(f"tests.test_processing:{name}"), torch.ones(2), 0, (1, 0), {})
+        apply_chain(chain_of(f"tests.processing.test_processing:{name}"), torch.ones(2), 0, (1, 0), {})
 
 
 def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
@@ -131,7 +134,7 @@ def test_qsgd_has_no_bias_and_gives_zero_for_zero():
 
 def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "aggregate": {"rule": "median", "nonfinite": "exclude"}}
-    chain = [{"name": "tests.test_processing:halved", "factor": 1e300}] * 2
+    chain = [{"name": "tests.processing.test_processing:halved", "factor": 1e300}] * 2
     with pytest.raises(ExperimentError, match="all 3 updates hold NaN or infinity"):
         fedsim.run({**tables, "processors": chain})
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import fedsim
 from fedsim.errors import ExperimentError
 from fedsim.runs.setup import task_of
-from tests.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, ROUNDS, averaged, of_local
+from tests.clients.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, ROUNDS, averaged, of_local
 
 SCHEDULES = {
     "step": ({"name": "step", "step_size": 2}, lambda o: lr_scheduler.StepLR(o, 2)),

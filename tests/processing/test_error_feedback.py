@@ -13,7 +13,7 @@ from tests import plugs
 from tests.textbook import Federation
 
 TOP = {"name": "top_k", "k": 500, "error_feedback": True}
-HALF = {"name": "tests.test_error_feedback:half", "error_feedback": True}
+HALF = {"name": "tests.processing.test_error_feedback:half", "error_feedback": True}
 TABLES = {
     **{"rounds": 4, "workers": 6, "cohort": 3, "model": "logistic", "data": "tests.plugs:tiny", "precision": "float64"},
     **{"local": {"batch_size": 16, "lr": 0.1, "steps": 3}, "engine": "serial", "processors": [TOP]},

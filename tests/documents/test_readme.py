@@ -14,7 +14,7 @@ import fedsim
 from fedsim.cli.main import app
 from fedsim.errors import plural
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 COMPARISONS = [  # the command, and the output that is shown below it

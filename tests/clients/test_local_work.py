@@ -13,7 +13,7 @@ import fedsim
 from fedsim.engines.schedule import DrawnAmount, Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
-from tests.test_drop_last import zero
+from tests.clients.test_drop_last import zero
 from tests.textbook import Federation
 
 BATCH, LR, ROUNDS, WORKERS = 4, 0.1, 3, 4
@@ -23,7 +23,7 @@ EXPERIMENT = {
     "workers": WORKERS,  # of 15 samples each, so batches of 4, 4, 4 and 3
     "engine": "serial",
     "precision": "float64",
-    "model": {"name": "tests.test_drop_last:zero"},
+    "model": {"name": "tests.clients.test_drop_last:zero"},
     "data": "tests.asynchronous.test_clock_runs:points",
     "aggregate": "mean",
 }

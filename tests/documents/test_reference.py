@@ -14,7 +14,7 @@ import fedsim
 from fedsim.config.plugs import PLUGS, registry_of
 from fedsim.records.file_descriptions import FILES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "hooks"))  # as mkdocs does
 reference, docstrings = importlib.import_module("reference"), importlib.import_module("docstrings")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.forking import Program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FETCHED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?(?:https?:)?//"""

@@ -19,7 +19,7 @@ from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times
 from tests.matrix import in_turn
-from tests.test_simulation import local_epoch
+from tests.runs.test_simulation import local_epoch
 from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
 SWITCH, ROUNDS = 2, 4
@@ -50,7 +50,7 @@ CASES = {
         "server": {"optimizer": "adam", "bias_correction": True},
     },
     "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}},
-    "a server that knows its start": {"server": {"optimizer": "tests.test_post_local:Returning"}},
+    "a server that knows its start": {"server": {"optimizer": "tests.runs.test_post_local:Returning"}},
     "buffers averaged": {**BUFFERED, "buffers": "average"},
     "buffers kept by workers": {**BUFFERED, "buffers": "local"},
     "a rule that starts where it ended": {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},

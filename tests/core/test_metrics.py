@@ -17,7 +17,12 @@ from fedsim.core.metrics import bind_metric, metric
 from tests.other_tasks import NEXT_TOKEN, REGRESSION
 from tests.plugs import TINY_TEST, TINY_TRAIN, real_images, tiny
 
-METRICS = ["macro_f1", {"name": "top_k", "k": 3}, "tests.test_metrics:ShareCorrect", "tests.test_metrics:largest"]
+METRICS = [
+    "macro_f1",
+    {"name": "top_k", "k": 3},
+    "tests.core.test_metrics:ShareCorrect",
+    "tests.core.test_metrics:largest",
+]
 SMALL = {"rounds": 2, "workers": 3, "model": "logistic", "engine": "serial"}
 
 
@@ -74,7 +79,7 @@ def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
 )
 def test_metrics_and_validation_agree_between_engines(how, tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "precision": "float64", "metrics": METRICS}
-    tables["data"] = {"dataset": "tests.test_metrics:several_batches", "validation": 0.2}
+    tables["data"] = {"dataset": "tests.core.test_metrics:several_batches", "validation": 0.2}
     reference = fedsim.run({**tables, **({} if how.get("engine") else how)}).history
     for ours, theirs in zip(fedsim.run({**tables, **how}).history, reference, strict=True):
         assert ours.metrics.keys() == theirs.metrics.keys()
@@ -130,7 +135,7 @@ def test_metrics_leave_ignored_targets_out():
 
 
 def test_a_class_gets_its_arguments(tiny_experiment):
-    chosen = {"name": "tests.test_metrics:ShareCorrect", "classes": 1, "label": "zeros"}
+    chosen = {"name": "tests.core.test_metrics:ShareCorrect", "classes": 1, "label": "zeros"}
     result = fedsim.run({**tiny_experiment, **SMALL, "metrics": [chosen]})
     zeros = (tiny(None)[1].targets == 0).float().mean().item()
     assert result.history[-1].metrics == {"zeros": pytest.approx(zeros)}
@@ -143,7 +148,7 @@ def test_a_class_gets_its_arguments(tiny_experiment):
         (["top_k", {"name": "top_k", "k": 1}], "label"),
         ([{"name": "top_k", "k": 11}], "k = 11"),
         (["mse"], "one output for each target"),
-        (["tests.test_metrics:one_for_each_sample"], "one_for_each_sample"),
+        (["tests.core.test_metrics:one_for_each_sample"], "one_for_each_sample"),
     ],
 )
 def test_a_metric_that_cannot_be_computed_is_refused_before_the_first_round(wrong, words, tiny_experiment):

@@ -201,7 +201,7 @@ class Overflowing(models.Normalised):
 
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd", "locked race"])
 def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session):
-    tables = {**in_mode(tables, mode), "data": "tests.plugs:tiny", "model": "tests.test_nonfinite:Overflowing"}
+    tables = {**in_mode(tables, mode), "data": "tests.plugs:tiny", "model": "tests.runs.test_nonfinite:Overflowing"}
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of their 38 numbers"):
         fedsim.run(tables, session=session if "race" in mode else None)
     kept = {**tables, "aggregate": {"nonfinite": "keep"}}

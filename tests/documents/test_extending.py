@@ -18,7 +18,7 @@ from fedsim.comparison import plan_grid
 from fedsim.records.axes import label
 from fedsim.records.history import read_history
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def blocks(document, language):

@@ -12,7 +12,7 @@ import pytest
 import fedsim
 from fedsim.runs.notebook import in_notebook
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 needs_kernel = pytest.mark.skipif(
     find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs fedsim-sgd[notebook]"
 )
