@@ -88,8 +88,7 @@ class ServerState:
         Raises ExperimentError if there is not enough shared memory.
         """
         self.worker_states.reserve(range(self.n))
-        kept = [*self.worker_states.rows.values(), *self.worker_states.initial.values()]
-        share([*self.own_tensors.values(), *kept])
+        share(self.own_tensors.values())
         self.attach(self.shared)  # the NumPy views must be of the new memory
 
     @property

@@ -1,4 +1,4 @@
-"""The interface of an aggregation, which an executor calls line by line, and what its implementations share.
+"""The interface of an aggregation, whose methods a round calls in order, and what its implementations share.
 
 `RowAggregator` aggregates rows in the memory of this process, `RankAggregator` rows of several ranks.
 """
@@ -57,6 +57,18 @@ class Aggregator(Protocol):
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
         """Continue with the states of the rule and of the attack."""
+
+    def states_by_columns(self) -> dict[str, Tensor]:
+        """Copies [d] of the optimizer states that ranks divide by columns; empty where memory is shared."""
+
+    def load_columns(self, tensors: dict[str, Tensor]) -> None:
+        """Set them from such tensors."""
+
+    def train_losses(self) -> Tensor:
+        """Mean training losses of the last round [cohort], float64, by slot."""
+
+    def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
+        """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:

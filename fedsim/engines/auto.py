@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fedsim.engines.engine import Engine
+from fedsim.engines.executor import Executor, MakeExecutor
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.named import RACING, one_by_one, stacked
 from fedsim.engines.plan import (
@@ -53,14 +54,14 @@ class AutoEngine(Engine):
         self._plan = ExecutionPlan(1, False, "")
         super().__init__(self._here, one_by_one, threads)
 
-    def begin(self, task: TaskSpec, shared: SharedState) -> None:
+    def begin(self, task: TaskSpec, shared: SharedState, make: MakeExecutor = Executor) -> None:
         self.leave()
         key = _what_plans_depend_on(task, shared)
         if key not in self._plans:
             self._plans[key] = self.choose(task, shared)
         plan, probe = self._plans[key]
         reasons = list[str]()
-        while reason := self._failure(plan, probe, task, shared):
+        while reason := self._failure(plan, probe, task, shared, make):
             reasons.append(reason)
             self._give_up(task.device)
             next_plan = simpler(plan, "; ".join(dict.fromkeys(reasons)))
@@ -72,13 +73,18 @@ class AutoEngine(Engine):
             warnings.warn(f"one process trains all rows, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
 
     def _failure(
-        self, plan: ExecutionPlan, probe: StackingProbe | None, task: TaskSpec, shared: SharedState
+        self,
+        plan: ExecutionPlan,
+        probe: StackingProbe | None,
+        task: TaskSpec,
+        shared: SharedState,
+        make: MakeExecutor,
     ) -> str | None:
         """Begin with a task as planned. Return None, or why that failed; raise if there is no simpler plan to try."""
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=probe) if plan.stacked else one_by_one
-            self._backend = self._backend_for(plan)
-            super().begin(task, shared)
+            self.backend = self._backend_for(plan)
+            super().begin(task, shared, make)
         except Exception as error:
             if simpler(plan, "") is None:
                 raise
@@ -123,12 +129,7 @@ class AutoEngine(Engine):
         name = "batched" if plan.stacked else "spawn" if plan.processes > 1 else "serial"
         return {"engine": name, "threads": self._threads, **super().facts(), "reason": plan.reason}
 
-    @property
-    def at_work(self) -> bool:
-        return self._pool is None or self._pool.at_work
-
     def leave(self) -> None:
-        self._worker_states = None
         self._here.leave()
         if self._pool is not None:
             self._pool.leave()

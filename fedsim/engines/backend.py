@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from torch import Tensor
-
-from fedsim.core.snapshot import Snapshot
-from fedsim.engines.executor import MakeTrainer
+from fedsim.engines.executor import MakeExecutor, MakeTrainer
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import WorkerError
@@ -18,25 +15,27 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """Runs the methods of `Executor` in one process or in several, one task after another.
+    """Runs the methods of an `Executor` in one process or in several, one task after another.
 
     Attributes:
-        shared: the tensors of the current task.
+        shared: the tensors of the current task, which all processes work on.
+        states: the state that workers keep between their rounds of the current task.
         processes: how many there are.
     """
 
     shared: SharedState
+    states: WorkerStates
     processes: int
 
     @abstractmethod
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         """Make an executor in every process. Raises ExperimentError if this backend cannot do the task."""
 
     @abstractmethod
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of `Executor` in every process.
+        """Call a method of the executor in every process.
 
-            backend.run(Executor.train, cohort, round)
+            backend.run(Simulation.run_round, round)
 
         Returns the results in the order of the processes. Raises WorkerError if a process fails.
         """
@@ -62,31 +61,3 @@ class Backend(ABC):
     def replace_processes(self) -> None:
         """Restart all processes on the current task and state. Raises WorkerError if that fails."""
         raise WorkerError(f"{type(self).__name__} has no processes to replace")
-
-    def train_losses(self) -> Tensor:
-        """Mean training losses of the last round [cohort], float64, by slot."""
-        return self.shared.train_loss
-
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
-        return self.shared.rows, self.shared.losses
-
-    def new_worker_states(self, task: TaskSpec) -> WorkerStates:
-        """The state that workers keep, before the first round."""
-        return WorkerStates.of(task, self.shared)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that one round leaves to the next, whole, by name."""
-        return self.shared.state_dict()
-
-    def restore(self, state: Snapshot, without: tuple[str, ...]) -> None:
-        """Copy the tensors of a state to those of `state_dict`, except those whose names begin with one of `without`.
-
-        Raises RecordError if they do not fit.
-        """
-        put_back(state, self.shared.state_dict(), without)
-
-
-def put_back(state: Snapshot, tensors: dict[str, Tensor], without: tuple[str, ...]) -> None:
-    """Give tensors their values in a state, except those whose names begin with one of `without`."""
-    state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(without)})

@@ -8,10 +8,11 @@ from typing import TypeVar
 import torch
 
 from fedsim.engines.backend import Backend
-from fedsim.engines.exchange import Exchange, SharedMemory
-from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.engines.group import Group, SharedMemory
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import FedsimError, WorkerError
 from fedsim.system.devices import release_memory
 from fedsim.system.limits import format_failure
@@ -34,13 +35,17 @@ class InProcess(Backend):
         self._began = False
         torch.set_num_threads(threads)
 
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.shared, self._began = shared, True
-        self.executor = Executor(self.exchange(), task, shared, make_trainer)
+        group = self.new_group(task)
+        self.states = self.new_states(task, group)
+        self.executor = make(group, task, shared, make_trainer, self.states)
 
-    def exchange(self) -> Exchange:
-        """Make the exchange of a task with other processes."""
-        return SharedMemory(ProcessContext.alone())
+    def new_group(self, task: TaskSpec) -> Group:
+        return SharedMemory(ProcessContext.alone(), task.device)
+
+    def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
+        return WorkerStates.of(task, self.shared)
 
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
         executor = self.executor
@@ -51,14 +56,14 @@ class InProcess(Backend):
         except FedsimError:
             raise
         except Exception as error:
-            raise WorkerError(f"{executor.exchange.describe_failure()}: {format_failure(error)}") from error
+            raise WorkerError(f"{executor.group.describe_failure()}: {format_failure(error)}") from error
 
     def leave(self) -> None:
         if not self._began:
             return
         self._began, self.executor = False, None
         device = self.shared.global_row.device
-        del self.shared
+        del self.shared, self.states
         release_memory(device)
 
     def close(self) -> None:

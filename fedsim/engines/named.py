@@ -57,14 +57,14 @@ class SpawnEngine(Engine):
     """
 
     traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
-    _backend: InPool
+    backend: InPool
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         super().__init__(InPool(processes, threads, timeout), one_by_one, threads)
 
     def call(self, function: Callable[..., T], *arguments: object) -> list[T]:
         """Run `function(process, executor, *arguments)` in every process, as a race does; the results in order."""
-        return self._backend.call(function, *arguments)
+        return self.backend.call(function, *arguments)
 
 
 class BatchedEngine(Engine):

@@ -202,6 +202,18 @@ class RowAggregator:
             kept = self._attack_state if of_attack else self._state
             kept[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
+    def states_by_columns(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_columns(self, tensors: dict[str, Tensor]) -> None:
+        """Do nothing: optimizer states lie whole in the shared memory."""
+
+    def train_losses(self) -> Tensor:
+        return self._shared.train_loss
+
+    def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
+        return self._shared.rows, self._shared.losses
+
     def begin_with_parameters(self) -> None:
         self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"
         for block in self._blocks:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import IO
+from collections.abc import Collection, Mapping, Sequence
+from multiprocessing.reduction import DupFd
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.clients import State
 from fedsim.clients.personal_buffers import state_at_first
 from fedsim.core.rows import new_rows
+from fedsim.engines.pool.shared_memory import memory_file
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError, RecordError, show_bytes
 from fedsim.processing import initial_residuals
 from fedsim.system.limits import describe_os_error
@@ -24,8 +26,8 @@ from fedsim.system.limits import describe_os_error
 class WorkerStates:
     """Named rows by worker, made on a worker's first use, so memory follows the workers that have taken part.
 
-    The process that runs the loop holds them. Before a round it copies those of the cohort to the rows of the
-    `SharedState`, where all processes reach them, and afterwards back. A round that is repeated begins from here.
+    Before a round, each process copies the rows of the members that it trains to the rows of the `SharedState`, and
+    afterwards back. All processes assign the same places, because all of them know the whole cohort.
 
     Args:
         initial: the state of a worker before its first round, tensors [w].
@@ -39,7 +41,8 @@ class WorkerStates:
     def __init__(self, initial: State, limit: int | None = None, folder: str | None = None) -> None:
         self.initial, self._limit, self._folder = initial, limit, folder
         self.rows = {name: _room(0, row) for name, row in initial.items()}
-        self._files: dict[str, IO[bytes]] = {}
+        self._files: dict[str, int] = {}  # descriptors
+        self._shared = self._in_memory = False
         self._places: dict[int, int] = {}
 
     @classmethod
@@ -47,13 +50,48 @@ class WorkerStates:
         """For a task at its start."""
         return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
+    def share(self, workers: int) -> WorkerStates:
+        """Let processes that get this object map the same rows: files in memory, or on disk if the rows of so many
+        workers would exceed the limit."""
+        self._shared = True
+        fits = self._limit is None or workers * self._worker_bytes <= self._limit
+        for name in self.initial:
+            descriptor = memory_file(0) if fits else None
+            self._in_memory = descriptor is not None
+            self._files[name] = self._new_file() if descriptor is None else descriptor
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        files = {name: DupFd(file) for name, file in self._files.items()}
+        return {**self.__dict__, "rows": {}, "_files": files, "_places": {}, "places": self.workers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        workers = state.pop("places")
+        self.__dict__.update(state)
+        self._files = {name: file.detach() for name, file in state["_files"].items()}
+        self.rows = {name: _room(0, row) for name, row in self.initial.items()}
+        self.add(workers)
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            os.close(file)
+
     def __len__(self) -> int:
         return len(self._places)
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that have state, in the order of their places."""
+        return list(self._places)
 
     @property
     def in_files(self) -> bool:
         """Whether the rows lie in files."""
         return bool(self._files)
+
+    @property
+    def _worker_bytes(self) -> int:
+        return sum(row.nbytes for row in self.initial.values())
 
     def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
         """Copy the workers' state, or the initial one where they have none, to these slots of `rows` [n, w]."""
@@ -65,40 +103,59 @@ class WorkerStates:
                 places, places_there = map(list, zip(*known, strict=True))
                 rows[name][places_there] = kept[places].to(rows[name].device)
 
-    def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
-        """Copy the state of a cohort to the first of `rows` [n, w]. The other rows get the initial state."""
-        self.load(cohort, rows, range(len(cohort)))
-        for name, row in self.initial.items():
-            rows[name][len(cohort) :] = row
+    def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
+        """Copy the state of the members that this process trains to their slots of `rows` [n, w]."""
+        self.load([member.worker for member in mine], rows, [member.slot for member in mine])
 
     def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
         """Copy the state from these slots of `rows` back."""
-        places = self.reserve(workers)
+        self.add(workers)
+        places = [self._places[worker] for worker in workers] if self.initial else []
         for name, kept in self.rows.items():
             kept[places] = rows[name][slots].to(kept.device)
+
+    def save_cohort(
+        self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
+    ) -> None:
+        """Copy the state of the members that this process trains back; excluded workers keep that of before."""
+        saved = [worker for worker in cohort if worker not in excluded]
+        self.add(saved)
+        members = [member for member in mine if member.worker in saved]
+        if members:
+            self.save([member.worker for member in members], rows, [member.slot for member in members])
 
     def sums(self, messages: State, slots: Sequence[int]) -> State:
         """The sums [w] of the messages [n, w] at these slots."""
         return {name: rows[slots].sum(0) for name, rows in messages.items()}
 
-    def reserve(self, workers: Sequence[int]) -> list[int]:
-        """Make the state of workers that have none; the places of all of these workers."""
-        if not self.initial:
-            return []
-        new = [worker for worker in workers if worker not in self._places]
+    def add(self, workers: Sequence[int]) -> list[int]:
+        """Make room for workers that have none; those workers."""
+        new = [worker for worker in workers if worker not in self._places] if self.initial else []
         begin, end = len(self._places), len(self._places) + len(new)
         if any(end > len(rows) for rows in self.rows.values()):
             self._grow(begin, end)
-        for name, row in self.initial.items():
-            self.rows[name][begin:end] = row.to(self.rows[name].device)
         self._places |= {worker: place for place, worker in enumerate(new, begin)}
-        return [self._places[worker] for worker in workers]
+        return new
+
+    def reserve(self, workers: Sequence[int]) -> None:
+        """Give workers that have no state the initial one."""
+        places = [self._places[worker] for worker in self.add(workers)]
+        for name, row in self.initial.items():
+            self.rows[name][places] = row.to(self.rows[name].device)
+
+    def follow(self, workers: Sequence[int]) -> None:
+        """Take over the places of another process, which shares its rows with this one."""
+        if list(workers) != self.workers:
+            self._places = {}
+            self.add(workers)
 
     def _grow(self, begin: int, end: int) -> None:
         """Make room for `end` workers, and for up to twice the `begin` workers of before."""
         size, fit = max(end, 2 * begin), end
-        if self._limit is not None:
-            fit = self._limit // sum(row.nbytes for row in self.initial.values())
+        if self._shared:
+            fit = 0
+        elif self._limit is not None:
+            fit = self._limit // self._worker_bytes
             size = min(size, fit) if end <= fit else size
         for name, row in self.initial.items():
             before, in_file = self.rows[name], name in self._files
@@ -109,21 +166,28 @@ class WorkerStates:
     def _map(self, name: str, n: int, row: Tensor) -> Tensor:
         """A file with `n` rows, mapped to memory; it keeps the rows that it has."""
         nbytes = n * row.nbytes
+        if not nbytes:
+            return _room(n, row)
         try:
             if name not in self._files:
-                self._files[name] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  # as long as this object
-                weakref.finalize(self, self._files[name].close)
+                self._files[name] = self._new_file()
             file = self._files[name]
-            if hasattr(os, "posix_fallocate"):  # writing to a mapped file on a full disk would kill the process
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(nbytes,))
+            if os.fstat(file).st_size < nbytes:
+                os.ftruncate(file, nbytes)
+            if not self._in_memory and hasattr(os, "posix_fallocate"):  # writing on a full disk would kill the process
+                os.posix_fallocate(file, 0, nbytes)
+            mapped = mmap.mmap(file, nbytes)
         except OSError as error:
             raise ExperimentError(
                 f"worker_state_memory = {self._limit}: what workers keep goes to a file in "
                 f"{self._folder or tempfile.gettempdir()}, which cannot grow to {show_bytes(nbytes)}: "
                 f"{describe_os_error(error)}; use a larger value, or a folder with more space"
             ) from error
-        return torch.from_numpy(mapped).view(row.dtype).view(n, len(row))
+        return torch.frombuffer(mapped, dtype=row.dtype).view(n, len(row))
+
+    def _new_file(self) -> int:
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            return os.dup(file.fileno())
 
     def tensors(self) -> dict[str, Tensor]:
         """The state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name; empty without any."""
@@ -150,7 +214,7 @@ class WorkerStates:
             kept = rows[name]
             if kept is None or kept.shape != (len(numbers), len(row)) or kept.dtype != row.dtype:
                 raise RecordError(f"the worker state {name} is missing or of another run")
-        self.reserve(numbers)
+        self.add(numbers)
         for name, kept in rows.items():
             assert kept is not None
             self.rows[name][: len(numbers)] = kept

@@ -28,7 +28,7 @@ def recovering(loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | N
 
     `note` is called for every process that was lost and replaced.
     """
-    if not (prepared.experiment.worker_retries and engine.can_lose_processes):
+    if not (prepared.experiment.worker_retries and engine.backend.can_lose_processes):
         return loop
     return RecoveringLoop(loop, prepared, engine, note)
 
@@ -82,7 +82,7 @@ class RecoveringLoop:
 
         def attempt(number: int) -> T:
             if number > 1:
-                self._engine.replace_processes()
+                self._engine.backend.replace_processes()
                 if self._before is not None:
                     self._loop.resume(self._before)
             return call()

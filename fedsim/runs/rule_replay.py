@@ -26,6 +26,7 @@ from fedsim.errors import ExperimentError, RecordError, cut, show
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT
 from fedsim.runs.setup import PreparedRun
+from fedsim.runs.simulation import Simulation
 from fedsim.system.files import is_file, require_regular, to_json
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
@@ -305,7 +306,7 @@ def kept_updates(prepared: PreparedRun, engine: Engine, record: RoundRecord) -> 
     In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
     """
     shared, cohort, rule = engine.shared, record["cohort"], prepared.task.rule
-    gathered = engine.round_rows(cohort, record["round"])
+    gathered = engine.backend.run(Simulation.round_rows, cohort, record["round"])[0]
     if gathered is None:
         return {}
     (rows, losses), n = gathered, len(cohort)

@@ -174,7 +174,7 @@ def run(
         results: list[WorkerResults] = []
         loop = loop_of(prepared, engine, folder.race_log if folder else None, results.append)
         loop = recovering(loop, prepared, engine, note)
-        run_round = rounds_of(loop, experiment, engine)
+        run_round = rounds_of(loop, experiment, prepared.task, engine)
         prepared = replace(prepared, done=past.restore(loop, engine) if resume else 0)
         history, loggers = past.records, None
         if folder and (table := newest_table(folder.path, prepared.done)):

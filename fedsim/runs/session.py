@@ -44,7 +44,7 @@ class Session:
             yield engine
             engine.leave()
         except FedsimError:
-            if engine.at_work:  # the engine itself has not failed
+            if engine.backend.at_work:  # the engine itself has not failed
                 engine.leave()
             else:
                 self._close_engine()

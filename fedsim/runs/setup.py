@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from fedsim.data.sources import default_root, lacks_files
 from fedsim.data.validation_split import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
+from fedsim.engines.executor import Executor, MakeExecutor
 from fedsim.engines.footprint import buffer_bytes
 from fedsim.engines.named import RACING
 from fedsim.engines.out_of_memory import explain_oom
@@ -35,6 +37,7 @@ from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.runs import checks
 from fedsim.runs.samples import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
+from fedsim.runs.simulation import Simulation
 from fedsim.system.devices import describe_device, shares_memory
 from fedsim.system.openmp import warn_if_threads_spin
 from fedsim.system.precision import PRECISIONS
@@ -298,7 +301,7 @@ def _begin(
 ) -> dict[str, Any]:
     """Give the engine its task, again if it loses a process meanwhile; the engine's choices."""
     retried(
-        lambda attempt: engine.begin(task, shared),
+        lambda attempt: engine.begin(task, shared, _executor_of(experiment, task)),
         experiment.worker_retries,
         lambda loss, attempt: announce(loss, attempt, experiment.worker_retries, note),
         "its processes have been started",
@@ -310,6 +313,14 @@ def _begin(
     if task.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how
+
+
+def _executor_of(experiment: Experiment, task: TaskSpec) -> MakeExecutor:
+    """What each process makes: a simulation of rounds, or an executor that a policy on the clock or a race uses."""
+    if not task.in_rounds:
+        return Executor
+    data = experiment.data.model_copy(update={"dataset": ""})  # which may be an object that cannot be sent
+    return partial(Simulation, experiment=experiment.model_copy(update={"data": data}))
 
 
 @contextlib.contextmanager

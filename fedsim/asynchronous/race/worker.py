@@ -125,7 +125,7 @@ class LockedRaceWorker(RaceWorker):
 
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
         self._round, self._measures, self._entries = round, result.measures, result.entries
-        self._dispatcher = Dispatcher(self._server, self._scheduler(run), self._executor.train_mine)
+        self._dispatcher = Dispatcher(self._server, self._scheduler(run), self._executor.train)
         self._dispatcher.start_round(round)
         result.stats = self._dispatcher.stats
         self._take_turns()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from fedsim.core.snapshot import Snapshot
 from fedsim.engines.distributed.parallel_trainer import ParallelTrainer, model_to_share
 from fedsim.engines.distributed.preflight import Preflight
 from fedsim.engines.distributed.process_group import RankGroup
@@ -19,14 +18,14 @@ from fedsim.engines.distributed.rank_backend import InRank
 from fedsim.engines.distributed.rendezvous import RankInfo
 from fedsim.engines.distributed.watchdog import TERMINATED
 from fedsim.engines.engine import Engine
-from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
 from fedsim.engines.named import one_by_one
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.width import stack_width
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.stacked import StackTrainer
 from fedsim.engines.traits import EngineTraits
-from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line, show
+from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class DistributedEngine(Engine):
@@ -37,7 +36,7 @@ class DistributedEngine(Engine):
     """
 
     traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)
-    _backend: InRank
+    backend: InRank
     _preflight: ClassVar[Preflight | None] = None  # of the run that is being prepared
 
     @classmethod
@@ -83,21 +82,17 @@ class DistributedEngine(Engine):
         super().__init__(InRank(self._group, threads), self._trainers_of, threads)
 
     def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
-        self._backend.n_rows = cohort + task.rule.accepts("root")
+        self.backend.n_rows = cohort + task.rule.accepts("root")
         self._model, self._refusal = model_to_share(task, data[0], self._group) if task.hook else (None, None)
         return SharedState.allocate(self._adapted(task), cohort, *data, ranks=self._group.count)
 
-    def begin(self, task: TaskSpec, shared: SharedState) -> None:
+    def begin(self, task: TaskSpec, shared: SharedState, make: MakeExecutor = Executor) -> None:
         assert self._preflight is not None
         self._task = task = self._adapted(task)
         self._preflight.settle(shared.train, shared.test)
         for row in (shared.global_row, shared.global_buffers):  # machines may initialise a model differently
             self._group.broadcast(row, "start")
-        super().begin(task, shared)
-
-    def pull_down(self, cohort: Sequence[int], round: int) -> int:
-        self._backend.run(Executor.place, cohort, round)  # state that workers keep goes to ranks that train them
-        return super().pull_down(cohort, round)
+        super().begin(task, shared, make)
 
     def facts(self) -> dict[str, Any]:
         facts, task = {**super().facts(), **self._group.facts()}, self._task
@@ -106,13 +101,6 @@ class DistributedEngine(Engine):
         elif task.gradient_rounds:
             facts["gradients"] = f"rows of single workers, by the rule: {task.rows_for}"
         return facts
-
-    def resume(self, state: Snapshot) -> None:
-        super().resume(state)
-        hook = self._task.hook
-        if hook is not None and hook.keeps and state.tensors:
-            line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
-            warnings.warn(line, FedsimWarning, stacklevel=2)
 
     def broadcast(self, value: Any) -> Any:
         return self._group.broadcast_object(value)

@@ -11,6 +11,7 @@ docs/explanation/scaling.md):
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -30,7 +31,7 @@ from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.row_aggregator import RowAggregator
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.errors import DivergedError
+from fedsim.errors import DivergedError, FedsimWarning, show
 from fedsim.system.devices import synchronize
 
 
@@ -195,10 +196,8 @@ class RankAggregator:
         if self._first.aggregator is not None:
             self._first.aggregator.restore_rule(state)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that one round leaves to the next, whole; the states that ranks share by columns are copies."""
-        shared, columns = self._shared, self._columns
-        tensors = shared.state_dict()
+    def states_by_columns(self) -> dict[str, Tensor]:
+        shared, columns, tensors = self._shared, self._columns, {}
         for sync, state in shared.states.items():
             for name, part in state.items() if sync not in self._whole_states else ():
                 row = torch.empty_like(shared.global_row)
@@ -206,12 +205,14 @@ class RankAggregator:
                 tensors[f"{sync}.{name}"] = columns.whole(self._group, row, "checkpoint")
         return tensors
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Set this rank's columns of the optimizer states from whole tensors; other tensors are in place already."""
+    def load_columns(self, tensors: dict[str, Tensor]) -> None:
+        hook = self._task.hook
+        if hook is not None and hook.keeps:
+            line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
         for sync, state in self._shared.states.items():
-            own = slice(None) if sync in self._whole_states else self._columns.part(self._group.index)
-            for name, part in state.items():
-                part.copy_(tensors[f"{sync}.{name}"][own])
+            for name, part in state.items() if sync not in self._whole_states else ():
+                part.copy_(tensors[f"{sync}.{name}"][self._columns.part(self._group.index)])
 
     def train_losses(self) -> Tensor:
         """The training losses of all ranks' members [cohort], by slot."""

@@ -7,29 +7,28 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedsim.core.snapshot import Snapshot
-from fedsim.engines.backend import put_back
 from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
 from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
 from fedsim.engines.distributed.rank_aggregator import RankAggregator
 from fedsim.engines.distributed.rank_worker_states import RankWorkerStates
-from fedsim.engines.exchange import T, balance_load
+from fedsim.engines.group import Group, T, balance_load
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.round_stats import AggregationContext, AggregationStats, SentUpdates
+from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.engines.worker_states import WorkerStates, initial_worker_state
 
 
-class RankExchange:
-    """One rank among others; see `Exchange`. Its members' rows are its own, in the order of their slots.
+class Ranks:
+    """One rank among others; see `Group`. Its members' rows are its own, in the order of their slots.
 
     Args:
         n_rows: number of rows in all ranks.
     """
 
+    computes = True
     rank_aggregator: RankAggregator
 
     def __init__(self, group: RankGroup, n_rows: int) -> None:
@@ -61,20 +60,20 @@ class RankExchange:
         aggregator.move_along(context.moment, mean)
         return AggregationStats(shares, [])
 
-    def barrier(self, task: TaskSpec) -> None:
+    def barrier(self) -> None:
         """Do nothing: ranks wait for each other by what they send."""
+
+    def gather(self, value: T) -> list[T]:
+        return self._group.gather_objects(value)
+
+    def from_first(self, value: T) -> T:
+        return value
 
     def collect(self, values: Tensor) -> None:
         own = values[self.index :: self.count].clone()
         values.zero_()
         values[self.index :: self.count] = own
         self._group.all_reduce(values, "test")
-
-    def total(self, sent: SentUpdates) -> SentUpdates:
-        return SentUpdates.total(self._group.gather_objects(sent))
-
-    def gather(self, found: dict[int, T]) -> dict[int, T]:
-        return {worker: value for part in self._group.gather_objects(found) for worker, value in part.items()}
 
     def describe_failure(self) -> str:
         worker = self.process.table.worker(0)
@@ -94,30 +93,17 @@ class InRank(InProcess):
         super().__init__(threads)
         self._group, self.processes = group, group.count
 
-    def exchange(self) -> RankExchange:
-        self._ranks = RankExchange(self._group, self.n_rows)
-        self._group.heartbeats = lambda: self._ranks.process.heartbeats
-        return self._ranks
+    def new_group(self, task: TaskSpec) -> Ranks:
+        ranks = Ranks(self._group, self.n_rows)
+        self._group.heartbeats = lambda: ranks.process.heartbeats
+        return ranks
+
+    def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
+        assert isinstance(group, Ranks)
+        initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
+        placement = lambda: group.rank_aggregator.placement  # noqa: E731
+        return RankWorkerStates(initial, self._group, placement, limit, task.scratch_folder)
 
     def leave(self) -> None:
         self._group.heartbeats = no_heartbeats
         super().leave()
-
-    def train_losses(self) -> Tensor:
-        return self.run(lambda _: self._ranks.rank_aggregator.train_losses())[0]
-
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        return self.run(lambda executor: self._ranks.rank_aggregator.round_rows(executor.context(cohort, round)))[0]
-
-    def new_worker_states(self, task: TaskSpec) -> WorkerStates:
-        initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
-        placement = lambda: self._ranks.rank_aggregator.placement  # noqa: E731
-        return RankWorkerStates(initial, self._group, placement, limit, task.scratch_folder)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.run(lambda _: self._ranks.rank_aggregator.state_dict())[0]
-
-    def restore(self, state: Snapshot, without: tuple[str, ...]) -> None:
-        tensors = self.state_dict()
-        put_back(state, tensors, without)
-        self.run(lambda _: self._ranks.rank_aggregator.load_state_dict(tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from fedsim.clients import State
 from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 
 PURPOSE = "worker state"  # of what travels, in the count of bytes sent
@@ -34,8 +35,8 @@ class RankWorkerStates(WorkerStates):
         super().__init__(initial, limit, folder)
         self._ranks, self._placement = ranks, placement
 
-    def load_cohort(self, cohort: Sequence[int], rows: State) -> None:
-        mine, sent, received = self._places_of(cohort, range(len(cohort)))
+    def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
+        places, sent, received = self._places_of(cohort, range(len(cohort)))
         parts = [
             {name: row.new_empty(len(of_rank), len(row)) for name, row in self.initial.items()} for of_rank in sent
         ]
@@ -47,14 +48,16 @@ class RankWorkerStates(WorkerStates):
             )
             rows[name][:] = initial
             for slots, their in zip(received, got, strict=True):
-                rows[name][[mine[slot] for slot in slots]] = their.view(-1, len(initial))
+                rows[name][[places[slot] for slot in slots]] = their.view(-1, len(initial))
 
-    def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        cohort = dict(zip(slots, workers, strict=True))
-        mine, received, sent = self._places_of(cohort, slots)
-        self.reserve([cohort[slot] for of_rank in received for slot in of_rank])
+    def save_cohort(
+        self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
+    ) -> None:
+        slots = [slot for slot, worker in enumerate(cohort) if worker not in excluded]
+        places, received, sent = self._places_of(cohort, slots)
+        self.add([cohort[slot] for of_rank in received for slot in of_rank])
         for name, initial in self.initial.items():
-            parts = [rows[name][[mine[slot] for slot in of_rank]] for of_rank in sent]
+            parts = [rows[name][[places[slot] for slot in of_rank]] for of_rank in sent]
             got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
             for of_rank, part in zip(received, got, strict=True):
                 kept = self.rows[name]
@@ -91,7 +94,7 @@ class RankWorkerStates(WorkerStates):
         super().resume(saved)
 
     def _places_of(
-        self, workers: Sequence[int] | Mapping[int, int], slots: Sequence[int]
+        self, workers: Sequence[int], slots: Sequence[int]
     ) -> tuple[dict[int, int], list[list[int]], list[list[int]]]:
         """This rank's row by slot; by rank, the slots trained there and owned here; by rank, the reverse."""
         here, count, placed = self._ranks.index, self._ranks.count, self._placement().rows
@@ -105,5 +108,5 @@ class RankWorkerStates(WorkerStates):
                 trained[owner].append(slot)
         return {slot: row for slot, (rank, row) in placed.items() if rank == here}, owned, trained
 
-    def _indices(self, workers: Sequence[int] | Mapping[int, int], slots: Sequence[int]) -> list[int]:
+    def _indices(self, workers: Sequence[int], slots: Sequence[int]) -> list[int]:
         return [self._places[workers[slot]] for slot in slots]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fedsim.engines.backend import Backend
-from fedsim.engines.exchange import SharedMemory
-from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.executor import MakeExecutor, MakeTrainer
+from fedsim.engines.group import SharedMemory, new_mailbox
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.process_pool import ProcessPool
+from fedsim.engines.pool.shared_memory import share
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, one_line, show
 from fedsim.system.devices import release_memory, synchronize
 
@@ -37,13 +41,16 @@ class InPool(Backend):
     def processes(self) -> int:  # type: ignore[override]
         return self._pool.count
 
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
         if not self.at_work:  # an earlier task lost processes as it began
             self._pool = ProcessPool(*self._arguments)
-        self.shared = shared.share()
+        self.shared, mailbox = shared.share(), new_mailbox(self.processes)
+        most = min(len(shared.shards), task.rounds * len(shared.cohort_workers))
+        self.states = WorkerStates.of(task, self.shared).share(most)
+        share([mailbox, *self.states.initial.values()])
         self._began = True
-        self._work = task, self.shared, make_trainer
+        self._work = make, task, self.shared, make_trainer, self.states, mailbox
         release_memory(task.device)  # of a trial of the model in this process, for example
         try:
             self._call(_make_executor, *self._work)
@@ -56,7 +63,11 @@ class InPool(Backend):
             ) from error
 
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        return self._call(_run, method, *arguments)
+        answers = self._call(_run, method, *arguments)
+        once = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}
+        for warning in once.values():  # of all processes
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return [result for result, _ in answers]
 
     def call(self, function: Callable[..., T], *arguments: object) -> list[T]:
         """Run `function(process, executor, *arguments)` in every process; the results in their order."""
@@ -97,7 +108,7 @@ class InPool(Backend):
                 with contextlib.suppress(ProcessLostError):
                     self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
         finally:
-            del self.shared, self._work
+            del self.shared, self.states, self._work
         release_memory(device)
 
     def close(self) -> None:
@@ -107,16 +118,29 @@ class InPool(Backend):
             self._pool.close()
 
 
-def _make_executor(process: ProcessContext, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer) -> None:
+def _make_executor(
+    process: ProcessContext,
+    make: MakeExecutor,
+    task: TaskSpec,
+    shared: SharedState,
+    make_trainer: MakeTrainer,
+    states: WorkerStates,
+    mailbox: Tensor,
+) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
-    process.state["executor"] = Executor(SharedMemory(process), task, shared, make_trainer)
+    group = SharedMemory(process, task.device, mailbox)
+    process.state["executor"] = make(group, task, shared, make_trainer, states)
 
 
-def _run(process: ProcessContext, method: Callable[..., T], *arguments: object) -> T:
+def _run(
+    process: ProcessContext, method: Callable[..., T], *arguments: object
+) -> tuple[T, list[warnings.WarningMessage]]:
+    """The result of a method, and the warnings of this process, which nobody would see."""
     executor = process.state["executor"]
-    with executor.environment():
-        return method(executor, *arguments)
+    with executor.environment(), warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("default")
+        return method(executor, *arguments), noted
 
 
 def _call_with_executor(process: ProcessContext, function: Callable[..., Any], *arguments: object) -> Any:

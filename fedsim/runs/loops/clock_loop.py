@@ -17,6 +17,8 @@ from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
+from fedsim.engines.evaluation import EvaluationResult
+from fedsim.engines.executor import Executor
 from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.footprint import personal_bytes
 from fedsim.engines.task import message_bytes
@@ -35,7 +37,7 @@ class ClockLoop:
         self._prepared, self._engine = prepared, engine
         self._policy = experiment.policy.bind()
         solver = experiment.local.bind()
-        self._server = ServerState(self._policy, solver, prepared.task, shared, engine.worker_states)
+        self._server = ServerState(self._policy, solver, prepared.task, shared, engine.backend.states)
         self._check_finite = FiniteCheck(prepared.task, shared)
         self._timer = PhaseTimer()
         scheduler = Scheduler(
@@ -63,7 +65,8 @@ class ClockLoop:
         timer.seconds["aggregate"] -= timer.seconds["train"]
         self._check_finite(round)
         with timer("test"):
-            tested = self._engine.test(round)
+            self._engine.backend.run(Executor.test, round)
+            tested = EvaluationResult.of(self._prepared.task, self._engine.shared)
         stats = dispatcher.stats
         return RoundRecord(
             round=round,
@@ -76,14 +79,15 @@ class ClockLoop:
         )
 
     def state(self) -> Snapshot:
-        state = self._engine.state()
-        state.keep(self._server.tensors)
-        state.facts["clock"] = self._source.state()
+        state = Snapshot(facts={"clock": self._source.state()})
+        for tensors in (self._engine.shared.state_dict(), self._server.tensors):
+            state.keep(tensors)
+        state.keep(self._engine.backend.states.tensors(), "worker_state.")
         return state
 
     def resume(self, state: Snapshot) -> None:
-        self._engine.resume(state)
-        state.put_back(self._server.tensors)
+        state.put_back(self._engine.shared.state_dict() | self._server.tensors)
+        self._engine.backend.states.resume(state.under("worker_state."))
         self._source.resume(state.facts["clock"])
 
     def test_workers(self, round: int) -> dict[str, float]:
@@ -116,7 +120,7 @@ def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) 
 
 def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None:
     with timer("train"):
-        engine.train_apart(items)
+        engine.backend.run(Executor.train_apart, items)
 
 
 def _source_of(

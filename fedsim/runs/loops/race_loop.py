@@ -26,8 +26,9 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import SpawnEngine
 from fedsim.engines.evaluation import EvaluationResult
-from fedsim.engines.executor import Executor, balance_load
+from fedsim.engines.executor import Executor
 from fedsim.engines.finite_check import FiniteCheck
+from fedsim.engines.group import balance_load
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import ExperimentError
 from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
@@ -66,7 +67,7 @@ class RaceLoop:
         self._prepared, self._engine, self._shared = prepared, engine, engine.shared
         self._policy, solver = experiment.policy.bind(), experiment.local.bind()
         self._check_finite, self._timer = FiniteCheck(prepared.task, engine.shared), PhaseTimer()
-        self._server = ServerState(self._policy, solver, prepared.task, engine.shared, engine.worker_states)
+        self._server = ServerState(self._policy, solver, prepared.task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(prepared.task.new_module(), solver)
         self._server.share()
@@ -149,7 +150,8 @@ class RaceLoop:
             synchronize(self._shared.global_row.device)
         self._check_finite(round)
         with timer("test"):
-            tested = self._engine.test(round)
+            self._engine.backend.run(Executor.test, round)
+            tested = EvaluationResult.of(self._prepared.task, self._shared)
         counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 

@@ -11,8 +11,8 @@ from fedsim.asynchronous.clock.delays import Delays
 from fedsim.asynchronous.clock.noises import bind_noise
 from fedsim.asynchronous.clock.speeds import draw_speeds
 from fedsim.config.experiment import Experiment
-from fedsim.engines.footprint import personal_bytes
-from fedsim.runs.setup import PreparedRun
+from fedsim.engines.footprint import buffer_bytes, personal_bytes
+from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 
 
 def delays_of(experiment: Experiment) -> Delays:
@@ -38,11 +38,10 @@ class RoundClock:
         self.now = 0.0
 
     @classmethod
-    def of(cls, prepared: PreparedRun) -> RoundClock:
+    def of(cls, experiment: Experiment, task: TaskSpec, shared: SharedState) -> RoundClock:
         """The clock of a run."""
-        messages = sum(prepared.task.solver.numbers_sent(prepared.parameters)) * prepared.task.dtype.itemsize
-        delays, row_bytes = delays_of(prepared.experiment), prepared.row_bytes - personal_bytes(prepared.task)
-        return cls(delays, row_bytes, prepared.buffer_bytes, messages)
+        row_bytes = shared.global_row.nbytes - personal_bytes(task)
+        return cls(delays_of(experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
     def pass_round(self, gradients: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
         """Advance `now` by a round.

@@ -1,0 +1,515 @@
+"""The round of federated averaging and of synchronous SGD, as every process runs it. Read this first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.clients.personal_buffers import state_at_first
+from fedsim.config.experiment import Experiment
+from fedsim.core.randomness import numpy_generator, sample_workers
+from fedsim.core.rows import index_of, pull_down
+from fedsim.core.timer import PhaseTimer
+from fedsim.data import Shards
+from fedsim.engines.aggregator import set_cohort_weights, weights_of
+from fedsim.engines.deferred_check import DeferredCheck
+from fedsim.engines.evaluation import EvaluationResult
+from fedsim.engines.executor import Executor, MakeTrainer
+from fedsim.engines.finite_check import FiniteCheck
+from fedsim.engines.footprint import buffer_bytes, personal_bytes
+from fedsim.engines.group import Group
+from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
+from fedsim.engines.sample_losses import SampleLosses
+from fedsim.engines.task import SharedState, TaskSpec, message_bytes
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
+from fedsim.engines.worker_states import WorkerStates
+from fedsim.errors import ExperimentError, show
+from fedsim.processing import apply_chain
+from fedsim.records.record import MOST_NAMES, RoundRecord
+from fedsim.runs.loops.round_clock import RoundClock
+from fedsim.runs.reports import ReportCheck
+from fedsim.runs.samples import cohorts_of
+from fedsim.server import Cohort
+from fedsim.system.devices import synchronize
+
+Round = tuple[RoundRecord, WorkerResults | None]  # and the tests of single workers, if they were evaluated
+
+
+class Simulation(Executor):
+    """Rounds in which a cohort trains and the server aggregates what it sends.
+
+    There is one in every process that computes the run. All of them call the same methods at the same time, each for
+    its own members of the cohort and its own columns, and meet at the barriers of the group.
+
+    The arguments are those of `Executor`, and the experiment.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        task: TaskSpec,
+        shared: SharedState,
+        make_trainer: MakeTrainer,
+        states: WorkerStates,
+        experiment: Experiment,
+    ) -> None:
+        super().__init__(group, task, shared, make_trainer, states)
+        self.experiment, self.timer = experiment, PhaseTimer()
+        self.draw = cohorts_of(experiment, shared.shards)
+        self.clock = RoundClock.of(experiment, task, shared) if experiment.mode == "clock" else None
+        self.aggregator = group.aggregator(task, shared, has_root=self.batch_source.root is not None)
+        self.evaluated = workers_to_evaluate(experiment, task, shared.worker_tests)
+        self.loss_on_samples = SampleLosses(task, self.module, self.gradient, self.batch_source)
+        self.check_reports = ReportCheck(task, experiment.worker_dropout)
+        self.check_finite = FiniteCheck(task, shared)
+
+    def run_round(self, round: int) -> Round | None:
+        """Run one round, counted from 1. Processes that do not compute the record return None."""
+        task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
+        with self.phase("pull_down"):
+            now = self.clock.now if self.clock else None
+            drawn = self.draw(round, now, partial(self.global_losses, round=round))
+            cohort = drawn.workers
+            if not cohort:
+                return self.skip_round(round, drawn)
+            self.check_reports(round, drawn)
+            mine = self.members(cohort, round)
+            self.pull_down(cohort, mine, round)
+            self.agree_on(drawn, round)
+        if task.sync_in(round) == "parameters":
+            with self.phase("train"):
+                self.train_cohort(cohort, mine, round)
+                group.barrier()
+            with self.phase("aggregate"):
+                sent = SentUpdates()
+                stats = self.synchronize(self.context(cohort, round), mine, sent)
+        else:
+            with self.phase("train"):
+                stats = self.synchronize_each_step(cohort, mine, round)
+                sent = stats.sent
+        stats = group.from_first(stats.on_host())
+        if task.processors:
+            sent = SentUpdates.total(group.gather(sent.on_host()))
+        self.aggregator.combine_buffers(self.context(cohort, round), stats.excluded)
+        self.states.save_cohort(cohort, mine, stats.excluded, shared.worker_rows)
+        group.barrier()
+        if group.computes:
+            self.check_finite(round)
+        with self.phase("test"):
+            self.test(round)
+        work = self.work_of(cohort, round)
+        self.pass_time(work, sent, round)
+        counted = [0 if worker in stats.excluded else samples for worker, (_, samples) in work.items()]
+        train_loss = mean_loss(self.aggregator.train_losses(), counted)
+        group.barrier()  # the tests of single workers overwrite the rows
+        with self.phase("test"):
+            of_workers = self.evaluate_workers(round)
+        if not group.computes:
+            return None
+        tested = EvaluationResult.of(task, shared)
+        metrics = joined(means(sent.metrics, stats.metrics), drawn.metrics | tested.metrics | metrics_of(of_workers))
+        in_parameters = task.sync_in(round) == "parameters"
+        message_up = message_bytes(task, shared)[1] if in_parameters else 0
+        rows_down = 0 if in_parameters else sent.count * shared.global_row.nbytes  # the global row, for each step
+        record = RoundRecord(
+            round=round,
+            train_loss=train_loss,
+            seconds=self.timer.seconds,
+            cohort=cohort,
+            coefficients=stats.shares,
+            excluded=stats.excluded,
+            lost=drawn.dropped,
+            bytes_up=sent.nbytes + len(cohort) * (message_up + buffer_bytes(task, shared)),
+            bytes_down=len(cohort) * self.received_bytes(round) + self.bytes_to_others(round, drawn) + rows_down,
+            samples=[samples for _, samples in work.values()],
+            virtual_seconds=self.clock.now if self.clock else None,
+            **tested.fields() | {"metrics": metrics},
+        )
+        return record, of_workers
+
+    def synchronize(self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates) -> AggregationStats:
+        """From updates or gradients, which all processes have written to the rows, to the next global row."""
+        task, group, round = self.task, self.group, context.moment[0]
+        in_parameters = task.sync_in(round) == "parameters"
+        if task.byzantine.in_round(round):
+            self.aggregator.attack(context)
+            group.barrier()
+        if task.processors:
+            self.process_updates(mine, context, sent)
+            group.barrier()
+        else:
+            unsent = personal_bytes(task) if in_parameters else 0
+            sent.add(len(context.slots), len(context.slots) * (self.shared.global_row.nbytes - unsent))
+        stats = self.aggregator.aggregate(context)
+        if self.shared.messages and in_parameters:
+            self.receive_messages(context, stats.excluded)
+        self.aggregator.server_step()
+        group.barrier()
+        return stats
+
+    def synchronize_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
+        """Synchronous SGD: the rows hold gradients at the global row, and each step ends with `synchronize`.
+
+        A worker without data left is excluded from the remaining steps.
+        """
+        check = self.aggregator.deferred_check
+        stats = self.steps_checked_later(cohort, mine, round, check) if check and check.usable else None
+        stats = stats or self.steps_of_round(cohort, mine, round)
+        self.end_round(round)
+        return stats
+
+    def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
+        """The steps of a round of synchronous SGD."""
+        of_round = GradientRoundStats(cohort)
+        self.trainer.begin_gradient_round(mine)
+        for step, context in enumerate(self.contexts_of_steps(cohort, round)):
+            averaged = self.group.average_gradients(self.task, step, context, self.trainer)
+            if averaged is not None:
+                of_round.sent.add(len(context.slots), len(context.slots) * self.shared.global_row.nbytes)
+                of_round.add(context, averaged)
+                continue
+            with self.in_precision():
+                self.trainer.gradients(step)
+            self.aggregator.begin(round, [member.slot for member in mine])
+            self.group.barrier()
+            of_round.add(context, self.synchronize(context, mine, of_round.sent))
+        self.trainer.end_gradient_round()
+        return of_round.total()
+
+    def steps_checked_later(
+        self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int, check: DeferredCheck
+    ) -> AggregationStats | None:
+        """The steps of a round, after which all rows are checked together.
+
+        If a row is not finite, the result is None, with the global row and the buffers as before. Such a row may also
+        make a model or a rule fail, so any error repeats the round with a check at each step.
+        """
+        had_last = self.aggregator.has_last
+        before = {name: rows.clone() for name, rows in self.shared.worker_rows.items()}
+        check.begin()
+        try:
+            stats = self.steps_of_round(cohort, mine, round)
+        except Exception:
+            stats = None
+        if check.end(failed=stats is None):
+            return stats
+        self.aggregator.has_last = had_last
+        for name, rows in before.items():
+            self.shared.worker_rows[name].copy_(rows)
+        return None
+
+    def pull_down(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
+        """Copy the global model, and the state that workers keep, to the rows of this process's members."""
+        task, shared = self.task, self.shared
+        self.load_states(cohort, mine)
+        index = index_of([member.slot for member in mine], task.device)
+        if task.sync_in(round) == "parameters":
+            pull_down(self.aggregator.sent_row(round), shared.rows, index)
+        if task.buffers != "local":
+            pull_down(shared.global_buffers, shared.buffers, index)
+
+    def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
+        """Copy the state that workers keep to the rows of this process's members."""
+        shared, solver = self.shared, self.task.solver
+        if solver.starts_from_current:
+            self.states.initial |= state_at_first(solver, shared.global_row, shared.global_buffers)
+        self.states.load_cohort(cohort, mine, shared.worker_rows)
+
+    def agree_on(self, drawn: Cohort, round: int) -> None:
+        """Wait for all processes, and require that all of them have drawn the same cohort."""
+        if drawn.weights is not None and self.group.computes:
+            set_cohort_weights(self.shared, {worker: drawn.weights[worker] for worker in drawn.workers})
+        if len(set(self.group.gather(hash(tuple(drawn.workers))))) > 1:
+            raise ExperimentError(
+                f"{self.draw.strategy.place}: drew another cohort in each process in round {round}; draw with `rng`, "
+                "or use engine=serial"
+            )
+
+    def train_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
+        """Train this process's members, each on its own row and shard; their rows become updates."""
+        task, shared, solver = self.task, self.shared, self.task.solver_at(round)
+        if solver.full_gradient:
+            with self.in_precision():
+                self.trainer.full_gradients(mine)
+            if solver.has("receive_gradients"):
+                self.group.barrier()
+                if self.group.computes:
+                    sums = self.states.sums({"gradient": shared.full_gradients}, range(len(cohort)))
+                    solver.receive_gradients(shared.server_state, sums["gradient"] / len(cohort))
+                self.group.barrier()
+        for member in mine if task.rule.accepts("losses") else ():
+            with self.process.working_on(member.worker, round):
+                model = shared.rows[member.slot], shared.buffers[member.slot]
+                shared.losses[member.slot] = self.loss_on_samples(*model, member.worker, round)
+        with self.in_precision():
+            self.trainer.train(mine)
+        self.aggregator.begin(round, [member.slot for member in mine])
+
+    def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
+        """Apply the processors to what this process's members send that take part in an aggregation."""
+        task, rows, active = self.task, self.shared.rows, set(context.workers)
+        sent_columns = task.solver.personal_columns.others(rows.shape[1])
+        personal = task.solver.personal_columns.width > 0
+        mine = [member for member in mine if member.worker in active]  # the server's own row is not sent
+        for member in mine:
+            metrics: dict[str, Any] = {}
+            with self.process.working_on(member.worker, context.moment[0]):
+                residuals = {name: kept[member.slot] for name, kept in self.shared.residuals.items()}
+                wholes = [rows[member.slot], *residuals.values()]
+                parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
+                given = dict(zip(residuals, parts[1:], strict=True))
+                coordinates = (*context.moment, member.worker)
+                nbytes = apply_chain(task.processors, parts[0], task.seed, coordinates, metrics, given)
+                if task.nonfinite != "keep":
+                    for residual in parts[1:]:  # NaN that the update has left out would be in later ones
+                        parts[0] += (residual * 0).sum()
+                if personal:
+                    for whole, part in zip(wholes, parts, strict=True):
+                        sent_columns.write(whole, part)
+            sent.add(1, nbytes, metrics)
+        self.aggregator.rows_processed([member.slot for member in mine])
+
+    def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
+        """Give the server the messages of the workers that were not excluded."""
+        if self.group.computes:
+            slots = [
+                slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
+            ]
+            sums = self.states.sums(self.shared.messages, slots)
+            solver, workers = self.task.solver_at(*context.moment), len(self.shared.shards)
+            solver.receive(self.shared.server_state, sums, len(slots), workers)
+        self.group.barrier()
+
+    def skip_round(self, round: int, drawn: Cohort) -> Round | None:
+        """A round in which no worker reports: the global model and all states stay."""
+        if self.clock and not drawn.dropped:
+            raise ExperimentError(
+                f"round {round}: no worker is available at {self.clock.now:g} virtual seconds, and without work no "
+                "time passes; let workers be available in sampling.*, or use mode=rounds, which skips such rounds"
+            )
+        self.timer = PhaseTimer()
+        self.end_round(round)
+        with self.phase("test"):
+            self.test(round)
+            self.group.barrier()
+            of_workers = self.evaluate_workers(round)
+        if not self.group.computes:
+            return None
+        tested = EvaluationResult.of(self.task, self.shared)
+        record = RoundRecord(
+            round=round,
+            seconds=self.timer.seconds,
+            lost=drawn.dropped,
+            bytes_up=0,
+            bytes_down=self.bytes_to_others(round, drawn),
+            virtual_seconds=self.clock.now if self.clock else None,
+            **tested.fields() | {"metrics": joined(drawn.metrics, tested.metrics | metrics_of(of_workers))},
+        )
+        return record, of_workers
+
+    def end_round(self, round: int) -> None:
+        """Begin with parameters if this was the last round in which gradients are aggregated."""
+        if round == self.task.gradient_rounds < self.task.rounds:
+            self.aggregator.begin_with_parameters()
+
+    def pass_time(self, work: dict[int, tuple[int, int]], sent: SentUpdates, round: int) -> None:
+        """Let virtual time pass until the slowest worker of the cohort is done."""
+        if self.clock is None:
+            return
+        task, in_step = self.task, self.task.sync_in(round) == "gradients"
+        sizes = {worker: self.batch_source.size(worker) for worker in work}
+        gradients = {
+            worker: steps if in_step else task.solver.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
+            for worker, (steps, _) in work.items()
+        }
+        self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
+
+    def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
+        """Test the models of single workers on their own test samples, in the rounds in which that is due, or now.
+
+        Overwrites the rows.
+        """
+        experiment, settings = self.experiment, self.experiment.evaluation
+        due = now or round % settings.every == 0 or round == experiment.rounds
+        if not self.evaluated or not due:
+            return None
+        tested: dict[int, Tested] = {}
+        for start in range(0, len(self.evaluated), experiment.cohort_size):
+            some = self.evaluated[start : start + experiment.cohort_size]
+            for part in self.group.gather(self.test_workers(some, round, settings.fine_tune)):
+                tested |= part
+        samples = {worker: self.shared.worker_tests.size(worker) for worker in self.evaluated}
+        return WorkerResults.of(round, samples, tested)
+
+    def test_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
+        """Test the models of this process's share of some workers, at most as many as a cohort has.
+
+        Args:
+            fine_tune: epochs of local training of the global model, after which it is tested again; 0: none.
+        """
+        task, shared, tests = self.task, self.shared, WorkerTests(self.task, self.shared, self.batch_source)
+        mine = self.members(workers, round)
+        self.load_states(workers, mine)
+        members = [member for member in mine if member.worker != self.batch_source.root]
+        tested = {}
+        for member in members:
+            with self.process.working_on(member.worker, round):
+                tested[member.worker] = tests.before_training(member)
+            shared.rows[member.slot] = shared.global_row
+            if task.buffers != "local":
+                shared.buffers[member.slot] = shared.global_buffers
+        if fine_tune:
+            ends = task.solver.has("personal_rows")  # what they keep is part of the personal model
+            members = [
+                m._replace(steps=fine_tune * self.batch_source.steps_of_epoch(m.worker), ends=ends) for m in members
+            ]
+            self.train(members)
+            for member in members:
+                tested[member.worker] |= tests.after_training(member)
+        return tested
+
+    def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
+        """The mean loss of the global model on the samples of each worker, float64 [k]."""
+        losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.global_row, self.shared.global_buffers
+        mine = range(self.group.index, len(workers), self.group.count)
+        for place in mine:
+            with self.process.working_on(workers[place], round):
+                losses[place] = self.loss_on_samples(row, buffers, workers[place], round)
+        return np.sum(self.group.gather(losses.numpy()), axis=0)  # each has zeros where the others have losses
+
+    def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
+        """The members that this process trains: of the cohort, and the server if it has a row of its own."""
+        workers, slots = list(cohort), list(range(len(cohort)))
+        if self.batch_source.root is not None:
+            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.rows) - 1]
+        steps = [self.task.schedule.of(k, round).steps_for(self.batch_source.size(k)) for k in workers]
+        return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
+
+    def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
+        """The aggregation of a whole cohort."""
+        samples = [self.batch_source.size(worker) for worker in cohort]
+        weights = weights_of(self.task, self.shared, cohort, samples)
+        return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
+
+    def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
+        """The aggregations of a round of synchronous SGD: at each step, of the workers that still have data."""
+        works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
+        batch_sizes: list[int] = []
+        for step in range(max(schedule.steps_for(n) for schedule, n in works)):
+            if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for schedule, n in works]):
+                active = [slot for slot, size in enumerate(batch_sizes) if size]
+                workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
+                weights = weights_of(self.task, self.shared, workers, samples)
+                if weights is not None and not weights.any():
+                    return  # the workers that still have data have weight 0
+            yield AggregationContext(active, workers, weights, (round, step))
+
+    def work_of(self, cohort: Sequence[int], round: int) -> dict[int, tuple[int, int]]:
+        """The number of steps and of samples of each worker."""
+        works = {worker: (self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort}
+        return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
+
+    def received_bytes(self, round: int) -> int:
+        """The bytes that one worker receives before it trains."""
+        task, shared = self.task, self.shared
+        row = shared.global_row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
+        return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
+
+    def bytes_to_others(self, round: int, drawn: Cohort) -> int:
+        """The bytes that workers receive that send no update: they drop out, or only compute a loss."""
+        only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
+        model_bytes = self.shared.global_row.nbytes + buffer_bytes(self.task, self.shared)
+        return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the time of a part of the round, to the end of what the device does."""
+        with self.timer(name):
+            yield
+            synchronize(self.task.device)
+
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        """The rows after the last aggregation and the losses before training, by slot, where they are in one memory."""
+        return self.aggregator.round_rows(self.context(cohort, round)) if self.group.computes else None
+
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
+        """What the next round depends on and this process knows: facts, the rule's state, and columns of ranks.
+
+        By value: tensors would travel as shared memory, which a killed process would leave behind.
+        """
+        clock = {"clock": self.clock.state()} if self.clock else {}
+        rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
+        facts = {"has_last": self.aggregator.has_last, "syncs": list(self.shared.states), **clock}
+        return facts, rule, self.aggregator.states_by_columns()
+
+    def resume(
+        self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
+    ) -> None:
+        """Continue from such a state; the tensors that all processes share have been restored.
+
+        Args:
+            workers: those that have state, in the order of their places.
+        """
+        self.aggregator.load_columns(columns)
+        self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in rule.items()})
+        self.aggregator.has_last = facts["has_last"]
+        self.states.follow(workers)
+        if self.clock:
+            self.clock.resume(facts["clock"])
+        if len(facts["syncs"]) < len(self.shared.states):  # the run ended with gradients, and now has more rounds
+            self.aggregator.begin_with_parameters()
+
+
+def workers_to_evaluate(experiment: Experiment, task: TaskSpec, tests: Shards) -> list[int]:
+    """The workers whose models are tested: those that have test samples and are not Byzantine, or a sample of them.
+
+    Raises ExperimentError if there is none.
+    """
+    if not experiment.data.worker_test:
+        return []
+    size = min(experiment.workers, experiment.evaluation.workers)
+    drawn = sample_workers(numpy_generator(experiment.seed, "evaluated"), experiment.workers, size).tolist()
+    workers = [worker for worker in drawn if tests.size(worker) and worker not in task.byzantine.fixed]
+    if not workers:
+        raise ExperimentError(f"data.worker_test = {experiment.data.worker_test}: no worker has samples to test on")
+    return workers
+
+
+def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
+    """Mean training loss per sample.
+
+    Args:
+        losses: of each member of the cohort, float64.
+        samples: the number that each member saw. Members without samples do not count.
+    """
+    weights = torch.tensor(samples, dtype=torch.double)
+    counted = weights > 0
+    return float(weights[counted] @ losses[: len(weights)][counted] / weights.sum())
+
+
+def metrics_of(results: WorkerResults | None) -> dict[str, float]:
+    return results.metrics() if results else {}
+
+
+def joined(of_plugs: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
+    """The numbers that plugs recorded, and the metrics of the test. Raises ExperimentError if a name is in both."""
+    if twice := sorted(of_plugs.keys() & of_test.keys()):
+        raise ExperimentError(f"metrics: {show(twice[0])} is also recorded by a plug; give the metric another label")
+    return of_plugs | of_test
+
+
+def means(*logs: MetricLog) -> dict[str, float]:
+    """The mean of each number that plugs have recorded. Raises ExperimentError if they have too many names."""
+    log = MetricLog()
+    for part in logs:
+        log.extend(part)
+    if len(log) > MOST_NAMES:
+        raise ExperimentError(f"metrics: plugs recorded {len(log)} names in a round; must be at most {MOST_NAMES}")
+    return log.means()
