@@ -47,8 +47,8 @@ def trained(tables):
         loop = SynchronousLoop(prepared, engine)
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
         row = engine.shared.global_row.clone()
-        kept = {name: torch.stack([rows] * WORKERS) for name, rows in engine.worker_states.initial.items()}
-        engine.worker_states.load(range(WORKERS), kept, range(WORKERS))
+        kept = {name: torch.stack([rows] * WORKERS) for name, rows in engine.backend.states.initial.items()}
+        engine.backend.states.load(range(WORKERS), kept, range(WORKERS))
         return row, records, prepared.task.solver.personal_rows(row.expand(WORKERS, -1), kept).clone()
 
 

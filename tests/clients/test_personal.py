@@ -13,6 +13,7 @@ from fedsim.core.randomness import batch_order, draw_key, sample_cohort
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
+from fedsim.runs.simulation import Simulation
 from tests import models, plugs
 from tests.matrix import in_turn
 
@@ -37,10 +38,10 @@ def finished(tables):
         loop = SynchronousLoop(prepared, engine)
         start = engine.shared.global_row.clone()
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        kept = engine.worker_states.tensors()
+        kept = engine.backend.states.tensors()
         workers = kept.pop("workers").tolist() if kept else []
         states = {worker: {name: rows[k].clone() for name, rows in kept.items()} for k, worker in enumerate(workers)}
-        rows, _ = engine.round_rows(records[-1].cohort, experiment.rounds)
+        rows, _ = engine.backend.run(Simulation.round_rows, records[-1].cohort, experiment.rounds)[0]
         columns = prepared.task.solver.personal_columns
         return records, engine.shared.global_row.clone(), states, rows.clone(), columns, start
 

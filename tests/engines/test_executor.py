@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.engines.exchange import SharedMemory, balance_load
 from fedsim.engines.executor import Executor
+from fedsim.engines.group import SharedMemory, balance_load
 from fedsim.engines.pool.barrier import Barrier, HeartbeatTable
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.sequential import RowTrainer
+from fedsim.engines.worker_states import WorkerStates
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -61,7 +62,10 @@ def executors(prepared):
     task, shared = prepared()
     table = HeartbeatTable(2)
     executors = [
-        Executor(SharedMemory(ProcessContext(k, 2, table, Barrier(table, k, timeout=1.0))), task, shared, RowTrainer)
+        Executor(
+            SharedMemory(ProcessContext(k, 2, table, Barrier(table, k, timeout=1.0)), task.device),
+            *(task, shared, RowTrainer, WorkerStates.of(task, shared)),
+        )
         for k in range(2)
     ]
     trained = [[], []]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fedsim
 from fedsim.clients import SGD, OuterProductGrad, as_algorithm, step_along
+from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import RecordError
 from fedsim.runs.loops.synchronous import SynchronousLoop
@@ -26,6 +30,14 @@ def states(workers=(), **rows):
     return made
 
 
+def received(kept):
+    """The object as another process gets it."""
+    files = {name: SimpleNamespace(detach=partial(os.dup, file)) for name, file in kept._files.items()}
+    other = WorkerStates.__new__(WorkerStates)
+    other.__setstate__({**kept.__getstate__(), "_files": files})
+    return other
+
+
 def test_a_worker_has_the_initial_state_until_it_is_saved():
     rows = {"x": torch.zeros(3, 2)}
     kept = states([4], x=[[1.0, 2.0]])
@@ -34,10 +46,27 @@ def test_a_worker_has_the_initial_state_until_it_is_saved():
     assert len(kept) == 1  # which takes no memory
 
 
-def test_a_cohort_fills_the_first_rows_and_the_server_s_own_row_begins_again():
-    rows = {"x": torch.zeros(3, 2)}
-    states([4], x=[[1.0, 2.0]]).load_cohort([9, 4], rows)
-    assert rows["x"].tolist() == [[7, 7], [1, 2], [7, 7]]
+def test_a_process_loads_and_saves_its_own_members_only_and_the_server_s_own_row_begins_again():
+    rows, server = {"x": torch.zeros(4, 2)}, WorkItem(3, 10, 1)
+    kept, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
+    kept.load_cohort([9, 4, 5], mine, rows)
+    assert rows["x"].tolist() == [[7, 7], [1, 2], [0, 0], [7, 7]]
+    rows["x"][:] = torch.arange(8.0).view(4, 2)
+    kept.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 was excluded, and another process saves worker 5
+    assert kept.workers == [4, 9, 5]
+    assert kept.tensors()["rows.x"][[0, 2]].tolist() == [[1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_processes_share_what_they_keep_in_memory_or_in_a_file(limit, tmp_path):
+    ours = WorkerStates({"x": torch.zeros(2)}, limit, str(tmp_path)).share(workers=100)
+    ours.save([3], {"x": torch.tensor([[1.0, 2.0]])}, [0])
+    theirs = received(ours)
+    theirs.save(range(50), {"x": torch.full((50, 2), 5.0)}, range(50))  # it grows
+    ours.add(range(50))
+    assert ours.workers == theirs.workers == [3, *range(3), *range(4, 50)]
+    assert torch.equal(ours.tensors()["rows.x"], torch.full((50, 2), 5.0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_growth_keeps_the_states():
@@ -122,7 +151,7 @@ def run_rounds(tables):
     with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
         loop = SynchronousLoop(prepared, engine)
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        return records, engine.worker_states.tensors(), {n: t.clone() for n, t in engine.shared.server_state.items()}
+        return records, engine.backend.states.tensors(), {n: t.clone() for n, t in engine.shared.server_state.items()}
 
 
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
@@ -143,7 +172,7 @@ def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
         loop = SynchronousLoop(prepared, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
-        kept = engine.worker_states
+        kept = engine.backend.states
         assert kept.tensors()["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
         assert sum(rows.untyped_storage().nbytes() for rows in kept.rows.values()) < 1.1 * 200 * 4 * 7850
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.core.randomness import sample_cohort
 from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.rule_replay import load_round
@@ -63,7 +62,7 @@ CASES = {
 def world(engine):
     """What one round leaves to the next."""
     shared = engine.shared
-    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers)], engine.worker_states.tensors()
+    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers)], engine.backend.states.tensors()
 
 
 def worlds(tables, session):
@@ -84,19 +83,12 @@ def continued(tables, start, session):
         rows, kept = start
         for tensor, value in zip((shared.global_row, shared.global_buffers), rows, strict=True):
             tensor.copy_(value)
-        engine.worker_states.resume(kept)
+        engine.backend.states.resume(kept)
         for name, value in prepared.task.server.start(shared.global_row).items():
             shared.states["parameters"][name].copy_(value)
+        loop = SynchronousLoop(prepared, engine)
         for round in range(SWITCH + 1, ROUNDS + 1):
-            cohort = sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
-            engine.pull_down(cohort, round)
-            engine.train(cohort, round)
-            engine.attack(cohort, round)
-            stats = engine.aggregate(cohort, round)
-            engine.receive(cohort, round, stats.excluded)
-            engine.server_step()
-            engine.combine_buffers(cohort, round, stats.excluded)
-            engine.keep_worker_state(cohort, round, stats.excluded)
+            loop.run_round(round)
             after.append(world(engine))
     return after
 

@@ -25,7 +25,7 @@ class Fake:
     def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
         experiment = SimpleNamespace(worker_retries=retries, rounds=rounds)
-        self.prepared = SimpleNamespace(experiment=experiment)
+        self.prepared, self.backend = SimpleNamespace(experiment=experiment), self
         self.notes = []
 
     def loop(self):
