@@ -109,8 +109,10 @@ class WorkerStates:
 
     def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
         """Copy the state from these slots of `rows` back."""
+        if not self.initial:
+            return
         self.add(workers)
-        places = [self._places[worker] for worker in workers] if self.initial else []
+        places = [self._places[worker] for worker in workers]
         for name, kept in self.rows.items():
             kept[places] = rows[name][slots].to(kept.device)
 
@@ -118,11 +120,15 @@ class WorkerStates:
         self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
     ) -> None:
         """Copy the state of the members that this process trains back; excluded workers keep that of before."""
-        saved = [worker for worker in cohort if worker not in excluded]
-        self.add(saved)
+        self.add([worker for worker in cohort if worker not in excluded])
+        saved = set(cohort).difference(excluded)  # without the server's own row
         members = [member for member in mine if member.worker in saved]
-        if members:
-            self.save([member.worker for member in members], rows, [member.slot for member in members])
+        self.save([member.worker for member in members], rows, [member.slot for member in members])
+
+    def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
+        """Follow what the processes that share the rows have saved after a round."""
+        if self._shared:
+            self.add([worker for worker in cohort if worker not in excluded])
 
     def sums(self, messages: State, slots: Sequence[int]) -> State:
         """The sums [w] of the messages [n, w] at these slots."""

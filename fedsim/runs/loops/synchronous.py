@@ -30,7 +30,7 @@ class SynchronousLoop:
         finished = self._engine.backend.run(Simulation.run_round, round)[0]
         assert finished is not None
         record, results = finished
-        self._engine.backend.states.add([worker for worker in record.cohort if worker not in record.excluded])
+        self._engine.backend.states.saved_elsewhere(record.cohort, record.excluded)
         self._warn_of_attack_without_honest_rows(record)
         self._keep(results)
         return record
