@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.clients.personal_buffers import state_at_first
+from fedsim.clients.algorithm import state_at_first
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import Backend
 from fedsim.engines.evaluation import EvaluationResult

@@ -7,10 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.asynchronous.clock import noises
-from fedsim.asynchronous.clock.delays import BLOCK, Delays
-from fedsim.asynchronous.clock.noises import bind_noise
-from fedsim.asynchronous.clock.speeds import draw_speeds, speed
+from fedsim.asynchronous.delays import BLOCK, Delays, bind_noise, draw_speeds, speed
 from fedsim.config.clock_schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
@@ -71,7 +68,9 @@ def test_seconds_do_not_depend_on_the_order_of_calls_or_the_number_of_workers():
 
 def test_noise_is_drawn_once_for_a_block_of_units(monkeypatch):
     drawn = []
-    monkeypatch.setattr(noises, "numpy_generator", lambda *key: drawn.append(key) or numpy_generator(*key))
+    monkeypatch.setattr(
+        "fedsim.asynchronous.delays.numpy_generator", lambda *key: drawn.append(key) or numpy_generator(*key)
+    )
     delays = delays_of(10**6, "lognormal")
     drawn.clear()
     for unit in range(3 * BLOCK):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.asynchronous.clock.delays import Delays
+from fedsim.asynchronous.delays import Delays
 from fedsim.clients import solver
 from fedsim.runs.loops.round_clock import RoundClock, delays_of
 from tests.asynchronous import simulated

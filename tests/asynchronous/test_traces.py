@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.asynchronous.clock.delays import BLOCK
+from fedsim.asynchronous.delays import BLOCK
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_delays import delays_of
 

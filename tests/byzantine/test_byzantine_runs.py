@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.byzantine.attackers import draw_attackers
+from fedsim.byzantine.base import draw_attackers
 from fedsim.config.source_catalog import plug_tables, source_plugs
 from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from fedsim.core.distributions import (
+from fedsim.core.confidence import (
     beta_share,
     chi_square_tail,
     f_tail,

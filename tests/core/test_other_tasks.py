@@ -10,7 +10,7 @@ from torch import nn
 
 import fedsim
 from fedsim import DataError, ExperimentError
-from fedsim.core.other_tasks import NextToken, regression
+from fedsim.core.learning_task import NextToken, regression
 from fedsim.records.record import metrics_in
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
 

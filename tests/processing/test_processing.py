@@ -9,7 +9,7 @@ from torch import Tensor
 import fedsim
 from fedsim import Draws, ExperimentError
 from fedsim.processing import apply_chain, bind_processor, processor
-from fedsim.processing.compression import qsgd
+from fedsim.processing.processors import qsgd
 
 D = 7850  # parameters of the model "logistic"
 SMALL = {"model": "logistic", "rounds": 1}

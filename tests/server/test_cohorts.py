@@ -14,7 +14,7 @@ from fedsim.core.randomness import sample_cohort
 from fedsim.data import ListedShards, partition_shards
 from fedsim.errors import ExperimentError
 from fedsim.server import BoundCohortStrategy, CohortSampler, cohort_strategy
-from fedsim.server.cohort_strategies import inclusion_probabilities
+from fedsim.server.cohort import inclusion_probabilities
 
 SIZES = (30, 1, 9, 5, 5, 10)
 ROUNDS = 2000
