@@ -27,7 +27,7 @@ def start_of(factory, seed=0, dtype=torch.float64):
 
 
 class Federation:
-    """The workers of a run with seed 0 in float64: their shards, batches and gradients. `row` is the global model.
+    """The workers of a run with seed 0: their shards, batches and gradients. `row` is the global model.
 
     Args:
         factory: makes the model.
@@ -36,11 +36,11 @@ class Federation:
         batch_size: of local work.
     """
 
-    def __init__(self, factory, data, workers, batch_size, strategy="iid", **params):
-        self.train = data(None)[0].to(torch.device("cpu"), torch.float64)
+    def __init__(self, factory, data, workers, batch_size, strategy="iid", dtype=torch.float64, **params):
+        self.train = data(None)[0].to(torch.device("cpu"), dtype)
         shards = fedsim.partition(self.train.targets, workers, strategy, 0, **params)
         self.shards, self.batch_size = [torch.from_numpy(shard) for shard in shards], batch_size
-        self.model = start_of(factory)
+        self.model = start_of(factory, dtype=dtype)
         self.row = Layout.of(self.model).read(self.model)
 
     def epoch(self, round, worker, epoch=0):

@@ -41,6 +41,7 @@ def test_state_dicts_keep_the_first_counters(models):
         name: (value.dtype, value.shape) for name, value in states[0].items()
     }
     assert mean["1.num_batches_tracked"] == 7
+    assert mean._metadata == states[0]._metadata  # the versions of modules
     expected = sum((place + 1) * state["0.weight"] for place, state in enumerate(states)) / 15
     assert torch.allclose(mean["0.weight"], expected)
     models[0].load_state_dict(mean)
@@ -56,29 +57,17 @@ def test_lists_of_arrays_as_in_flower():
     assert [[each.shape for each in update] for update in byzantine] == [[(2, 3), (4,)]] * 2
 
 
-def test_entries_keep_their_dtypes():
-    updates = [{"half": torch.ones(2).half() * k, "full": torch.ones(3) * k} for k in range(3)]
-    result = fedsim.aggregate(updates)
-    assert (result["half"].dtype, result["full"].dtype) == (torch.float16, torch.float32)
-    assert result["half"].tolist() == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("updates", "line"),
     [
         ([torch.zeros(2), torch.zeros(3)], r"updates\[1\]: must have shape \(2,\) as in updates\[0\], not \(3,\)"),
         ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; it has \['b'\]"),
-        ([[torch.zeros(2)], [torch.zeros(2)] * 2], r"updates\[1\]\[1\]: updates\[0\] has no such entry"),
         (
             [{"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int)}],
             r"updates\[1\]\['a'\]: must be torch.float32",
         ),
-        ([[torch.zeros(2), torch.zeros(2, dtype=torch.cfloat)]], r"updates\[0\]\[1\]: must be real"),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must be \[n, ...\], .* as in updates\['a'\]"),
-        ({"a": torch.tensor(1.0)}, r"updates\['a'\]: must be \[n, ...\]"),
         ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
-        ([torch.zeros(2), "x"], r"updates\[1\]: must be a tensor or an array of numbers, not str"),
-        (np.array([["a", "b"]]), r"updates: must be a tensor or an array of numbers, not array of <U1"),
         ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating tensor \[n, d\]"),
     ],
 )
@@ -112,11 +101,6 @@ def test_tied_weights_count_once_and_stay_tied(models):
     assert result["head"].data_ptr() == result["embedding"].data_ptr()
     apart = fedsim.aggregate([tied(rows[0]), {name: value.clone() for name, value in tied(rows[1]).items()}])
     assert apart["head"].data_ptr() != apart["embedding"].data_ptr()
-
-
-def test_the_versions_of_modules_stay_in_a_state_dict(models):
-    states = [model.state_dict() for model in models]
-    assert fedsim.aggregate(states)._metadata == states[0]._metadata
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])

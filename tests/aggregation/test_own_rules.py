@@ -47,7 +47,6 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     ("stages", "wanted", "given"),
     [
         (["sums_of_rows"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5]"),
-        (["halved"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5, 4]"),
         (["as_numpy"], "a row [d]", "a ndarray"),
         (
             ["short_mix"],
@@ -55,7 +54,6 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
             "a tensor of shape [2]",
         ),
         (["mean_alone", "median"], "rows [m, d], here a tensor of shape [5, 4]", "a tensor of shape [4]"),
-        (["short_mix", "median"], "a LinearCombination with coefficients [m, n]", "a tensor of shape [2]"),
     ],
     ids=str,
 )

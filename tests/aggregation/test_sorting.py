@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_places, network
+from fedsim.aggregation.numerics.sorting import map_sorted_columns, middle, middle_places
 from fedsim.aggregation.numerics.sorting import sorted_columns as sort
 
 
@@ -40,11 +40,6 @@ def test_sorted_columns_returns_the_needed_places(n, dtype):
         assert torch.equal(block, before)
 
 
-def test_a_network_for_the_median_has_fewer_comparators():
-    (all_of_them, _), (median, _) = network(20, tuple(range(20))), network(20, (9, 10))
-    assert len(median) < len(all_of_them) == 97
-
-
 @pytest.mark.parametrize("n", [3, 20, 33])
 def test_nan_sorts_last(n):
     block = normal(n, 4)
@@ -66,18 +61,3 @@ def test_map_sorted_columns_accepts_any_size(d, dtype, strided):
     found = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
     assert found.dtype == dtype
     assert torch.equal(found, updates.median(0).values)
-
-
-def test_mean_nearest_breaks_ties_by_row():
-    block = torch.tensor([[3.0, 1.0], [1.0, 3.0], [2.0, 2.0]])
-    for keep, expected in ((1, [2.0, 2.0]), (2, [2.5, 1.5]), (3, [2.0, 2.0])):
-        found = mean_nearest(sort(block, (0, 1, 2)), block, torch.tensor([2.0, 2.0]), keep)
-        assert found.tolist() == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_bulyan_computes_half_precision_in_float32(dtype):
-    updates = normal(11, 300, dtype)
-    assert torch.equal(
-        fedsim.aggregate(updates, rule="bulyan", f=2), fedsim.aggregate(updates.float(), rule="bulyan", f=2).to(dtype)
-    )

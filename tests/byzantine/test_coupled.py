@@ -58,13 +58,6 @@ def test_mimic_chooses_the_worker_by_its_definition():
         assert torch.equal(sent, honest[int(np.abs(sums).argmax())])
 
 
-def test_mimic_finds_the_direction_of_the_greatest_variance():
-    state = rows_in_turn(bound("mimic", warmup=40), rounds_of_rows(40))[1]
-    x = torch.cat(rounds_of_rows(40))
-    top = torch.linalg.eigh((x - x.mean(0)).T @ (x - x.mean(0)))[1][:, -1]
-    assert abs(float(top @ state["direction"])) > 0.99
-
-
 def test_mimic_remembers_workers_and_not_rows():
     rounds = rounds_of_rows(2)
     numbers = [[10, 20, 30, 40, 50, 60], [60, 50, 40, 30, 20, 10]]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -110,9 +109,3 @@ def test_a_rule_and_two_evaluations_are_required(given, message, honest):
 def test_line_search_finds_the_top_of_a_hill_and_the_edge_of_a_cliff(top):
     assert line_search(lambda x: -abs(x - top), 60) == pytest.approx(top, rel=1e-6)
     assert line_search(lambda x: x if x <= top else -1.0, 60) == pytest.approx(top, rel=1e-6)
-
-
-def test_line_search_ignores_values_that_are_not_finite():
-    assert line_search(lambda x: x if x < 5 else math.nan, 30) == pytest.approx(5, rel=1e-2)
-    assert line_search(lambda x: x if x < 5 else math.inf, 30) == pytest.approx(5, rel=1e-2)
-    assert line_search(lambda x: math.nan, 30) == 0.0

@@ -46,13 +46,6 @@ def test_label_flipping_flips_labels(batch):
     assert targets.dtype == torch.long
 
 
-def test_the_middle_class_is_no_goal_of_label_flipping(batch):
-    targets = batch[1] % 3
-    inputs, wanted = bound("label_flipping").goal(batch[0], targets, 3)
-    assert torch.equal(inputs, batch[0][targets != 1])
-    assert wanted.tolist() == [2 - k for k in targets.tolist() if k != 1]
-
-
 @pytest.mark.parametrize("corner", CORNERS)
 def test_a_backdoor_poisons_a_share_of_the_batch(corner, batch, draws):
     backdoor = bound("backdoor", corner=corner, size=2, value=2.5, target=4, poisoned=0.25)

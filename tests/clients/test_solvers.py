@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fedsim.clients import SGD, OuterProductGrad, solver, step_along
-from fedsim.errors import ExperimentError
 from tests.clients.variants import VARIANTS, every_variant, made
 
 
@@ -72,22 +71,3 @@ def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
 @every_variant
 def test_solvers_can_be_pickled(variant):
     assert pickle.loads(pickle.dumps(made(variant))) == made(variant)
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "line"),
-    [
-        ("sgd", {"momentum": 1.0}, "local.momentum = 1.0: must be less than 1"),
-        ("sgd", {"mu": 0.1}, "local.mu = 0.1: unknown key (the local solver is sgd); mu goes with fedprox"),
-        ("adam", {"eps": 0.0}, "local.eps = 0.0: must be greater than 0"),
-    ],
-)
-def test_impossible_parameters_are_an_error(name, params, line):
-    with pytest.raises(ExperimentError) as caught:
-        solver.get(name).check(params, "local")
-    assert str(caught.value).startswith(line)
-
-
-def test_nesterov_needs_momentum():
-    with pytest.raises(ExperimentError, match=r"local.nesterov = true: needs local.momentum > 0"):
-        SGD(nesterov=True)

@@ -22,7 +22,6 @@ def test_label_counts():
     ("labels", "classes", "message"),
     [
         ([0, 5], 5, "classes = 5: must be more than the highest label, 5"),
-        ([0, -1], None, "labels: must be whole numbers >= 0"),
         ([0, 0.5], None, "labels: must be whole numbers >= 0"),
     ],
 )
@@ -67,8 +66,6 @@ def test_the_distance_of_nearly_equal_histograms_is_exact():
     [
         ([[1, 2], [0, 0]], "counts: worker 1 holds no sample"),
         ([1, 2], r"counts: must be \[n_workers, classes\], none negative, not of shape \(2,\)"),
-        ([[1, -2]], "none negative"),
-        (np.zeros((0, 3)), "counts: must be"),
     ],
 )
 def test_impossible_counts_are_an_error(counts, message):

@@ -16,27 +16,17 @@ ADAGRAD = {"lr": 0.1, "beta1": 0.9, "tau": 1e-3}
 @pytest.mark.parametrize(
     ("name", "params", "meaning"),
     [
-        ("sgd", {}, {"lr": 1.0}),
         ("sgd", {"lr": 0.3}, {"lr": 0.3}),
-        ("momentum", {}, {"lr": 1.0, "beta": 0.9}),
         ("momentum", {"lr": 0.3, "beta": 0.5}, {"lr": 0.3, "beta": 0.5}),
-        ("momentum", {"nesterov": True}, {"lr": 1.0, "beta": 0.9, "nesterov": True}),
-        ("diloco", {}, {"lr": 0.7, "beta": 0.9}),
+        ("momentum", {"lr": 0.5, "nesterov": True}, {"lr": 0.5, "beta": 0.9, "nesterov": True}),
         ("diloco", {"lr": 0.4, "beta": 0.8}, {"lr": 0.4, "beta": 0.8}),
-        ("slowmo", {}, {"alpha": 1.0, "beta": 0.5, "lr": 1.0}),
         ("slowmo", {"alpha": 0.8, "beta": 0.7, "lr": 1e-4}, {"alpha": 0.8, "beta": 0.7, "lr": 1e-4}),
-        ("bmuf", {}, {"bm": 0.9, "zeta": 1.0}),
         ("bmuf", {"bm": 0.75, "zeta": 0.9}, {"bm": 0.75, "zeta": 0.9}),
-        ("adam", {}, ADAM),
         ("adam", {"lr": 1, "beta1": 0.5, "beta2": 0.6, "tau": 0.1}, {"lr": 1, "beta1": 0.5, "beta2": 0.6, "tau": 0.1}),
-        ("adam", {"v0": "tau^2"}, {**ADAM, "v0": 1e-6}),
         ("adam", {"v0": 2.0}, {**ADAM, "v0": 2.0}),
         ("adam", {"bias_correction": True}, {**ADAM, "bias_correction": True}),
-        ("yogi", {}, ADAM),
         ("yogi", {"lr": 1, "beta1": 0.5, "beta2": 0.6, "tau": 0.1}, {"lr": 1, "beta1": 0.5, "beta2": 0.6, "tau": 0.1}),
         ("yogi", {"v0": "tau^2", "tau": 0.1}, {**ADAM, "tau": 0.1, "v0": 0.01}),
-        ("yogi", {"bias_correction": True}, {**ADAM, "bias_correction": True}),
-        ("adagrad", {}, ADAGRAD),
         ("adagrad", {"lr": 0.02, "beta1": 0.0, "tau": 0.5}, {"lr": 0.02, "beta1": 0.0, "tau": 0.5}),
         ("adagrad", {"v0": "tau^2", "tau": 0.1}, {**ADAGRAD, "tau": 0.1, "v0": 0.01}),
         ("adagrad", {"bias_correction": True, "v0": 0.5}, {**ADAGRAD, "bias_correction": True, "v0": 0.5}),
@@ -57,20 +47,6 @@ def by_torch(optimizer, row, updates, **params):
         parameter.grad = -update
         theirs.step()
     return parameter.detach()
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "nesterov"),
-    [
-        ("momentum", {"lr": 0.5}, False),
-        ("momentum", {"lr": 0.5, "nesterov": True}, True),
-        ("diloco", {"lr": 0.5}, True),
-    ],
-)
-def test_momentum_is_torch_optim_sgd(name, params, nesterov, case):
-    row, updates = case
-    theirs = by_torch(torch.optim.SGD, row, updates, lr=0.5, momentum=0.9, nesterov=nesterov)
-    assert torch.allclose(path(name, row, updates, **params)[-1], theirs, rtol=1e-13, atol=1e-12)
 
 
 @pytest.mark.parametrize("bias_correction", [False, True])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 
 from fedsim.server import server_optimizer
-from tests.server.optimizers import every, every_variant, path
+from tests.server.optimizers import every_variant, path
 
 
 @every_variant
@@ -47,21 +45,6 @@ def test_state_has_the_shape_and_dtype_of_the_row(name, params, dtype, case):
     assert not torch.equal(moved, row)
     assert {(tensor.shape, tensor.dtype) for tensor in state.values()} <= {(row.shape, dtype)}
     assert not {tensor.data_ptr() for tensor in state.values()} & {moved.data_ptr(), update.data_ptr()}
-
-
-@every_variant
-def test_a_learning_rate_of_zero_moves_nothing(name, params, case):
-    row, updates = case
-    scale = {"bmuf": "zeta", "slowmo": "alpha"}.get(name, "lr")
-    assert torch.equal(path(name, row, updates, **{**params, scale: 0})[-1], row)
-
-
-@every
-def test_every_optimizer_is_frozen_and_pickles_with_its_parameters(plug):
-    optimizer = plug.bind(plug.check({}))
-    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
-    with pytest.raises(AttributeError):
-        optimizer.lr = 2.0
 
 
 def test_bias_correction_is_accurate_in_float32():

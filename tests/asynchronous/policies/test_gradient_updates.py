@@ -145,17 +145,3 @@ def test_ssp_does_not_wait_for_departed_workers(s):
     assert clocks[2] == 0
     assert min(clocks[:2]) > 10
     assert run.server.policy_state["slowest"].item() == min(clocks[:2])
-
-
-def test_ssp_applies_the_buffered_gradient_of_a_departed_worker():
-    """Workers 0 and 1 wait with a gradient each when 0 is to leave, at 2; worker 2's comes at 5."""
-    run = simulate(policy_of("ssp", s=0), delays_of([1.0, 1.5, 5.0]), departures={0: 2.0}, train=lambda r, m: r * 0 + 1)
-    run.advance(3)
-    assert run.clock.now == 5
-    assert run.server.version == 1
-    run.advance(2)
-    assert run.clock.now == 10
-    assert [arrival.slot for arrival in run.arrivals] == [0, 1, 2, 1, 2]
-    assert run.server.version == 2
-    assert same(run.row, torch.tensor([0.8, -2.2, 0.3], dtype=torch.float64))
-    assert run.server.alive.tolist() == [1, 2]

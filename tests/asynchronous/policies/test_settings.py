@@ -12,10 +12,7 @@ from tests.asynchronous.simulated import policy_of
     ("name", "params", "message"),
     [
         ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the workers at work"),
-        ("k_sync", {}, "k: is required"),
         ("backup", {"backups": 4}, "policy.backups = 4: must be less than 4, the workers at work"),
-        ("ssp", {"s": "never"}, 's = "never": must be'),
-        ("fedasync", {"alpha": 0.0}, "alpha = 0.0: must be greater than 0"),
         ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
         ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: goes with policy.staleness = "hinge" or "pol'),
     ],

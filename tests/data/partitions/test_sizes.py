@@ -43,17 +43,9 @@ def test_quantity_in_proportion_to_lognormal_draws():
     assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
 
 
-@pytest.mark.parametrize("params", [{"beta": 0.1}, {"distribution": "lognormal", "sigma": 2.0}])
-def test_quantity_respects_min_size(params):
-    for seed in range(20):
-        assert min(sizes_of(np.zeros(500), 3, "quantity", seed, min_size=30, **params)) >= 30
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"distribution": "zipf"}, 'partition.distribution = "zipf": must be "dirichlet" or "lognormal"'),
-        ({"min_size": 26}, "partition.min_size = 26: 4 workers with that many samples each need 104, .* are 100"),
         ({"min_size": 25}, "min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 workers and 100 samples"),
         (
             {"distribution": "lognormal", "sigma": 1e12},

@@ -52,22 +52,6 @@ def test_a_shard_depends_only_on_seed_and_worker():
     assert not np.array_equal(few.of(0), partition_shards(LABELS, 10, "virtual", seed=2, alpha=0.5).of(0))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 1e12])
-def test_the_population_has_the_classes_of_the_data(alpha):
-    counts = fedsim.label_counts(LABELS, fedsim.partition(LABELS, 1000, "virtual", samples=10, alpha=alpha))
-    assert np.allclose(counts.sum(0) / counts.sum(), np.bincount(LABELS) / 500, atol=0.04)
-
-
-def test_a_smaller_alpha_means_more_skew():
-    def distance(**skew):
-        shards = fedsim.partition(LABELS, 100, "virtual", samples=30, **skew)
-        return fedsim.heterogeneity(fedsim.label_counts(LABELS, shards)).mean_hellinger
-
-    distances = [distance(), distance(alpha=10.0), distance(alpha=1.0), distance(alpha=0.1), distance(alpha=1e-300)]
-    assert distances == sorted(distances)
-    assert distances[-1] == pytest.approx(1 - sum(p**2 for p in (0.1, 0.2, 0.3, 0.4)), abs=0.05)  # one class each
-
-
 def test_an_infinite_alpha_is_no_skew():
     first, second = (fedsim.partition(LABELS, 3, "virtual", **skew) for skew in ({}, {"alpha": float("inf")}))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
