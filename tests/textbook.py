@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.setup import prepare
 
 
 def small_two_nn():
@@ -82,3 +85,23 @@ def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=1
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
+
+
+def finished(tables):
+    """A run of synchronous rounds: its `start` and `row` (global rows), `records`, last `updates`, and `solver`.
+
+    `states` has what each worker that has taken part keeps, by name, and `initial` what the others have.
+    """
+    experiment = fedsim.Experiment(**tables)
+    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
+        loop, start = SynchronousLoop(prepared, engine), engine.shared.global_row.clone()
+        records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
+        kept = engine.worker_states.tensors()
+        workers = kept.pop("workers").tolist() if kept else []
+        rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in kept.items()}
+        states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
+        updates, _ = engine.round_rows(records[-1].cohort, experiment.rounds)
+        return SimpleNamespace(
+            **{"start": start, "row": engine.shared.global_row.clone(), "records": records, "updates": updates.clone()},
+            **{"solver": prepared.task.solver, "states": states, "initial": engine.worker_states.initial},
+        )

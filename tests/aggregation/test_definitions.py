@@ -71,7 +71,9 @@ def test_every_rule_has_a_reference():
     assert {plug.name for plug in rule} == set(RULES) | ELSEWHERE
 
 
-@pytest.mark.parametrize("shape", [(11, 5), (12, 1), (15, 300), (20, 700)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(11, 5), (12, 1), (15, 300), pytest.param((20, 700), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_its_definition(name, shape):
     for make in (normal, outliers, repeated, integers, offset):

@@ -57,7 +57,10 @@ def race(session, name, out=None, **changes):
     return fedsim.run({**tables, **changes}, out, session=session)
 
 
-@pytest.mark.parametrize("name", RACING)
+@pytest.mark.parametrize(
+    "name",
+    [name if place % 3 == 0 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(RACING)],
+)
 def test_every_policy_learns(session, name):
     local = {"batch_size": 40, "lr": 0.1, "momentum": 0.5 if name == "eamsgd" else 0.0}
     result = race(session, name, data="mnist5k", rounds=3, local=local)
@@ -104,15 +107,6 @@ def test_each_run_continues_from_its_own_state(session):
         first, second = record["race"]["test_losses"]
         assert first == pytest.approx(second, rel=1e-6)
     assert result.history[0]["test_loss"] != result.history[1]["test_loss"] != result.history[2]["test_loss"]
-
-
-def test_increments_are_exact_with_the_lock_only(session):
-    """The policy sleeps between reading and writing a counter."""
-    locked = race(session, f"{PLUGS}:Counting").history[0]
-    assert locked["asynchronous"]["buffered"] == locked["race"]["updates"] == 15
-    unlocked = race(session, f"{PLUGS}:CountingWithoutLock", local={"batch_size": 4}).history[0]
-    assert unlocked["race"]["updates"] == 51
-    assert unlocked["asynchronous"]["buffered"] < 51
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -62,7 +62,7 @@ def test_a_section_that_cannot_start_is_reported(tmp_path):
     assert any("No module named 'pydantic'" in line.get("error", "") for line in record.lines)
 
 
-@pytest.mark.parametrize("how", ["stage", "budget", "signal"])
+@pytest.mark.parametrize("how", ["stage", *(pytest.param(how, marks=pytest.mark.slow) for how in ("budget", "signal"))])
 def test_cases_without_time_are_reported(how, tmp_path):
     stop = threading.Event()
     threading.Timer(1.0, stop.set if how == "signal" else dict).start()

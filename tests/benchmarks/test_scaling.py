@@ -27,6 +27,7 @@ def test_different_rows_are_an_error(scaling, monkeypatch):
         scaling.check_work(population=100, cohort=2, rounds=1)
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn(scaling, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "PICTURE", tmp_path / "scaling.png")
     with fedsim.Session() as session:

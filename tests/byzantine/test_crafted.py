@@ -124,14 +124,6 @@ def test_min_max_sends_the_mean_if_that_is_farther_than_the_least_bound(dev):
     assert torch.equal(attack(honest, 1, "min_max", dev=dev, bound="min"), honest.mean(0, keepdim=True))
 
 
-@pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.parametrize("dev", DEVIATIONS)
-def test_equal_honest_rows_give_the_mean(name, dev, honest):
-    alike = honest[:1].expand(5, -1)
-    assert torch.allclose(attack(alike, 2, name, dev=dev), honest[[0, 0]], rtol=0, atol=1e-12)
-    assert torch.allclose(attack(honest[:1], 2, name, dev=dev), honest[[0, 0]], rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("name", "params"),
     [("alie", {"z": 1.5}), ("ipm", {})] + [(name, {"dev": dev}) for name in BOUNDED for dev in DEVIATIONS],

@@ -10,11 +10,11 @@ from fedsim.clients import solver
 from fedsim.config.plugs import describe_plug
 from fedsim.core.randomness import sample_cohort
 from fedsim.records.reader import read_run
-from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import check_run, prepare
+from fedsim.runs.setup import check_run
 from tests.clients import plain_loops
 from tests.clients.plain_loops import BATCH, TABLES, WORKERS, Workers
 from tests.matrix import in_turn
+from tests.textbook import finished
 
 VARIANTS = {
     "sgd": ("sgd", {"lr": 0.1}),
@@ -47,18 +47,6 @@ def tables_of(name, params, **changes):
     return {**tables, **({"aggregate": "mean"} if plain and "mode" not in changes else {}), **changes}
 
 
-def trained(tables):
-    """The global row, the records and the personal models of all workers after a run."""
-    experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
-        loop = SynchronousLoop(prepared, engine)
-        records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        row = engine.shared.global_row.clone()
-        kept = {name: torch.stack([rows] * WORKERS) for name, rows in engine.worker_states.initial.items()}
-        engine.worker_states.load(range(WORKERS), kept, range(WORKERS))
-        return row, records, prepared.task.solver.personal_rows(row.expand(WORKERS, -1), kept).clone()
-
-
 @in_turn(
     ("variant", "engine"),
     VARIANTS,
@@ -69,10 +57,11 @@ def test_the_rows_are_those_of_a_plain_loop(variant, engine):
     name, params = VARIANTS[variant]
     federation = Workers()
     personal = getattr(plain_loops, name)(federation, **params)
-    row, _, personal_rows = trained(tables_of(name, params, **engine))
-    torch.testing.assert_close(row, federation.row, rtol=0, atol=1e-10)
+    run = finished(tables_of(name, params, **engine))
+    torch.testing.assert_close(run.row, federation.row, rtol=0, atol=1e-10)
     for worker, expected in personal.items():
-        torch.testing.assert_close(personal_rows[worker], expected, rtol=0, atol=1e-10)
+        mine = run.solver.personal_rows(run.row, run.states.get(worker, run.initial))
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10)
 
 
 def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
@@ -105,7 +94,7 @@ ROWS_SENT = {"mimelite": (1, 1), "mime": (2, 1), "scaffold": (1, 1)}  # received
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_records_count_the_bytes_of_each_way(name):
-    _, records, _ = trained(tables_of(name, {}, rounds=1))
+    records = finished(tables_of(name, {}, rounds=1)).records
     d = len(Workers().row)
     down, up = ROWS_SENT.get(name, (0, 0))
     numbers = 2 if name == "fednova" else 0

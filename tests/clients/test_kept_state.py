@@ -56,13 +56,6 @@ def test_each_worker_s_optimizer_lives_on_between_its_rounds(solver):
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
-def test_asynchronous_workers_that_wait_for_each_other_keep_their_state():
-    """With a buffer for all workers, the virtual clock runs synchronous rounds."""
-    asynchronous = fedsim.run(tables(mode="clock", cohort=5, policy="fedbuff"))
-    synchronous = fedsim.run(tables(cohort=5, aggregate="mean"))
-    assert torch.allclose(asynchronous.global_row, synchronous.global_row, rtol=0, atol=1e-9)
-
-
 def test_a_run_on_the_clock_is_resumed_to_the_bit(tmp_path):
     changes = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}, "checkpoint": {"every": 1}}
     whole = fedsim.run(tables(**changes))

@@ -165,14 +165,6 @@ def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
-def test_on_the_clock_a_policy_that_takes_models_draws_the_work_of_each_round_of_a_worker():
-    tables = {**of_local(steps={"choice": [1, 8]}), "mode": "clock", "policy": "fedasync"}
-    del tables["aggregate"]
-    history = fedsim.run(tables).history
-    longest = fedsim.run({**tables, "local": {**tables["local"], "steps": 8}}).history
-    assert history[-1]["virtual_seconds"] < longest[-1]["virtual_seconds"]
-
-
 def test_the_longest_round_of_a_worker_is_checked():
     schedule = Schedule(batch_size=4, steps=DrawnAmount((1, 4), seed=0))
     assert schedule.longest(0).smallest_batch(13) == 1

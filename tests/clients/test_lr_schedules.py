@@ -112,20 +112,6 @@ def test_averaged_gradients_step_by_the_rate_of_their_round_or_step(per):
     assert not torch.allclose(rows[0], constant, rtol=0, atol=1e-3)
 
 
-def test_the_server_steps_by_the_rate_of_the_round():
-    tables = {**of_local(steps=2), "rounds": 1}
-    start = torch.zeros(21, dtype=torch.float64)
-    update = fedsim.run(tables).global_row - start
-    halved = fedsim.run(
-        {**tables, "rounds": 2, "server": {"schedule": {"warmup": 1, "name": "exponential", "gamma": 0.5}}}
-    )
-    alone = fedsim.run(
-        {**tables, "server": {"lr": 1.0, "schedule": {"name": "constant", "factor": 0.25, "total_iters": 1}}}
-    )
-    assert torch.allclose(alone.global_row, 0.25 * update, rtol=0, atol=1e-15)
-    assert halved.history[0]["test_loss"] == fedsim.run(tables).history[0]["test_loss"]
-
-
 def ended(optimizer, *, rounds: int = 2):
     return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=rounds, cycle_momentum=False)
 

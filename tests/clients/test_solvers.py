@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fedsim.clients import SGD, OuterProductGrad, solver, step_along
+from fedsim.clients import OuterProductGrad, solver, step_along
 from tests.clients.variants import VARIANTS, every_variant, made
 
 
@@ -43,14 +43,6 @@ def test_a_fused_step_is_the_step_along_the_gradients(variant):
         step_along(method, expected, torch.einsum("kmo,kmi->koi", left, right), states[1])
     torch.testing.assert_close(moved, expected)
     torch.testing.assert_close(states[0], states[1])
-
-
-def test_step_along_uses_step_fused_if_a_solver_has_it(monkeypatch):
-    calls = []
-    monkeypatch.setattr(SGD, "step_fused", lambda self, rows, product, state: calls.append(product))
-    product = OuterProductGrad(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
-    step_along(SGD(), torch.zeros(1, 1, 3), product, {})
-    assert calls == [product]
 
 
 @every_variant

@@ -9,10 +9,8 @@ import fedsim
 from fedsim.clients import SGD
 from fedsim.core.randomness import sample_cohort
 from fedsim.models import logistic
-from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
 from tests import plugs
-from tests.textbook import Federation
+from tests.textbook import Federation, finished
 
 AT_WORKER = {"momentum_at": "worker", "momentum": 0.9, "dampening": 0.9}
 LOCAL = {"batch_size": 16, "lr": 0.5, "steps": 3}
@@ -79,13 +77,8 @@ def test_dampened_momentum_begins_at_zero():
 def test_an_excluded_worker_keeps_the_momentum_of_before(engine):
     """Worker 2 has one sample. Its gradient is not finite, so the worker is always excluded."""
     changes = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "workers": 3}
-    experiment = fedsim.Experiment(
-        **tables(engine, aggregate={"rule": "median", "nonfinite": "exclude"}, processes=1, **changes)
-    )
-    with fedsim.Session() as session, prepare(experiment, session) as (prepared, running):
-        loop = SynchronousLoop(prepared, running)
-        records = [loop.run_round(round) for round in (1, 2)]
-        kept = running.worker_states.tensors()["rows.momentum"]
-        assert running.shared.global_row.isfinite().all()
-    assert [record.excluded for record in records] == [[2], [2]]
-    assert [bool(row.any()) for row in kept] == [True, True]  # the third worker has kept nothing so far
+    aggregate = {"rule": "median", "nonfinite": "exclude"}
+    run = finished(tables(engine, aggregate=aggregate, processes=1, rounds=2, **changes))
+    assert run.row.isfinite().all()
+    assert [record.excluded for record in run.records] == [[2], [2]]
+    assert {worker: bool(kept["momentum"].any()) for worker, kept in run.states.items()} == {0: True, 1: True}

@@ -13,7 +13,7 @@ from fedsim import DataError, ExperimentError
 from fedsim.core.learning_task import NextToken, regression
 from fedsim.records.record import metrics_in
 from tests.matrix import in_turn
-from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
+from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting
 
 SHORT = {"workers": 4, "rounds": 2, "engine": "serial", "partition": "iid", "local": {"lr": 0.05, "batch_size": 16}}
 THEIRS = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": lambda x, y: F.huber_loss(x, y, delta=0.5)}
@@ -63,31 +63,6 @@ def test_the_test_counts_each_token_once(monkeypatch):
         last = result.history[-1]
         assert {key: last[key] for key in expected} == pytest.approx(expected)
         assert last.metrics["perplexity"] == pytest.approx(np.exp(loss))
-
-
-@pytest.mark.parametrize("outputs", [0, 3])
-def test_a_step_of_regression_is_that_of_plain_pytorch(outputs):
-    size = {"outputs": outputs} if outputs else {}
-    tables = {
-        **REGRESSION,
-        "data": {"dataset": REGRESSION["data"], **size},
-        "model": {"name": REGRESSION["model"], **size},
-    }
-    tables |= {**SHORT, "workers": 1, "rounds": 1, "precision": "float64", "local": {"lr": 0.1, "batch_size": 1000}}
-    tables["task"] = {"name": "regression", "loss": "l1"}
-    start = fedsim.run({**tables, "local": {"lr": 1e-300}}).model
-    result = fedsim.run({**tables, "metrics": ["mae", "mse", "r2"]})
-    train, test = (each.to(torch.device("cpu"), torch.float64) for each in planes(None, outputs=outputs))
-    inputs, targets = train.gather(torch.arange(len(train)))
-    F.l1_loss(start(inputs).reshape(targets.shape), targets).backward()
-    for mine, theirs in zip(result.model.parameters(), start.parameters(), strict=True):
-        assert torch.allclose(mine, theirs - 0.1 * theirs.grad, rtol=0, atol=1e-12)
-    inputs, targets = test.gather(torch.arange(len(test)))
-    with torch.no_grad():
-        errors = result.model(inputs).reshape(targets.shape) - targets
-    last = result.history[-1]
-    assert last.test_loss == last.metrics["mae"] == pytest.approx(errors.abs().mean().item())
-    assert last.metrics["mse"] == pytest.approx(errors.square().mean().item())
 
 
 def cubes(outputs, targets, power: float = 3.0):

@@ -97,15 +97,6 @@ def test_every_row_of_a_matrix_starts_on_a_cache_line(d, dtype):
     assert {row.data_ptr() % ALIGNMENT for row in rows} == {0}
 
 
-def test_pull_down_copies_and_never_aliases():
-    global_row, rows = torch.arange(5.0), torch.zeros(3, 5)
-    pull_down(global_row, rows)
-    assert torch.equal(rows, torch.arange(5.0).expand(3, 5))
-    rows[0, 0] = 7
-    assert global_row[0] == 0
-    assert rows[1, 0] == 0
-
-
 @pytest.mark.parametrize(
     ("slots", "index"), [([], slice(0, 0)), ([3], slice(3, 4, 1)), ([1, 3, 5], slice(1, 6, 2)), ([0, 1, 3], None)]
 )

@@ -30,15 +30,6 @@ def test_impossible_labels_are_an_error(labels, classes, message):
         fedsim.label_counts(labels, [[0], [1]], classes)
 
 
-def test_heterogeneity_by_hand():
-    figures = fedsim.heterogeneity(np.array([[5, 5, 0], [0, 0, 4], [1, 1, 0]]))
-    assert figures.sizes == (10, 4, 2)
-    assert (figures.smallest, figures.median, figures.largest) == (2, 4.0, 10)
-    assert figures.entropies == pytest.approx((math.log(2), 0, math.log(2)), abs=1e-12)
-    assert figures.mean_entropy == pytest.approx(2 / 3 * math.log(2), abs=1e-12)
-    assert figures.mean_hellinger == pytest.approx(2 / 3, abs=1e-12)  # 1, 0 and 1
-
-
 @pytest.mark.parametrize("n_workers", [1, 9])
 def test_heterogeneity_is_its_definition(n_workers):
     counts = np.random.default_rng(n_workers).integers(0, 30, (n_workers, 6)) + np.eye(n_workers, 6, dtype=int)

@@ -135,11 +135,13 @@ def built(folder, run):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_warnings(site):
     assert (site / "index.html").is_file()
     assert not (site / "hooks").exists()
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert pages

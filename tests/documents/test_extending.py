@@ -59,7 +59,7 @@ def test_parameters_of_own_plugs_are_checked(my_plugs):
     assert 'did you mean "hidden"?' in done.stderr
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_tasks_of_the_document_learn(number, tmp_path, monkeypatch):
     (text,) = (block for block in blocks("docs/how-to/tasks.md", "python") if "def lines" in block)
     (tmp_path / "my_tasks.py").write_text(text)

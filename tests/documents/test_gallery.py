@@ -15,7 +15,7 @@ import fedsim
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 gallery = importlib.import_module("gallery")
-MANY = 100  # runs, from which a check takes seconds
+MANY = 30  # runs, from which a check takes seconds
 
 FILE = """# Which rule? Two of them.
 # They take a second. Run it with

@@ -118,21 +118,3 @@ def test_the_names_of_byzfl_are_those_of_the_tables(head, function):
 def test_the_words_for_fedlab_are_an_experiment(words):
     done = CliRunner().invoke(app, ["run", "workers=8", *shlex.split(words, posix='"' not in words), "--dry-run"])
     assert done.exit_code == 0, done.output
-
-
-def test_the_names_of_fedlab_exist():
-    import_torchvision()
-    pytest.importorskip("fedlab", reason="needs the package fedlab", exc_type=ImportError)
-    import fedlab.contrib.algorithm
-    import fedlab.contrib.compressor.quantization
-    import fedlab.contrib.compressor.topk
-    import fedlab.utils.dataset.functional
-
-    modules = [
-        fedlab.contrib.algorithm,
-        fedlab.contrib.compressor.quantization,
-        fedlab.contrib.compressor.topk,
-        fedlab.utils.dataset.functional,
-    ]
-    for name, _ in rows("FedLab", "FedLab 1.3 | words of `fedsim run`"):
-        assert any(hasattr(module, name) for module in modules), name

@@ -62,12 +62,6 @@ def test_the_last_declaration_of_a_chain_is_the_bytes_of_an_update(chain, nbytes
     assert (history[0].bytes_up, history[0].bytes_down) == (3 * nbytes, 3 * 4 * D)
 
 
-def test_compression_shortens_a_round_on_the_virtual_clock(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "mode": "clock", "clock": {"bandwidth": 1000.0}}
-    plain, compressed = (fedsim.run({**tables, "processors": chain}).history[0] for chain in ([], [TOP_5]))
-    assert plain.virtual_seconds - compressed.virtual_seconds == pytest.approx((4 * D - 5 * 8) / 1000)
-
-
 def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "local": {"steps": 1, "batch_size": 16}, "sync": "gradients"}
     chain = [
@@ -77,16 +71,6 @@ def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     history = fedsim.run({**tables, "processors": chain}).history
     norms = fedsim.run({**tables, "processors": ["tests.processing.test_processing:halved"]}).history
     assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}  # the last in the chain
-
-
-@pytest.mark.parametrize("engine", ["serial", "spawn"])
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_a_rule_and_a_processor_record_metrics_side_by_side(sync, engine, tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "sync": sync, "engine": engine, "aggregate": "geometric_median"}
-    tables["processes"] = 2 if engine == "spawn" else None
-    metrics = fedsim.run({**tables, "processors": [CLIP]}).history[0].metrics
-    assert metrics.keys() == {"clipped_share", "weiszfeld_iterations"}
-    assert metrics["weiszfeld_iterations"] >= 2
 
 
 def columnwise(updates: Tensor, metrics: dict[str, float]) -> Tensor:
@@ -122,8 +106,8 @@ def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
 
 def test_qsgd_has_no_bias_and_gives_zero_for_zero():
     update = torch.tensor([0.3, -0.5, 0.0, 2.0])
-    mean = torch.stack([qsgd(update, Draws.of(0, "test", k), levels=4)[0] for k in range(2000)]).mean(0)
-    assert torch.allclose(mean, update, atol=0.05)
+    mean = torch.stack([qsgd(update, Draws.of(0, "test", k), levels=4)[0] for k in range(500)]).mean(0)
+    assert torch.allclose(mean, update, atol=0.08)
     assert torch.equal(qsgd(torch.zeros(3), Draws.of(0, "test"))[0], torch.zeros(3))
 
 

@@ -69,21 +69,6 @@ def test_rows_may_be_views_expanded_or_parameters(case):
     assert torch.equal(path("adam", ones, torch.ones(1, 1).expand(3, 7)), path("adam", ones.clone(), torch.ones(3, 7)))
 
 
-def test_state_is_a_copy():
-    server = ServerOptimizer("momentum", beta=0.5)
-    row = numbers(0)
-    server.broadcast(row)
-    assert server.state == {}
-    row = server.step(row, numbers(1))
-    shown = server.state
-    assert shown["v"].item() == 1
-    shown["v"].zero_()
-    assert server.step(row, numbers(0)).item() == 1.5
-    assert shown["v"].item() == 0
-    server.broadcast(row).zero_()
-    assert row.item() == 1
-
-
 def test_a_copied_optimizer_is_independent():
     server = ServerOptimizer("adam")
     row = server.step(numbers(0), numbers(1))
