@@ -117,12 +117,3 @@ def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
     assert {name: len(rows) for name, rows in fedsim.attack(stacked, 2, "ipm").items()} == dict.fromkeys(stacked, 2)
     mixed = fedsim.pre_aggregate(stacked, "nnm", f=1)
     assert [mixed[name].shape for name in mixed] == [stacked[name].shape for name in stacked]
-
-
-def test_own_updates_of_attackers_have_the_entries_of_the_honest_ones():
-    honest = [{"a": torch.ones(1), "b": torch.ones(2)}] * 2
-    own = [{"b": torch.full((2,), 3.0), "a": torch.full((1,), 2.0)}]
-    [sent] = fedsim.attack(honest, 1, "sign_flipping", own_updates=own)
-    assert (sent["a"].tolist(), sent["b"].tolist()) == ([-2], [-3, -3])
-    with pytest.raises(ExperimentError, match=r"^own_updates\[0\]: has no entry \['a'\], which honest\[0\] has"):
-        fedsim.attack(honest, 1, "sign_flipping", own_updates=[{"b": torch.ones(2)}])

@@ -78,11 +78,6 @@ def test_a_pre_aggregator_may_return_rows(stage, rows, rule):
     assert torch.allclose(mixed, fedsim.aggregate(replaced(fedsim.pre_aggregate(UPDATES, "nnm", f=1)), rule=rule))
 
 
-def test_replaced_rows_record_no_coefficients(tiny_experiment):
-    tables = {**tiny_experiment, "aggregate": {"rule": [f"{__name__}:halved", "medoid"]}}
-    assert [record["coefficients"] for record in fedsim.run(tables).history] == [None, None]
-
-
 def test_a_columnwise_rule_that_returns_a_number_is_an_error(tiny_experiment):
     rule = f"{__name__}:mean_of_all_numbers"
     with pytest.raises(fedsim.ExperimentError, match=rf"^{rule}: .* must return a row \[d\], .* of shape \[\]$"):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import tarfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu import packages
 from benchmarks.gpu.cases import Context
 from benchmarks.gpu.driver import FILES, Options, Record, drive
 from benchmarks.gpu.plan import BUDGET, STAGES, SUMMARY_SECONDS, Section, Stage, sections_of
@@ -110,13 +108,6 @@ def test_cases_that_need_a_gpu_on_the_pretend_gpu(word, tmp_path, gpu):
     assert [run_case(case)["status"] for case in cases] == ["ok"]
 
 
-@pytest.mark.parametrize(("word", "hint"), [("rule", "did you mean rules"), ("?", "sections: machine, ways")])
-def test_an_unknown_section_is_an_error(word, hint, capsys):
-    with pytest.raises(SystemExit):
-        check.main(["--only", word])
-    assert hint in capsys.readouterr().err
-
-
 def test_a_summary_fits_on_a_screen():
     lines = [{"section": "rules", "case": f"case {k}", "status": "error", "error": "long " * 99} for k in range(99)]
     lines += [{"section": "ways", "case": str(k), "status": "ok", "warnings": [f"{k} " * 99]} for k in range(99)]
@@ -145,20 +136,6 @@ def test_goals_are_against_the_faster_of_the_baselines_and_against_the_limit():
     missed = rounds(batched=10.0, serial=300.0, bare_loop=150.0, limit=1.5)
     assert [goal.met for goal in goals(Findings(missed)) if goal.met is not None] == [False, False]
     assert "goal NOT met: w3: 15 times faster" in summarize(missed, device="cuda", seconds=1.0, budget=BUDGET)
-
-
-def test_the_bundle_has_all_requirements_except_those_of_pytorch_images():
-    names = {re.match(r"[\w-]+", word)[0] for word in packages.requirements()}
-    assert names >= {"pydantic", "safetensors", "cloudpickle", "tomli-w", "tqdm", "typer"}
-    assert not names & {"torch", "torchvision", "numpy", "matplotlib"}
-
-
-def test_bundled_data_are_unpacked(tmp_path):
-    (tmp_path / "MNIST").mkdir()
-    with tarfile.open(tmp_path / packages.DATA, "w:xz") as archive:
-        archive.add(tmp_path / "MNIST", "MNIST")
-    assert (packages.unpack_data(tmp_path, tmp_path / "target") / "MNIST").is_dir()
-    assert packages.unpack_data(tmp_path / "target", tmp_path) is None
 
 
 @pytest.mark.slow

@@ -217,14 +217,6 @@ def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
             assert not own_keys & set(plug.parameter_names), (place, plug.name)
 
 
-def test_fltrust_ignores_rows_opposite_to_the_update_on_the_servers_data(tables):
-    change = {"attack": {"name": "sign_flipping", "workers": [0, 1, 2]}, "aggregate": {"rule": "fltrust"}}
-    record = fedsim.run({**tables, **change}).history[0]
-    assert record["coefficients"][:3] == [0.0, 0.0, 0.0]
-    assert min(record["coefficients"][3:]) > 0
-    assert len(record["cohort"]) == 7  # without the server
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

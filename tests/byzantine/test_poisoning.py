@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -125,17 +124,3 @@ def test_bound_attacks_can_be_pickled(plug):
     there = pickle.loads(pickle.dumps(bound(plug.name)))
     assert there.name == plug.name
     assert (there.poison is None) == (bound(plug.name).poison is None)
-
-
-@dataclass(frozen=True)
-class Misnamed:
-    def __call__(self, own_updates):
-        return own_updates
-
-    def poison(self, x, y):
-        return x, y
-
-
-def test_a_poison_with_other_parameters_is_refused():
-    with pytest.raises(ExperimentError, match=r"its poison cannot be used: the argument x is not one that fedsim pass"):
-        bound(Misnamed)

@@ -76,12 +76,6 @@ def test_a_model_without_features_is_an_error_in_one_line(engine, tables):
     assert len(caught.value.lines) == 1
 
 
-def test_a_model_without_hidden_features_is_an_error_in_one_line(tables):
-    with pytest.raises(fedsim.ExperimentError, match=r"^model.name = .*: has no hidden features") as caught:
-        fedsim.run({**tables, "model": "logistic"})
-    assert len(caught.value.lines) == 1
-
-
 def test_features_are_those_of_a_module_of_this_name():
     model = nn.Sequential()
     model.features, model.last = nn.Conv2d(1, 2, 3), nn.Flatten()

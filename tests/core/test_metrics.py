@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from sklearn.metrics import f1_score, r2_score
 import fedsim
 from fedsim import ExperimentError
 from fedsim.core.metrics import bind_metric, metric
-from tests.other_tasks import NEXT_TOKEN, REGRESSION
 from tests.plugs import TINY_TEST, TINY_TRAIN, real_images, tiny
 
 METRICS = [
@@ -104,27 +102,6 @@ def test_metrics_agree_with_references():
     assert bound("macro_f1")(logits, labels) == pytest.approx(expected)
     outputs, labels = torch.randn(40, 7) - 9 * F.one_hot(torch.tensor(6)), torch.randint(6, (40,))  # without class 6
     assert bound("macro_f1")(outputs, labels) == pytest.approx(f1_score(labels, outputs.argmax(1), average="macro"))
-
-
-@pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
-@pytest.mark.parametrize(
-    ("tables", "pairs"),
-    [
-        (
-            {},
-            {"macro_f1": {"name": "torchmetrics:F1Score", "task": "multiclass", "num_classes": 10, "average": "macro"}},
-        ),
-        (REGRESSION, {"mse": "torchmetrics:MeanSquaredError", "r2": "torchmetrics.regression:R2Score"}),
-        (NEXT_TOKEN, {"perplexity": {"name": "torchmetrics.text:Perplexity", "ignore_index": -100}}),
-    ],
-    ids=["classification", "regression", "next token"],
-)
-def test_torchmetrics_agrees(tables, pairs, tiny_experiment):
-    theirs = [{"name": each} if isinstance(each, str) else each for each in pairs.values()]
-    labelled = [{**each, "label": f"their_{ours}"} for ours, each in zip(pairs, theirs, strict=True)]
-    found = fedsim.run({**tiny_experiment, **SMALL, **tables, "metrics": [*pairs, *labelled]}).history[-1].metrics
-    assert len(found) == 2 * len(pairs)
-    assert [found[f"their_{ours}"] for ours in pairs] == pytest.approx([found[ours] for ours in pairs], rel=1e-4)
 
 
 def test_metrics_leave_ignored_targets_out():

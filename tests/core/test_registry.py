@@ -48,8 +48,6 @@ def test_keyword_only_parameters_are_the_configuration(registry):
     [
         ({"times": 1, "lound": True}, r'x.lound = true: unknown key \(the gadget is double\); did you mean "loud"\?'),
         ({"times": 0}, "x.times = 0: must be greater than or equal to 1"),
-        ({"times": "2"}, 'x.times = "2": must be a valid integer'),
-        ({"times": True}, "x.times = true: must be a valid integer"),
         ({}, "x.times: is required"),
     ],
 )

@@ -70,9 +70,3 @@ def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
     # 30 (4) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0 as the numbers are equal.
     assert [sorted(set(ids[shard].tolist())) for shard in shards] == [[30, 40, 50], [10, 20]]
     assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
-
-
-def test_natural_refuses_more_workers_than_ids():
-    message = 'partition.strategy = "natural": 4 workers are more than the 3 different ids'
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.partition(np.zeros(9), 4, "natural", ids=np.arange(9) % 3)
