@@ -62,6 +62,14 @@ def test_asynchronous_elastic_averaging_is_a_loop():
     assert same(run.server.replicas, torch.stack(models))
 
 
+def test_easgd_counts_exchanges_only():
+    run = simulate(policy_of("easgd", period=4), delays_of([1.0, 1.1])).advance(17)
+    exchanges = sum((arrival.unit + 1) % 4 == 0 for arrival in run.arrivals)
+    assert run.server.version == run.clock.dispatcher.stats.up == exchanges
+    # worker 0 exchanges at 4 and 8, worker 1 at 4.4 and 8.8: but for the first, each one after one of the other's
+    assert run.clock.dispatcher.stats.staleness == {0: 1, 1: 3}
+
+
 def test_synchronous_easgd_does_not_wait_for_departed_workers():
     """Worker 2 leaves at 7, while both others wait for it; then they exchange."""
     run = simulate(
