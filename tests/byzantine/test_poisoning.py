@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.byzantine import attack, attack_strategy, bind_attack
+from fedsim.byzantine import attack, attack_strategy
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
+from tests.byzantine.test_attacks import bound
 
 CORNERS = {
     "top_left": (slice(0, 2), slice(0, 2)),
@@ -16,11 +17,6 @@ CORNERS = {
     "bottom_left": (slice(7, 9), slice(0, 2)),
     "bottom_right": (slice(7, 9), slice(5, 7)),
 }
-
-
-def bound(name, **params):
-    plug = attack_strategy.get(name)
-    return bind_attack(plug, plug.check(params))
 
 
 @pytest.fixture
