@@ -1,0 +1,49 @@
+"""Every element-wise local solver, with parameters under which it does all that it can."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedsim.clients import solver
+
+VARIANTS = {
+    "sgd": ("sgd", {}),
+    "sgd with momentum": ("sgd", {"momentum": 0.9}),
+    "sgd with weight decay": ("sgd", {"weight_decay": 0.1}),
+    "sgd with momentum and weight decay": ("sgd", {"momentum": 0.5, "weight_decay": 0.01}),
+    "sgd with all": ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "fedprox": ("fedprox", {"mu": 0.5}),
+    "fedprox with all": ("fedprox", {"mu": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "fedprox that pulls nowhere": ("fedprox", {"mu": 0.0, "momentum": 0.9, "weight_decay": 0.01}),
+    "mimelite": ("mimelite", {"beta": 0.5}),
+    "scaffold": ("scaffold", {}),
+    "scaffold with weight decay": ("scaffold", {"weight_decay": 0.1, "option": 1}),
+    "fednova": ("fednova", {}),
+    "fednova with all": ("fednova", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "feddyn": ("feddyn", {"alpha": 0.5}),
+    "feddyn with all": ("feddyn", {"alpha": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": ("adam", {}),
+    "adam with all": ("adam", {"beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1, "amsgrad": True}),
+    "adam without memory": ("adam", {"beta1": 0.0, "beta2": 0.0}),
+    "adamw": ("adamw", {"weight_decay": 0.1}),
+    "adamw with all": ("adamw", {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.2, "amsgrad": True}),
+    "adagrad": ("adagrad", {}),
+    "adagrad with all": (
+        "adagrad",
+        {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3, "eps": 1e-3},
+    ),
+    "fedper": ("fedper", {"personal": ["*"], "momentum": 0.5}),
+    "lg_fedavg": ("lg_fedavg", {"personal": ["*"], "weight_decay": 0.1}),
+    "fedbn": ("fedbn", {"momentum": 0.9, "nesterov": True}),
+    "moon": ("moon", {"momentum": 0.5}),
+    "local_only": ("local_only", {"momentum": 0.5}),
+}
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def made(variant, lr=0.1):
+    """The solver of a variant."""
+    name, params = VARIANTS[variant]
+    plug = solver.get(name)
+    return plug.bind(plug.check({"lr": lr, **params}))
