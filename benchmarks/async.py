@@ -29,13 +29,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedsim
 from fedsim import Experiment
-from fedsim.asynchronous.clock.delays import Delays
-from fedsim.asynchronous.clock.noises import bind_noise, noise
-from fedsim.asynchronous.clock.speeds import draw_speeds, speed
-from fedsim.asynchronous.clock.virtual_clock import VirtualClock
+from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds, noise, speed
 from fedsim.asynchronous.policies import Arrival, Policy
 from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.randomness import batch_order
 from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root

@@ -20,6 +20,17 @@ def sized(*, hidden: tuple[int, ...] = (16,), scale: float | None = 2.0) -> nn.M
     return nn.Sequential(nn.Flatten(), *(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
+class OnImages(nn.Module):
+    """A linear layer on flattened images, which further models change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(784, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(images.flatten(1))
+
+
 class Normalised(nn.Module):
     """A network with BatchNorm, so with float and integer buffers."""
 
@@ -86,13 +97,10 @@ class Probabilities(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(784, 10), nn.Softmax(dim=1))
 
 
-class Frozen(nn.Module):
+class Frozen(OnImages):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(784, 10).requires_grad_(False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.linear(images.flatten(1))
+        self.requires_grad_(False)
 
 
 class Stateful(nn.Module):
@@ -130,17 +138,13 @@ class Tied(nn.Module):
         return self.again(self.square(self.first(images.flatten(1))).tanh())
 
 
-class LetsGo(nn.Module):
+class LetsGo(OnImages):
     """Replaces the data of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(784, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         for parameter in self.parameters():
             parameter.data = parameter.data.clamp(-1, 1)
-        return self.linear(images.flatten(1))
+        return super().forward(images)
 
 
 class MovesFrozen(nn.Module):
@@ -186,12 +190,11 @@ class Embedded(nn.Module):
         return self.linear(self.embedding(tokens).mean(1))
 
 
-class Fails(nn.Module):
+class Fails(OnImages):
     """Trains for a while, then does something terrible. `how` says what."""
 
     def __init__(self, *, how: str = "raise", after: int = 3) -> None:
         super().__init__()
-        self.linear = nn.Linear(784, 10)
         self.how, self.steps_left = how, after
 
     def forward(self, images: Tensor) -> Tensor:
@@ -199,7 +202,7 @@ class Fails(nn.Module):
             self.steps_left -= 1
             if self.steps_left < 0:
                 self.fail()
-        return self.linear(images.flatten(1))
+        return super().forward(images)
 
     def fail(self) -> None:
         match self.how:
@@ -257,37 +260,30 @@ class Complex(nn.Module):
         return (self.linear(images.flatten(1)) * self.factor).real
 
 
-class Halving(nn.Module):
+class Halving(OnImages):
     """Writes to its parameters when it is tested."""
 
     def __init__(self, *, halves: bool = True) -> None:
         super().__init__()
-        self.linear, self.halves = nn.Linear(784, 10), halves
+        self.halves = halves
 
     def forward(self, images: Tensor) -> Tensor:
         if self.halves and not self.training:
             with torch.no_grad():
                 self.linear.weight *= 0.5
-        return self.linear(images.flatten(1))
+        return super().forward(images)
 
 
-class Renormalised(nn.Module):
-    """Takes token numbers; looking up an embedding shortens it."""
+class Renormalised(Embedded):
+    """Looking up an embedding shortens it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.linear = nn.Embedding(50, 8, max_norm=0.5), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.linear(self.embedding(tokens).mean(1))
+        self.embedding.max_norm = 0.5
 
 
-class AlwaysDropping(nn.Module):
+class AlwaysDropping(OnImages):
     """Draws in evaluation mode too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(784, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.linear(nn.functional.dropout(images.flatten(1), 0.5, training=True))
@@ -337,15 +333,11 @@ class Recurrent(nn.Module):
         return self.lstm(images[:, 0])[0][:, -1] @ weight.T + bias
 
 
-class OneIsTooFew(nn.Module):
+class OneIsTooFew(OnImages):
     """Has no finite gradient for a batch of one sample."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(784, 10)
-
     def forward(self, images: Tensor) -> Tensor:
-        return self.linear(images.flatten(1)) / (len(images) - 1 if self.training else 1)
+        return super().forward(images) / (len(images) - 1 if self.training else 1)
 
 
 class Steep(nn.Linear):
@@ -358,14 +350,10 @@ class Steep(nn.Linear):
         return super().forward(images.flatten(1) * 1e8)
 
 
-class Greedy(nn.Module):
+class Greedy(OnImages):
     """A model that asks for more memory than any machine has as it trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(784, 10)
 
     def forward(self, images):
         if self.training and torch.is_grad_enabled() and len(images) > 1 and images.device.type != "meta":
             torch.empty(2**50)
-        return self.linear(images.flatten(1))
+        return super().forward(images)

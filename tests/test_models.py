@@ -48,9 +48,3 @@ def test_cnn_pools_before_the_relu_with_the_same_values_and_gradients():
             expected = out.detach(), gradient
     assert torch.equal(out, expected[0])
     assert torch.allclose(gradient, expected[1], atol=1e-6)
-
-
-def test_parameters_configure_the_models():
-    assert cnn(channels=3, classes=5)(torch.randn(2, 3, 28, 28)).shape == (2, 5)
-    assert two_nn(inputs=12, hidden=7, classes=3)(torch.randn(2, 12)).shape == (2, 3)
-    assert not any(p.any() for p in logistic().parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
+from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.setup import prepare
+from fedsim.runs.simulation import Simulation
 
 
 def small_two_nn():
@@ -27,7 +31,7 @@ def start_of(factory, seed=0, dtype=torch.float64):
 
 
 class Federation:
-    """The workers of a run with seed 0 in float64: their shards, batches and gradients. `row` is the global model.
+    """The workers of a run with seed 0: their shards, batches and gradients. `row` is the global model.
 
     Args:
         factory: makes the model.
@@ -36,11 +40,11 @@ class Federation:
         batch_size: of local work.
     """
 
-    def __init__(self, factory, data, workers, batch_size, strategy="iid", **params):
-        self.train = data(None)[0].to(torch.device("cpu"), torch.float64)
+    def __init__(self, factory, data, workers, batch_size, strategy="iid", dtype=torch.float64, **params):
+        self.train = data(None)[0].to(torch.device("cpu"), dtype)
         shards = fedsim.partition(self.train.targets, workers, strategy, 0, **params)
         self.shards, self.batch_size = [torch.from_numpy(shard) for shard in shards], batch_size
-        self.model = start_of(factory)
+        self.model = start_of(factory, dtype=dtype)
         self.row = Layout.of(self.model).read(self.model)
 
     def epoch(self, round, worker, epoch=0):
@@ -82,3 +86,23 @@ def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=1
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
+
+
+def finished(tables):
+    """A run of synchronous rounds: its `start` and `row` (global rows), `records`, last `updates`, and `solver`.
+
+    `states` has what each worker that has taken part keeps, by name, and `initial` what the others have.
+    """
+    experiment = fedsim.Experiment(**tables)
+    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
+        loop, start = SynchronousLoop(prepared, engine), engine.shared.global_row.clone()
+        records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
+        kept = engine.backend.states.tensors()
+        workers = kept.pop("workers").tolist() if kept else []
+        rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in kept.items()}
+        states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
+        updates, _ = engine.backend.run(Simulation.round_rows, records[-1].cohort, experiment.rounds)[0]
+        return SimpleNamespace(
+            **{"start": start, "row": engine.shared.global_row.clone(), "records": records, "updates": updates.clone()},
+            **{"solver": prepared.task.solver, "states": states, "initial": engine.backend.states.initial},
+        )

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fedsim.asynchronous.checkpoint_schema import DispatcherState
 from fedsim.asynchronous.policy import Arrival
-from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.scheduler import CheckpointModel, Number, Scheduler, SchedulerState
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import DivergedError
@@ -49,6 +48,16 @@ class RoundStats:
         """Add the counts of another process."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+class DispatcherState(CheckpointModel):
+    """State of a `Dispatcher`."""
+
+    scheduler: SchedulerState
+    in_flight: list[WorkItem]
+    untrained: list[Number]
+    nonfinite: list[Number]
+    arrivals: Number
 
 
 class Dispatcher:

@@ -17,6 +17,7 @@ policy runs on the virtual clock and, with these tensors in shared memory, in ra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from fedsim.clients import State
@@ -125,3 +126,20 @@ class Policy(ABC):
 
 
 policy = Registry("policy", base=Policy)
+
+
+@policy("sync")
+@dataclass(frozen=True)
+class Synchronous(Policy):
+    """The synchronous loop as a policy, to compare it with asynchronous ones.
+
+    On the clock, a round takes as long as its slowest worker; with `sync = "gradients"`, each step does.
+
+    >>> Synchronous().in_rounds
+    True
+    """
+
+    in_rounds = True
+
+    def take(self, server: ServerState, arrival: Arrival) -> None:
+        raise AssertionError("the synchronous loop has no arrivals")

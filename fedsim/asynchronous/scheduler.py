@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from fedsim.asynchronous.checkpoint_schema import SchedulerState
+from pydantic import BaseModel, ConfigDict, Field
+
 from fedsim.asynchronous.policy import Work
 from fedsim.clients import ClientAlgorithm
 from fedsim.core.randomness import numpy_generator
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
+
+# Types of checkpoints
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Counts = list[tuple[Number, Number]]  # (worker, count)
+
+
+class CheckpointModel(BaseModel):
+    """Base of the states that checkpoints hold: frozen, without unknown keys, with checked types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class SchedulerState(CheckpointModel):
+    """State of a `Scheduler`."""
+
+    done: Counts
+    drawn: Number
 
 
 class Scheduler:

@@ -1,12 +1,12 @@
 """Client algorithms: how a worker's row moves along its gradients, and what it keeps and sends."""
 
+from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
 from fedsim.clients.algorithm import (
     ClientAlgorithm,
     GradientAt,
     WorkerFacts,
     WorkerRound,
-    as_algorithm,
     exchanges,
     needs_local_steps,
     step_along,
@@ -15,8 +15,6 @@ from fedsim.clients.apfl import APFL
 from fedsim.clients.ditto import Ditto
 from fedsim.clients.feddyn import FedDyn
 from fedsim.clients.fednova import FedNova
-from fedsim.clients.fedsam import FedSAM
-from fedsim.clients.kept_state import KeptState
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
 from fedsim.clients.mime import Mime, MimeLite
 from fedsim.clients.moon import Moon
@@ -24,7 +22,7 @@ from fedsim.clients.per_fedavg import PerFedAvg
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from fedsim.clients.pfedme import PFedMe
 from fedsim.clients.scaffold import Scaffold
-from fedsim.clients.sgd import SGD, FedProx, LocalSGD
+from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD
 from fedsim.clients.solver import (
     Decay,
     NonNegative,

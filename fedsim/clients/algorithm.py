@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.solver import OuterProductGrad, Solver, State
+from fedsim.clients.solver import OuterProductGrad, State
 from fedsim.core.rows import ColumnSpans
 
 GradientAt = Callable[[Tensor], Tensor]
@@ -292,29 +292,6 @@ class ClientAlgorithm:
         return sum(tensor.numel() for tensor in received.values()), sum(tensor.numel() for tensor in sent.values())
 
 
-class SolverOnly(ClientAlgorithm):
-    """A solver that has `start` and `step` only, and perhaps `step_fused`, as a client algorithm."""
-
-    def __init__(self, solver: Any) -> None:
-        self.solver = solver
-        self.uses_start_row = getattr(solver, "uses_start_row", False)  # type: ignore[misc]
-        self.gradients_per_step = getattr(solver, "gradients_per_step", 1)  # type: ignore[misc]
-        for name in ("start", "step", "step_fused"):
-            if hasattr(solver, name):
-                setattr(self, name, getattr(solver, name))
-
-    def with_lr(self, lr: float) -> ClientAlgorithm:
-        return SolverOnly(replace(self.solver, lr=lr))
-
-    def __repr__(self) -> str:
-        return repr(self.solver)
-
-
-def as_algorithm(solver: Solver) -> ClientAlgorithm:
-    """A solver as a client algorithm; unchanged if it is one."""
-    return solver if isinstance(solver, ClientAlgorithm) else SolverOnly(solver)
-
-
 def exchanges(algorithm: ClientAlgorithm) -> bool:
     """Whether workers keep state, or exchange anything but rows with the server."""
     row = torch.zeros(2)
@@ -335,3 +312,25 @@ def step_along(solver: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterP
         solver.step(rows, gradients, state)
     else:
         solver.step_fused(rows, gradients, state)
+
+
+PERSONAL_BUFFERS = "personal.buffers"  # their name, which no state of an algorithm has
+
+
+def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> State:
+    """What a worker keeps before its first round: the algorithm's state, and the buffers of its personal model.
+
+    Args:
+        row, buffers: of the global model, [d] and [b].
+    """
+    personal = algorithm.buffers_kept(len(buffers)).of(buffers)
+    return ({PERSONAL_BUFFERS: personal} if len(personal) else {}) | algorithm.worker_state(row)
+
+
+def personal_model(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, kept: State) -> tuple[Tensor, Tensor]:
+    """The row [d] and the buffers [b] of a worker's personal model, from those of the global one and what it keeps."""
+    of_algorithm = {name: tensor for name, tensor in kept.items() if name != PERSONAL_BUFFERS}
+    if PERSONAL_BUFFERS in kept:
+        buffers = buffers.clone()
+        algorithm.buffers_kept(len(buffers)).write(buffers, kept[PERSONAL_BUFFERS])
+    return algorithm.personal_rows(row, of_algorithm), buffers

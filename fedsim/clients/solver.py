@@ -23,7 +23,7 @@ GIVEN = ("model", "batches", "worker")  # to functions that train a model
 
 
 class SolverRegistry(Registry):
-    """Solvers are dataclasses, or functions `train(model, batches, ...)`; see `fedsim.clients.train_function`."""
+    """Solvers are dataclasses, or functions `train(model, batches, ...)`; see `fedsim.clients.adapters`."""
 
     def _plug(self, name: str, target: Any) -> Plug:
         if isinstance(target, type) and issubclass(target, Optimizer):

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from fedsim.asynchronous.clock.noises import noise
-from fedsim.asynchronous.clock.speeds import speed
+from fedsim.asynchronous.delays import noise, speed
 from fedsim.asynchronous.policies import policy
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.objects import Name

@@ -21,7 +21,7 @@ from pydantic import (
 
 from fedsim.aggregation import Pipeline
 from fedsim.asynchronous.policies import policy
-from fedsim.byzantine.attackers import draw_attackers
+from fedsim.byzantine.base import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
 from fedsim.config.clock_schema import AsyncPolicy, Clock, Race
 from fedsim.config.local_schema import Local

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat
 
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
-from fedsim.clients.train_function import TrainFunction
+from fedsim.clients.adapters import TrainFunction
 from fedsim.core.base_table import PlugTable
 from fedsim.core.objects import Name
 

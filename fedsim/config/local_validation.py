@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedsim.asynchronous.policies import Policy
 from fedsim.clients import LRSchedule
-from fedsim.clients.train_function import TrainFunction
+from fedsim.clients.adapters import TrainFunction
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:

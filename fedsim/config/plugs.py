@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedsim.core.registry import Plug, Registry
 
 PLUGS = {  # kind: the key that names a plug, and its registry, which is imported only when it is needed
-    "tasks": ("task.name", "fedsim.core.other_tasks:learning_task"),
+    "tasks": ("task.name", "fedsim.core.learning_task:learning_task"),
     "metrics": ("metrics", "fedsim.core.metrics:metric"),
     "models": ("model.name", "fedsim.models:model"),
     "datasets": ("data.dataset", "fedsim.data:dataset"),
@@ -33,8 +33,8 @@ PLUGS = {  # kind: the key that names a plug, and its registry, which is importe
     "processors": ("processors", "fedsim.processing:processor"),
     "servers": ("server.optimizer", "fedsim.server:server_optimizer"),
     "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
-    "speeds": ("clock.speed.name", "fedsim.asynchronous.clock.speeds:speed"),
-    "noises": ("clock.noise.name", "fedsim.asynchronous.clock.noises:noise"),
+    "speeds": ("clock.speed.name", "fedsim.asynchronous.delays:speed"),
+    "noises": ("clock.noise.name", "fedsim.asynchronous.delays:noise"),
     "loggers": ("records.loggers", "fedsim.loggers:logger"),
     "engines": ("engine", "fedsim.engines:engine"),
     "hooks": ("distributed.hook.name", "fedsim.engines.distributed.hooks:hook"),

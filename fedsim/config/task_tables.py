@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, Field
 from torch import nn
 
-from fedsim.core import other_tasks  # noqa: F401  # registers tasks
 from fedsim.core.base_table import PlugTable, Table
-from fedsim.core.learning_task import REDUCTION, LearningTask, correct_of, learning_task
-from fedsim.core.loss_task import LossTask
+from fedsim.core.learning_task import REDUCTION, LearningTask, LossTask, correct_of, learning_task
 from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
 from fedsim.core.suggestions import nearest

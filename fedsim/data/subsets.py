@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from fedsim.core.randomness import Draws, torch_generator
+from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
 from fedsim.data.tensors import TensorData, as_pair, as_targets
+from fedsim.errors import ExperimentError
 
 # Gathered and normalised at once, so that small batches share the calls. On a CPU a chunk stays in its cache. Elsewhere
 # each chunk waits for the device, which copies the positions: 64 MiB are a whole shard of 20,000 images of 28 x 28.
@@ -183,3 +184,36 @@ def targets_of(dataset: Any) -> np.ndarray:
 def _as_array(targets: Any) -> np.ndarray:
     array = targets.cpu().numpy() if isinstance(targets, Tensor) else np.asarray(targets)
     return array if array.dtype.kind in "iubf" else as_targets(targets)
+
+
+def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1) -> tuple[TensorData, TensorData]:
+    """Split the training samples at random, as a function of the seed.
+
+    Args:
+        train: all training samples.
+        share: of the samples that are held out, 0 <= share < 1; rounded to a number of samples.
+        seed: of the draw.
+        fewest: number of samples that must remain, such as the number of workers.
+
+    Returns the samples that remain and those held out, each in the order of the data set. Both are copies.
+
+    Raises ExperimentError if no sample is held out though the share is positive, or if too few remain.
+
+    >>> data = fedsim.TensorData(torch.arange(10.0), torch.arange(10))
+    >>> remaining, held_out = fedsim.data.subsets.split_validation(data, 0.2, seed=0)
+    >>> len(remaining), len(held_out), sorted([*remaining.targets.tolist(), *held_out.targets.tolist()]) == [*range(10)]
+    (8, 2, True)
+    """
+    n, where = len(train), f"data.validation = {share}"
+    held_out = round(share * n)
+    if not share:
+        return train, train.take(np.zeros(0, dtype=np.int64))
+    if not held_out:
+        raise ExperimentError(f"{where}: holds out none of {n:,} training samples; must be at least {1 / n:.3g}")
+    if n - held_out < fewest:
+        raise ExperimentError(
+            f"{where}: leaves {n - held_out:,} training samples for {fewest:,} workers, so a worker has no data; use a "
+            "smaller share or fewer workers"
+        )
+    order = numpy_generator(seed, "validation_split").permutation(n)
+    return train.take(np.sort(order[held_out:])), train.take(np.sort(order[:held_out]))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine import Attackers, BoundAttack
 from fedsim.clients import ClientAlgorithm, LRSchedule, State
-from fedsim.clients.personal_buffers import state_at_first
+from fedsim.clients.algorithm import state_at_first
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.metrics import BoundMetric
 from fedsim.core.randomness import preserve_random_state, seed_everything

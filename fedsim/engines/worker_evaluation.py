@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.clients.personal_buffers import personal_model
+from fedsim.clients.algorithm import personal_model
 from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import test

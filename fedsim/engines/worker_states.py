@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import State
-from fedsim.clients.personal_buffers import state_at_first
+from fedsim.clients.algorithm import state_at_first
 from fedsim.core.rows import new_rows
 from fedsim.engines.pool.shared_memory import memory_file
 from fedsim.engines.task import SharedState, TaskSpec

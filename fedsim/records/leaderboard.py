@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedsim.core.confidence import Estimate
-from fedsim.core.distributions import chi_square_tail, f_tail, studentized_range_quantile
+from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
 from fedsim.records.best import best_of
 from fedsim.records.combinations import Combination, groups_of
 

@@ -23,7 +23,7 @@ from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData, label_counts, transforms_of_workers
 from fedsim.data.sources import default_root, lacks_files
-from fedsim.data.validation_split import split_validation
+from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
 from fedsim.engines.executor import Executor, MakeExecutor

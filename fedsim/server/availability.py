@@ -15,8 +15,7 @@ from pydantic import Field, PositiveFloat
 
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.errors import ExperimentError, show
-from fedsim.server.cohort import cohort_strategy
-from fedsim.server.cohort_strategies import Chosen
+from fedsim.server.cohort import Chosen, cohort_strategy
 from fedsim.system.files import read_bounded
 
 COLUMNS = ["worker", "from", "to"]

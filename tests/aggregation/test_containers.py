@@ -41,6 +41,7 @@ def test_state_dicts_keep_the_first_counters(models):
         name: (value.dtype, value.shape) for name, value in states[0].items()
     }
     assert mean["1.num_batches_tracked"] == 7
+    assert mean._metadata == states[0]._metadata  # the versions of modules
     expected = sum((place + 1) * state["0.weight"] for place, state in enumerate(states)) / 15
     assert torch.allclose(mean["0.weight"], expected)
     models[0].load_state_dict(mean)
@@ -56,29 +57,17 @@ def test_lists_of_arrays_as_in_flower():
     assert [[each.shape for each in update] for update in byzantine] == [[(2, 3), (4,)]] * 2
 
 
-def test_entries_keep_their_dtypes():
-    updates = [{"half": torch.ones(2).half() * k, "full": torch.ones(3) * k} for k in range(3)]
-    result = fedsim.aggregate(updates)
-    assert (result["half"].dtype, result["full"].dtype) == (torch.float16, torch.float32)
-    assert result["half"].tolist() == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("updates", "line"),
     [
         ([torch.zeros(2), torch.zeros(3)], r"updates\[1\]: must have shape \(2,\) as in updates\[0\], not \(3,\)"),
         ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; it has \['b'\]"),
-        ([[torch.zeros(2)], [torch.zeros(2)] * 2], r"updates\[1\]\[1\]: updates\[0\] has no such entry"),
         (
             [{"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int)}],
             r"updates\[1\]\['a'\]: must be torch.float32",
         ),
-        ([[torch.zeros(2), torch.zeros(2, dtype=torch.cfloat)]], r"updates\[0\]\[1\]: must be real"),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must be \[n, ...\], .* as in updates\['a'\]"),
-        ({"a": torch.tensor(1.0)}, r"updates\['a'\]: must be \[n, ...\]"),
         ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
-        ([torch.zeros(2), "x"], r"updates\[1\]: must be a tensor or an array of numbers, not str"),
-        (np.array([["a", "b"]]), r"updates: must be a tensor or an array of numbers, not array of <U1"),
         ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating tensor \[n, d\]"),
     ],
 )
@@ -114,11 +103,6 @@ def test_tied_weights_count_once_and_stay_tied(models):
     assert apart["head"].data_ptr() != apart["embedding"].data_ptr()
 
 
-def test_the_versions_of_modules_stay_in_a_state_dict(models):
-    states = [model.state_dict() for model in models]
-    assert fedsim.aggregate(states)._metadata == states[0]._metadata
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
 def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
     states = [model.state_dict() for model in models]
@@ -133,12 +117,3 @@ def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
     assert {name: len(rows) for name, rows in fedsim.attack(stacked, 2, "ipm").items()} == dict.fromkeys(stacked, 2)
     mixed = fedsim.pre_aggregate(stacked, "nnm", f=1)
     assert [mixed[name].shape for name in mixed] == [stacked[name].shape for name in stacked]
-
-
-def test_own_updates_of_attackers_have_the_entries_of_the_honest_ones():
-    honest = [{"a": torch.ones(1), "b": torch.ones(2)}] * 2
-    own = [{"b": torch.full((2,), 3.0), "a": torch.full((1,), 2.0)}]
-    [sent] = fedsim.attack(honest, 1, "sign_flipping", own_updates=own)
-    assert (sent["a"].tolist(), sent["b"].tolist()) == ([-2], [-3, -3])
-    with pytest.raises(ExperimentError, match=r"^own_updates\[0\]: has no entry \['a'\], which honest\[0\] has"):
-        fedsim.attack(honest, 1, "sign_flipping", own_updates=[{"b": torch.ones(2)}])

@@ -71,7 +71,9 @@ def test_every_rule_has_a_reference():
     assert {plug.name for plug in rule} == set(RULES) | ELSEWHERE
 
 
-@pytest.mark.parametrize("shape", [(11, 5), (12, 1), (15, 300), (20, 700)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(11, 5), (12, 1), (15, 300), pytest.param((20, 700), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_its_definition(name, shape):
     for make in (normal, outliers, repeated, integers, offset):
@@ -162,21 +164,11 @@ def test_qfedavg_is_its_definition_for_small_losses_too(q, lr, scale):
     assert np.abs(ours.numpy() - expected).max() <= 1e-12 * np.abs(expected).max()
 
 
-def test_mda_refuses_too_large_a_search():
-    with pytest.raises(ExperimentError, match=r"mda: 1.37e\+28 subsets of 60 of 100 rows are too many"):
-        fedsim.aggregate(torch.ones(100, 3), rule="mda", f=40)
-
-
 def test_mda_of_a_hundred_rows_finds_the_honest_ones():
     x = torch.randn(100, 50, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     x[::10] += 50
     honest = [row for row in range(100) if row % 10]
     assert torch.allclose(fedsim.aggregate(x, rule="mda", f=10), x[honest].mean(0), rtol=0, atol=1e-12)
-
-
-def test_smea_refuses_too_large_a_search():
-    with pytest.raises(ExperimentError, match=r"smea: 5.94e\+05 subsets of 24 of 30 rows are too many"):
-        fedsim.aggregate(torch.ones(30, 3), rule="smea", f=6)
 
 
 def test_smea_minimises_the_spread_along_a_line_and_mda_the_diameter():
@@ -208,13 +200,6 @@ def test_geometric_median_follows_weiszfeld_step_by_step(params, weights):
     x = normal(7, 6)
     ours = fedsim.aggregate(torch.from_numpy(x), weights, "geometric_median", **params).numpy()
     assert np.allclose(ours, reference.geometric_median(x, **params, weights=weights), rtol=0, atol=1e-9)
-
-
-def test_geometric_median_minimises_the_sum_of_distances():
-    x = torch.from_numpy(normal(9, 3))
-    found = fedsim.aggregate(x, rule="geometric_median", iterations=1000).requires_grad_()
-    (x - found).norm(dim=1).sum().backward()
-    assert found.grad.norm() < 1e-6
 
 
 @pytest.mark.parametrize("last", [None, normal(1, 4)[0]], ids=["first", "later"])
@@ -252,14 +237,6 @@ def test_signguard_uses_the_drawn_coordinates():
     assert np.allclose(found, x[5:].mean(0), rtol=0, atol=1e-9)
 
 
-def test_foolsgold_gives_similar_rows_no_weight():
-    x = normal(8, 50)
-    x[5:] = x[5] + 1e-3 * normal(3, 50)
-    weights = reference.foolsgold_weights(x)
-    assert weights[5:].max() == 0
-    assert np.allclose(fedsim.aggregate(torch.from_numpy(x), rule="foolsgold").numpy(), weights @ x, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
@@ -267,18 +244,9 @@ def test_foolsgold_gives_similar_rows_no_weight():
         ("multi_krum", {"f": 2, "m": 11}, "multi_krum: needs 1 <= m <= n; here m = 11, n = 10"),
         ("bulyan", {"f": 2}, "bulyan: needs n >= 4f \\+ 3; here f = 2, n = 10"),
         ("trimmed_mean", {"f": 5}, "trimmed_mean: needs 2f < n; here f = 5, n = 10"),
-        ("meamed", {"f": 5}, "2f < n"),
-        ("phocas", {"f": 5}, "2f < n"),
-        ("mda", {"f": 5}, "2f < n"),
-        ("smea", {"f": 5}, "2f < n"),
-        ("caf", {"f": 5}, "2f < n"),
-        ("cge", {"f": 10}, "f < n"),
         ("monna", {"f": 1, "row": 10}, "the trusted row = 10 is not among the workers"),
         ("dnc", {"f": 5, "c": 2.0}, "c f < n"),
-        ("krum", {"f": -1}, "f = -1: must be greater than or equal to 0"),
         ("krum", {}, "f: is required"),
-        ("krum", {"f": 1.5}, "f = 1.5: must be"),
-        ("centered_clipping", {"tau": 0.0}, "tau = 0.0: must be greater than 0"),
         ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the least here is -1"),
         ("qfedavg", {"losses": ["a"] * 10}, r"losses: must be numbers of shape \(10,\), not"),
         ("mda", {"f": 4, "nonfinite": "exclud"}, 'nonfinite = "exclud": did you mean "exclude"'),
@@ -287,6 +255,21 @@ def test_foolsgold_gives_similar_rows_no_weight():
 def test_a_wrong_parameter_is_an_error_with_its_numbers(name, params, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.aggregate(torch.from_numpy(normal(10, 3)), rule=name, **params)
+
+
+@pytest.mark.parametrize(("rule", "n", "f", "subsets"), [("mda", 100, 40, r"1.37e\+28"), ("smea", 30, 6, r"5.94e\+05")])
+def test_too_large_a_search_is_refused(rule, n, f, subsets):
+    with pytest.raises(ExperimentError, match=rf"{rule}: {subsets} subsets of {n - f} of {n} rows are too many"):
+        fedsim.aggregate(torch.ones(n, 3), rule=rule, f=f)
+
+
+@pytest.mark.parametrize("name", ["nnm", "arc", "norm_clipping"])
+def test_a_pre_aggregator_is_its_definition(name):
+    x = outliers(11, 40)
+    params = {"c": 2.0} if name == "norm_clipping" else {"f": 3}
+    expected = reference.clipped(x, 2.0) if name == "norm_clipping" else getattr(reference, f"{name}_rows")(x, 3)
+    found = fedsim.pre_aggregate(torch.from_numpy(x), name, **params).numpy()
+    assert np.allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
 def test_dnc_drops_exactly_c_f_rows():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,30 +16,6 @@ from fedsim.asynchronous.race.state import WRITES_ENDED
 from fedsim.data import TensorData
 
 TOKENS, TEXTS, CLASSES = 30, 60, 3
-
-
-@dataclass(frozen=True)
-class Counting(Policy):
-    """Counts arrivals, and sleeps between reading and writing the count."""
-
-    pause: float = 0.0005
-
-    def start(self, server):
-        return {"count": torch.zeros(1)}
-
-    def take(self, server, arrival):
-        count = float(server.policy_state["count"])
-        time.sleep(self.pause)
-        server.policy_state["count"].fill_(count + 1)
-        server.increment_version()
-
-    def buffered(self, server):
-        return int(server.policy_state["count"])
-
-
-@dataclass(frozen=True)
-class CountingWithoutLock(Counting):
-    locking = "nothing"
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.clock.delays import Delays
-from fedsim.asynchronous.clock.noises import bind_noise, noise
-from fedsim.asynchronous.clock.virtual_clock import VirtualClock
+from fedsim.asynchronous.delays import Delays, bind_noise, noise
 from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
+from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.clients import SGD
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem

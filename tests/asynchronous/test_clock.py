@@ -71,30 +71,6 @@ def test_all_arrivals_of_one_time_are_taken_before_a_worker_starts_again():
     assert [arrival.unit for arrival in run.arrivals] == [0, 0, 1, 1, 0, 2, 2, 3, 3, 1]
 
 
-def test_all_policies_have_the_same_delays():
-    """The time of a unit does not depend on the policy."""
-
-    def times(name, **params):
-        asked, delays = {}, delays_of([1.0, 2.0, 3.0], "lognormal", seed=5)
-        run = simulate(policy_of(name, **params), delays)
-        duration = run.clock._duration
-
-        def noted(item, unit, models):
-            asked[item.worker, unit] = duration(item, unit, models)
-            return asked[item.worker, unit]
-
-        run.clock._duration = noted
-        run.advance(40)
-        return asked
-
-    reference = times("asgd")
-    for name, params in (("k_sync", {"k": 2}), ("ssp", {"s": 1}), ("gossip", {}), ("easgd", {"synchronous": True})):
-        found = times(name, **params)
-        common = found.keys() & reference.keys()
-        assert len(common) > 10
-        assert all(found[key] == reference[key] for key in common)
-
-
 def test_results_do_not_depend_on_when_work_is_computed():
     """Each work item on arrival, or all work in flight at once."""
     for name, params in (

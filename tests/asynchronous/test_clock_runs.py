@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fedsim
 from fedsim.asynchronous.policies import policy
-from fedsim.core.randomness import batch_order, draw_key
-from fedsim.core.rows import Layout
 from fedsim.data import TensorData
 from fedsim.runs.loops import clock_loop as simulation
-from fedsim.server import server_optimizer
 from tests.engines.zoo import experiment as zoo_experiment
 from tests.matrix import in_turn
+from tests.textbook import Federation
 
 FEATURES, CLASSES = 6, 3
 
@@ -111,24 +107,14 @@ def without_times(history):
 
 def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
     """A plain loop over the batches of worker 0; with `fresh`, the momentum is reset in each round."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        model = linear().to(dtype)
-    inputs, targets = points(None)[0].to(torch.device("cpu"), dtype).gather(torch.arange(60))
-    shard = np.sort(np.arange(60))
-    velocities = [torch.zeros_like(p) for p in model.parameters()]
+    alone = Federation(linear, points, 1, 4, "contiguous", dtype=dtype)
+    velocity = torch.zeros_like(alone.row)
     for round in range(1, rounds + 1):
-        if fresh:
-            velocities = [torch.zeros_like(p) for p in model.parameters()]
-        order = shard[batch_order(0, round, 0, 0, 60).numpy()]
-        for start in range(0, 60, 4):
-            batch = order[start : start + 4]
-            gradients = torch.autograd.grad(F.cross_entropy(model(inputs[batch]), targets[batch]), model.parameters())
-            with torch.no_grad():
-                for parameter, gradient, velocity in zip(model.parameters(), gradients, velocities, strict=True):
-                    velocity.mul_(momentum).add_(gradient)
-                    parameter.add_(velocity if momentum else gradient, alpha=-0.1)
-    return Layout.of(model).read(model)
+        velocity = torch.zeros_like(velocity) if fresh else velocity
+        for batch in alone.epoch(round, 0):
+            velocity.mul_(momentum).add_(alone.gradient(alone.row, batch))
+            alone.row.add_(velocity, alpha=-0.1)
+    return alone.row
 
 
 @pytest.mark.parametrize(
@@ -200,16 +186,6 @@ def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, mode
     assert apart.history[-1]["asynchronous"]["updates"] == 4
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-6), ("float64", 0)])
-def test_last_batches_of_two_samples_whose_memory_is_not_aligned_only_round_differently(precision, tolerance):
-    """A batch of 7 samples is 168 bytes in float32, so the next one begins at no multiple of 16."""
-    model, local = {"name": f"{__name__}:linear", "hidden": 3301}, {"batch_size": 7, "lr": 0.1}
-    changes = {"workers": 7, "rounds": 1, "model": model, "local": local, "precision": precision, "clock": JITTER}
-    together = run(sync="gradients", aggregate="mean", **changes).global_row
-    apart = run({"name": "k_sync", "k": 7}, **changes).global_row
-    assert torch.allclose(together, apart, rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize("solver", ["adam", "adamw", {"solver": "adagrad", "lr_decay": 0.1}])
 def test_solver_state_is_that_of_the_synchronous_run(solver):
     """Policies with one state on the server, and policies with a state per worker, for one worker."""
@@ -228,8 +204,7 @@ def test_solver_state_is_that_of_the_synchronous_run(solver):
 @pytest.mark.parametrize(
     ("server", "model", "precision"),
     [
-        *((plug.name, "linear", "float64") for plug in server_optimizer),
-        ({"optimizer": "bmuf", "nesterov": True}, "linear", "float64"),
+        *((server, "linear", "float64") for server in ("adam", "slowmo", {"optimizer": "bmuf", "nesterov": True})),
         ("sgd", "linear", "float32"),
         ("sgd", "normalised", "float64"),
     ],
@@ -244,14 +219,6 @@ def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, model, precision):
         for key in ("virtual_seconds", "samples", "bytes_up", "cohort"):
             assert one[key] == other[key]
         assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-4)
-
-
-def test_virtual_time_does_not_change_the_synchronous_run():
-    """The synchronous run is the same with a clock and without; a round takes as long as its slowest worker."""
-    plain, timed = run(mode="rounds"), run(clock={"speed": {"name": "list", "values": [1.0, 2.0, 4.0, 3.0]}})
-    assert torch.equal(plain.global_row, timed.global_row)
-    assert [record["virtual_seconds"] for record in plain.history] == [None] * 3
-    assert [record["virtual_seconds"] for record in timed.history] == [16.0, 32.0, 48.0]  # 4 steps of 4 s
 
 
 def test_a_straggler_delays_the_synchronous_run_only():
@@ -270,9 +237,7 @@ CASES = {
     "dc_asgd, adaptive": {"policy": {"name": "dc_asgd", "adaptive": True}},
     "ssp": {"policy": {"name": "ssp", "s": 1}},
     "k_sync": {"policy": {"name": "k_sync", "k": 2}},
-    "easgd": {"policy": {"name": "easgd", "period": 2}},
     "ad_psgd with BatchNorm": {"policy": "ad_psgd", "model": f"{__name__}:normalised"},
-    "fedbuff": {"policy": {"name": "fedbuff", "k": 3}},
     "a sampled cohort": {"policy": "fedasync", "workers": 7, "cohort": 3},
     "a sampled cohort with a buffer": {"policy": {"name": "fedbuff", "k": 2}, "workers": 7, "cohort": 3},
     "own buffers of a sampled cohort": {
@@ -284,11 +249,8 @@ CASES = {
         "local": {"solver": "tests.plugs:Counting", "batch_size": 3},
     },
     "dropout, by steps": {"policy": "asgd", "model": f"{__name__}:dropping"},
-    "dropout, by rounds": {"policy": "fedasync", "model": f"{__name__}:dropping"},
     "steps in proportion to speed": {"policy": {"name": "async_local_sgd", "dylu": True}},
-    "uneven shards": {"policy": "asgd", "partition": "tests.plugs:uneven"},
     "departures": {"policy": "gossip", "clock": {**JITTER, "departures": {"1": 5.0}}},
-    "BatchNorm": {"policy": "hogwild", "model": f"{__name__}:normalised"},
     "BatchNorm, buffers of the server": {
         **{"policy": "hogwild", "model": f"{__name__}:normalised"},
         "buffers": "server",
@@ -348,13 +310,6 @@ def test_the_records_of_a_run_by_hand():
     assert second["bytes_down"] == 2 * 84
 
 
-def test_slow_workers_take_fewer_steps_of_a_round():
-    clock = {"speed": {"name": "list", "values": [1.0, 2.0, 4.0, 100.0]}}
-    record = run({"name": "async_local_sgd", "dylu": True}, clock=clock, rounds=1).history[0]
-    assert record["virtual_seconds"] == 8.0
-    assert record["samples"] == [30, 16, 8]  # two rounds of 15 samples; 2 steps, twice; 1 step, twice
-
-
 def test_an_overflowing_row_is_an_error():
     with pytest.raises(fedsim.ExperimentError, match="round 1: (the global row has diverged|the work of worker \\d)"):
         run("asgd", local={"lr": 1e38, "batch_size": 4})
@@ -379,23 +334,6 @@ def test_workers_of_a_large_population_are_drawn_on_demand():
 
 
 # Buffers
-
-
-def test_server_buffers_follow_the_buffer_policy():
-    """Averaged buffers follow the workers, server buffers stay, and the mean of local buffers is tested."""
-    start = normalised().state_dict()["1.running_mean"]
-    for name in ("asgd", "fedasync", "fedbuff", "ssp", "gossip", "easgd", "k_async"):
-        params = {"easgd": {"period": 2}, "k_async": {"k": 2}}.get(name, {})
-        found = {}
-        for buffers in ("average", "local", "server"):
-            result = run(
-                {"name": name, **params}, model=f"{__name__}:normalised", buffers=buffers, clock=JITTER, rounds=1
-            )
-            found[buffers] = result.model.state_dict()["1.running_mean"]
-        assert torch.equal(found["server"], start), name
-        assert not torch.equal(found["average"], start), name
-        assert not torch.equal(found["local"], start), name
-        assert not torch.equal(found["average"], found["local"]), name
 
 
 def test_averaged_buffers_are_those_of_the_synchronous_run():

@@ -1,16 +1,11 @@
-"""Speeds of workers, noise of work items, and the delays made of both."""
+"""Speeds of workers, noise of work items, also from a trace file, and the delays made of them."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 
-from fedsim.asynchronous.clock import noises
-from fedsim.asynchronous.clock.delays import BLOCK, Delays
-from fedsim.asynchronous.clock.noises import bind_noise
-from fedsim.asynchronous.clock.speeds import draw_speeds, speed
+from fedsim.asynchronous.delays import BLOCK, Delays, bind_noise, draw_speeds, speed
 from fedsim.config.clock_schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
@@ -60,26 +55,6 @@ def test_noise_is_drawn_as_documented(name, params, factors):
         assert delays.seconds(worker, unit, 7, 20) == pytest.approx(expected, rel=1e-12)
 
 
-def test_seconds_do_not_depend_on_the_order_of_calls_or_the_number_of_workers():
-    asked = [(worker, unit) for worker in range(4) for unit in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK)]
-    fresh = {each: delays_of(4, "lognormal", 1).seconds(*each, 1) for each in asked}
-    delays = delays_of(1000, "lognormal", 1)
-    order = np.random.default_rng(0).permutation(asked).tolist()
-    assert all(delays.seconds(worker, unit, 1) == fresh[worker, unit] for worker, unit in order)
-    assert len(set(fresh.values())) == len(asked)
-
-
-def test_noise_is_drawn_once_for_a_block_of_units(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(noises, "numpy_generator", lambda *key: drawn.append(key) or numpy_generator(*key))
-    delays = delays_of(10**6, "lognormal")
-    drawn.clear()
-    for unit in range(3 * BLOCK):
-        for worker in (10, 20):
-            delays.seconds(worker, unit, 10, 1000)
-    assert len(drawn) == len(set(drawn)) == 3 * 2
-
-
 # Speeds
 
 
@@ -120,16 +95,8 @@ def test_speeds_are_drawn_as_documented(name, params, factors):
 @pytest.mark.parametrize(
     ("of", "name", "params", "message"),
     [
-        (Noise, "shifted_exponential", {"shift": 1.1}, "clock.noise.shift = 1.1: must be less than or equal to 1"),
-        (Noise, "lognormal", {"sigma": 0.0}, "clock.noise.sigma = 0.0: must be greater than 0"),
-        (Noise, "pareto", {"alpha": 1.0}, "clock.noise.alpha = 1.0: must be greater than 1"),
-        (Noise, "trace", {}, "clock.noise.path: is required"),
         (Speed, "list", {"values": [1.0, 2.0]}, r"clock.speed.values: 2 values for 3 workers; give one for each"),
         (Speed, "list", {"values": [1.0, 0.0, 2.0]}, r"clock.speed.values\[1\] = 0.0: must be greater than 0"),
-        (Speed, "lognormal", {"sigma": 11.0}, "clock.speed.sigma = 11.0: must be less than or equal to 10"),
-        (Speed, "pareto", {"alpha": 1.0}, "clock.speed.alpha = 1.0: must be greater than 1"),
-        (Speed, "geometric", {"ratio": 0.5}, "clock.speed.ratio = 0.5: must be greater than or equal to 1"),
-        (Speed, "stragglers", {"fraction": 1.5}, "clock.speed.fraction = 1.5: must be less than or equal to 1"),
     ],
 )
 def test_impossible_parameters_are_an_error(of, name, params, message):
@@ -148,16 +115,8 @@ def negative(size, worker, start):
     return factors
 
 
-def not_a_number(size):
-    return np.full(size, math.nan)
-
-
 def worker_and_unit(size, worker, start):
     return 1000 * worker + np.arange(start, start + size)
-
-
-def too_few(n_workers):
-    return np.ones(n_workers - 1)
 
 
 def zero(n_workers):
@@ -167,13 +126,9 @@ def zero(n_workers):
 def test_the_factors_of_imported_plugs_are_checked():
     with pytest.raises(ExperimentError, match=rf"one_too_many.: must return factors of shape \[{BLOCK}\], not \[257\]"):
         delays_of(2, f"{__name__}:one_too_many")
-    with pytest.raises(ExperimentError, match="returned factor nan for unit 0 of worker 0; it must be finite"):
-        delays_of(2, f"{__name__}:not_a_number")
     delays = delays_of(2, f"{__name__}:negative")
     with pytest.raises(ExperimentError, match=f"returned factor -1.0 for unit {BLOCK + 2} of worker 1"):
         delays.seconds(1, BLOCK, 1)
-    with pytest.raises(ExperimentError, match=r"clock.speed.name = .*must return factors of shape \[3\], not \[2\]"):
-        speeds_of(3, f"{__name__}:too_few")
     with pytest.raises(ExperimentError, match="returned a factor of 0; factors must be positive"):
         speeds_of(3, f"{__name__}:zero")
 
@@ -182,3 +137,62 @@ def test_a_noise_without_a_generator_knows_its_units():
     delays = delays_of(3, f"{__name__}:worker_and_unit")
     for worker, unit in ((0, 0), (2, 1), (1, BLOCK - 1), (1, BLOCK), (1, 3 * BLOCK + 5)):
         assert delays.seconds(worker, unit, 1) == 1000 * worker + unit
+
+
+@pytest.fixture
+def traced(tmp_path):
+    def traced(text, n_workers=3):
+        path = tmp_path / "trace.csv"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return delays_of(n_workers, "trace", path=str(path))
+
+    return traced
+
+
+def test_a_trace_of_one_column_is_the_same_for_all_workers_and_repeats(traced):
+    length = 2 * BLOCK + 10
+    delays = traced("\n".join(map(str, range(length))))
+    for worker in range(3):
+        assert [delays.seconds(worker, unit, 1) for unit in range(3 * BLOCK)] == [
+            unit % length for unit in range(3 * BLOCK)
+        ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1,2,3\n4,5,6\n", "# a b, c\n1 2\t3\n\n4 5  6 # last", "\ufeff1, 2, 3\r\n4, 5, 6\r\n", "# x\n1,2,3\n  \n4,5,6"],
+)
+def test_a_trace_may_have_a_column_for_each_worker(traced, text):
+    delays = traced(text)
+    assert [delays.seconds(worker, unit, 1) for unit in range(3) for worker in range(3)] == [1, 2, 3, 4, 5, 6, 1, 2, 3]
+
+
+def test_a_trace_is_read_once(tmp_path, monkeypatch):
+    (tmp_path / "trace.txt").write_text("3\n")
+    monkeypatch.chdir(tmp_path)
+    assert delays_of(2, "trace", path="trace.txt").seconds(1, 0, 1) == 3
+    (tmp_path / "trace.txt").unlink()
+    assert delays_of(2, "trace", path="trace.txt").seconds(0, 1, 1) == 3
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(ExperimentError, match='clock.noise.path = "trace.txt": no such file'):
+        delays_of(2, "trace", path="trace.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1\nfast\n", "cannot be read: could not convert string 'fast' to float64"),
+        ("1,2,3\n4,5\n", "cannot be read: the number of columns changed from 3 to 2"),
+        ("1\n\n-2\n", "must hold finite numbers of at least 0"),
+        ("1,2\n", "has 2 columns for 3 workers; give one for all workers, or one for each"),
+        (b"\xff\xfe\x00", "cannot be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_bad_trace_is_refused_in_one_line_that_names_the_file(traced, text, message):
+    with pytest.raises(ExperimentError) as caught:
+        traced(text)
+    (line,) = caught.value.lines
+    assert message in line
+    assert line.startswith("clock.noise.path = ")
+    assert "trace.csv" in line

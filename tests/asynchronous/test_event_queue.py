@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fedsim.asynchronous.clock.event_queue import EventQueue
+from fedsim.asynchronous.virtual_clock import EventQueue
 
 
 class ListQueue:

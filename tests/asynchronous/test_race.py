@@ -57,7 +57,10 @@ def race(session, name, out=None, **changes):
     return fedsim.run({**tables, **changes}, out, session=session)
 
 
-@pytest.mark.parametrize("name", RACING)
+@pytest.mark.parametrize(
+    "name",
+    [name if place % 3 == 0 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(RACING)],
+)
 def test_every_policy_learns(session, name):
     local = {"batch_size": 40, "lr": 0.1, "momentum": 0.5 if name == "eamsgd" else 0.0}
     result = race(session, name, data="mnist5k", rounds=3, local=local)
@@ -104,15 +107,6 @@ def test_each_run_continues_from_its_own_state(session):
         first, second = record["race"]["test_losses"]
         assert first == pytest.approx(second, rel=1e-6)
     assert result.history[0]["test_loss"] != result.history[1]["test_loss"] != result.history[2]["test_loss"]
-
-
-def test_increments_are_exact_with_the_lock_only(session):
-    """The policy sleeps between reading and writing a counter."""
-    locked = race(session, f"{PLUGS}:Counting").history[0]
-    assert locked["asynchronous"]["buffered"] == locked["race"]["updates"] == 15
-    unlocked = race(session, f"{PLUGS}:CountingWithoutLock", local={"batch_size": 4}).history[0]
-    assert unlocked["race"]["updates"] == 51
-    assert unlocked["asynchronous"]["buffered"] < 51
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -169,13 +163,6 @@ def test_workers_with_fewer_steps_do_not_block_others(session):
         assert record["race"]["held_back"] == record["asynchronous"]["buffered"] == 0
 
 
-def test_two_processes_can_run_three_workers(session):
-    with fedsim.Session() as other:
-        for name in ("hogwild", "k_sync", "ssp", "gossip", "fedasync"):
-            result = race(other, name, processes=2, rounds=2)
-            assert result.history[-1]["cohort"] == [0, 1, 2] or name == "k_sync"
-
-
 ALONE = [
     *(("hogwild", "tests.models:Normalised", buffers) for buffers in ("average", "local", "server")),
     *((name, "net", "average") for name in ("hogwild", "gossip", "ad_psgd")),  # with dropout
@@ -221,8 +208,6 @@ def test_lost_updates_are_counted():
     ("tables", "line"),
     [
         ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=spawn or engine=auto'),
-        ({"engine": "batched"}, 'engine = "batched": mode=race needs engine=spawn or engine=auto'),
-        ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
         ({"clock": {"base": 2.0}}, "clock: needs mode=clock; omit [clock]"),
         ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers work; omit it'),
         ({"policy": "sync"}, 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),

@@ -22,10 +22,6 @@ def items(scheduler, slot, count):
         scheduler.finish(item)
 
 
-def test_models_are_of_one_round_after_the_other():
-    assert list(items(scheduler("model"), 1, 3)) == [WorkItem(1, 1, round) for round in (1, 2, 3)]
-
-
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 6)])
 def test_gradients_are_of_the_steps_of_one_round_after_the_other(epochs, steps):
     found = [

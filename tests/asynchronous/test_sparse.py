@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fedsim import ExperimentError
-from fedsim.asynchronous.race.sparse import step_where_touched, tables_of
+from fedsim.asynchronous.server_state import step_where_touched, tables_of
 from fedsim.clients import SGD
 from fedsim.core.rows import Layout
 

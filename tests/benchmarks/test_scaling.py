@@ -27,12 +27,7 @@ def test_different_rows_are_an_error(scaling, monkeypatch):
         scaling.check_work(population=100, cohort=2, rounds=1)
 
 
-def test_a_round_has_the_given_number_of_workers(scaling):
-    result = fedsim.run(scaling.experiment(10**6, 5, 2))
-    assert [len(set(record["cohort"])) for record in result.history] == [5, 5]
-    assert result.experiment.workers == 10**6
-
-
+@pytest.mark.slow
 def test_the_figures_are_drawn(scaling, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "PICTURE", tmp_path / "scaling.png")
     with fedsim.Session() as session:

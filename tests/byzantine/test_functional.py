@@ -13,8 +13,6 @@ from fedsim.errors import ExperimentError
 
 EVERY = pytest.mark.parametrize("name", attack_strategy.names())
 
-OWN_ROWS = {"none", "sign_flipping", "gaussian", "label_flipping", "backdoor"}  # the others send one row many times
-
 
 def median(matrix):
     return matrix.median(0).values
@@ -62,12 +60,6 @@ def test_every_attack_is_a_pure_function(name, honest):
     assert torch.equal(one.nan_to_num(1.5), again.nan_to_num(1.5))
     assert torch.equal(torch.get_rng_state(), global_state[0])
     assert np.array_equal(np.random.get_state()[1], global_state[1])
-
-
-@EVERY
-def test_attackers_send_the_same_row_or_their_own(name, honest):
-    rows = attack(honest, 4, name, aggregate=median).nan_to_num(1.5)
-    assert torch.equal(rows, rows[:1].expand(4, -1)) == (name not in OWN_ROWS)
 
 
 @EVERY
@@ -125,18 +117,12 @@ HONEST = torch.zeros(7, 33)
     [
         *((bad, 2, {}, r"honest: must be a floating tensor \[n, d\] with n >= 1, not a list") for bad in ([[1.0]], [])),
         (torch.zeros(3), 2, {}, r"honest: .*, not torch.float32 \(3,\)"),
-        (torch.zeros(0, 33), 2, {}, r"honest: .*, not torch.float32 \(0, 33\)"),
-        (torch.zeros(2, 3, dtype=torch.long), 2, {}, r"honest: .*, not torch.int64 \(2, 3\)"),
         *((HONEST, bad, {}, "n_byzantine = .*: must be a whole number >= 0") for bad in (-1, 1.0, True, "2")),
         (HONEST, 3, {"own_updates": torch.zeros(2, 33)}, r"own_updates: must be torch.float32 \(3, 33\) .*\(2, 33\)"),
-        (HONEST, 3, {"own_updates": HONEST[:3].double()}, r"own_updates: must be torch.float32 .*, not torch.float64"),
-        (HONEST, 3, {"own_updates": [0.0] * 33}, r"own_updates: must be a tensor \(3, 33\), not a list"),
         (HONEST, 3, {"last": torch.zeros(1, 33)}, r"last: must be torch.float32 \(33,\) .*\(1, 33\)"),
         (HONEST, 3, {"aggregate": 3}, "aggregate = 3: must be a callable of the matrix of all rows"),
         (HONEST, 3, {"name": "aile"}, 'attack.name = "aile": no such attack; did you mean "alie"'),
         (HONEST, 3, {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); did you mean \"z\""),
-        (HONEST, 3, {"z": float("nan")}, "attack.z = nan: must be a finite number"),
-        (HONEST, 3, {"name": "min_max", "dev": "var"}, 'attack.dev = "var": must be "unit", "sign" or "std"'),
     ],
 )
 def test_a_wrong_argument_is_an_error(honest, n_byzantine, given, message):

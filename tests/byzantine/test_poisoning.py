@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from fedsim.byzantine import attack, attack_strategy, bind_attack
+from fedsim.byzantine import attack, attack_strategy
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
+from tests.byzantine.test_attacks import bound
 
 CORNERS = {
     "top_left": (slice(0, 2), slice(0, 2)),
@@ -17,11 +17,6 @@ CORNERS = {
     "bottom_left": (slice(7, 9), slice(0, 2)),
     "bottom_right": (slice(7, 9), slice(5, 7)),
 }
-
-
-def bound(name, **params):
-    plug = attack_strategy.get(name)
-    return bind_attack(plug, plug.check(params))
 
 
 @pytest.fixture
@@ -44,13 +39,6 @@ def test_label_flipping_flips_labels(batch):
     assert torch.equal(inputs, batch[0])
     assert targets.tolist() == [9 - k % 10 for k in range(40)]
     assert targets.dtype == torch.long
-
-
-def test_the_middle_class_is_no_goal_of_label_flipping(batch):
-    targets = batch[1] % 3
-    inputs, wanted = bound("label_flipping").goal(batch[0], targets, 3)
-    assert torch.equal(inputs, batch[0][targets != 1])
-    assert wanted.tolist() == [2 - k for k in targets.tolist() if k != 1]
 
 
 @pytest.mark.parametrize("corner", CORNERS)
@@ -132,17 +120,3 @@ def test_bound_attacks_can_be_pickled(plug):
     there = pickle.loads(pickle.dumps(bound(plug.name)))
     assert there.name == plug.name
     assert (there.poison is None) == (bound(plug.name).poison is None)
-
-
-@dataclass(frozen=True)
-class Misnamed:
-    def __call__(self, own_updates):
-        return own_updates
-
-    def poison(self, x, y):
-        return x, y
-
-
-def test_a_poison_with_other_parameters_is_refused():
-    with pytest.raises(ExperimentError, match=r"its poison cannot be used: the argument x is not one that fedsim pass"):
-        bound(Misnamed)

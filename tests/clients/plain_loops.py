@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from fedsim.core.randomness import sample_cohort
 from tests import models, plugs
@@ -140,4 +141,59 @@ def per_fedavg(fed, lr, inner_lr):
                 x = x - lr * fed.gradient(ahead, second)
             rows[k] = x
         fed.row = fed.average(rows)
+    return {}
+
+
+def scaffold(fed, lr, option=2, weight_decay=0.0):
+    c, c_of = 0 * fed.row, dict.fromkeys(range(WORKERS), 0 * fed.row)
+    for round, cohort in enumerate(fed.cohorts(), 1):
+        x, rows, changes = fed.row, [], []
+        for k in cohort:
+            y, steps = x, 0
+            for batch in fed.batches(round, k):
+                y, steps = y - lr * (fed.gradient(y, batch) + weight_decay * y - c_of[k] + c), steps + 1
+            whole = fed.full_gradient(x, k) + weight_decay * x
+            renewed = whole if option == 1 else c_of[k] - c + (x - y) / (steps * lr)
+            rows.append(y)
+            changes.append(renewed - c_of[k])
+            c_of[k] = renewed
+        fed.row = sum(rows) / COHORT
+        c = c + sum(changes) / WORKERS
+    return {}
+
+
+def fednova(fed, lr, momentum=0.0, nesterov=False, weight_decay=0.0, weighted=True):
+    """The vector a of each worker has one element for each of its steps."""
+    for round, cohort in enumerate(fed.cohorts(), 1):
+        normalised, norms, x = [], [], fed.row
+        for k in cohort:
+            y, v, a, a_of_v = x, 0, *torch.zeros(2, 200).double()
+            for step, batch in enumerate(fed.batches(round, k)):
+                one = F.one_hot(torch.tensor(step), 200)
+                g = fed.gradient(y, batch) + weight_decay * y
+                v, a_of_v = momentum * v + g, momentum * a_of_v + one
+                y, a = (
+                    (y - lr * (g + momentum * v), a + one + momentum * a_of_v) if nesterov else (y - lr * v, a + a_of_v)
+                )
+            norms.append(a.norm(1))
+            normalised.append((y - x) / norms[-1])
+        p = torch.tensor([len(fed.shards[k]) if weighted else 1 for k in cohort]).double()
+        p = p / p.sum()
+        fed.row = x + p @ torch.stack(norms) * (p @ torch.stack(normalised))
+    return {}
+
+
+def feddyn(fed, lr, alpha, momentum=0.0, weight_decay=0.0):
+    h, h_of = 0 * fed.row, dict.fromkeys(range(WORKERS), 0 * fed.row)
+    for round, cohort in enumerate(fed.cohorts(), 1):
+        w, rows = fed.row, []
+        for k in cohort:
+            x, v = w, 0
+            for batch in fed.batches(round, k):
+                v = momentum * v + fed.gradient(x, batch) + weight_decay * x - h_of[k] + alpha * (x - w)
+                x = x - lr * v
+            h_of[k] = h_of[k] - alpha * (x - w)
+            rows.append(x)
+        h = h - alpha / WORKERS * sum(x - w for x in rows)
+        fed.row = sum(rows) / COHORT - h / alpha
     return {}

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from fedsim.clients import SGD, Adagrad, Adam, AdamW, FedProx, RowOptimizer
+from fedsim.clients import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    FedNova,
+    FedProx,
+    RowOptimizer,
+    Scaffold,
+    WorkerFacts,
+    WorkerRound,
+)
 
 D, STEPS = 1000, 20
 NUMBERS = [torch.float32, torch.float64]
@@ -35,10 +48,11 @@ def paths(method, theirs, dtype):
         yield row, parameter.detach()
 
 
+@pytest.mark.parametrize("solver", [SGD(lr=0.1), FedProx(lr=0.1, mu=0.0)], ids=["sgd", "fedprox with mu = 0"])
 @pytest.mark.parametrize("params", SGDS)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_sgd_is_torch_optim_sgd_bit_by_bit(params, dtype):
-    for ours, theirs in paths(SGD(lr=0.1, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
+def test_sgd_is_torch_optim_sgd_bit_by_bit(solver, params, dtype):
+    for ours, theirs in paths(replace(solver, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
         assert torch.equal(ours, theirs)
 
 
@@ -120,10 +134,24 @@ def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
     assert torch.equal(state["constant"], start * -0.7)
 
 
-@pytest.mark.parametrize("params", SGDS)
-@pytest.mark.parametrize("dtype", NUMBERS)
-def test_fedprox_with_mu_zero_is_sgd(params, dtype):
-    for ours, theirs in paths(FedProx(lr=0.1, mu=0.0, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
-        assert torch.equal(ours, theirs)
-    row = torch.zeros(3)
-    assert set(FedProx(mu=0.0, **params).start(row)) == set(SGD(**params).start(row))
+def test_a_worker_that_takes_no_step_keeps_its_control_variate():
+    """With option 2, whose (x - y) / (K lr) is 0 / 0 then; so does a worker whose learning rate is 0."""
+    kept, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
+    facts = [WorkerFacts(worker=k, round=1, steps=k, steps_per_epoch=k, samples=k, weight=1.0) for k in (0, 2)]
+    algorithm, rows = Scaffold(lr=0.5), torch.zeros(2, 3)
+    worker = WorkerRound({"c": control}, kept, facts, rows)
+    state = algorithm.start_round(rows, worker)
+    rows[1] -= 4
+    assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
+    assert kept["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
+    state = algorithm.start_round(torch.zeros(2, 3), worker)
+    unmoved = replace(algorithm, lr=0.0).finish(torch.zeros(2, 3), state, worker)
+    assert not unmoved["change"].any()
+
+
+def test_the_update_of_a_worker_that_takes_no_step_is_zero_in_fednova():
+    facts = [WorkerFacts(worker=0, round=1, steps=0, steps_per_epoch=0, samples=0, weight=2.0)]
+    rows = torch.ones(1, 3)
+    messages = FedNova().finish(rows, {"start": torch.ones(1, 3)}, WorkerRound({}, {}, facts, rows))
+    assert rows.tolist() == [[1, 1, 1]]
+    assert [message.item() for message in messages.values()] == [2, 0]

@@ -70,16 +70,6 @@ def test_epochs_have_whole_batches_only(mode):
     assert [record["samples"] for record in result.history] == [[2 * per_epoch] * workers] * ROUNDS
 
 
-def test_the_last_batch_is_kept_by_default():
-    first, second = (
-        fedsim.run({**EXPERIMENT, "local": {**EXPERIMENT["local"], "drop_last": drops}}).history
-        for drops in (True, False)
-    )
-    assert [record["samples"] for record in second] == [[30] * 4] * ROUNDS
-    assert first[0]["train_loss"] != second[0]["train_loss"]
-    assert fedsim.Experiment().local.drop_last is False
-
-
 def test_a_shard_smaller_than_a_batch_is_one_batch():
     schedule = Schedule(BATCH, epochs=3, drop_last=True)
     for size, steps, samples in ((1, 3, 3), (3, 3, 9), (4, 3, 12), (5, 3, 12), (7, 3, 12), (8, 6, 24)):
@@ -111,11 +101,6 @@ def test_a_last_batch_of_one_sample_with_batchnorm_is_an_error_before_the_run(no
         fedsim.run(tables)
     result = fedsim.run({**tables, "local": {**tables["local"], "drop_last": True}})
     assert result.history[0]["samples"] == [64, 80, 48]
-
-
-def test_a_last_batch_of_one_sample_is_no_error_without_batchnorm_or_if_it_is_not_used(normalised):
-    fedsim.run({**normalised, "local": {"batch_size": 16, "steps": 3}})
-    fedsim.run({**normalised, "model": "logistic"})
 
 
 def test_a_shard_of_one_sample_with_batchnorm_is_an_error_that_names_the_worker(normalised):

@@ -11,7 +11,6 @@ from torch import nn
 
 import fedsim
 from fedsim.engines.schedule import DrawnAmount, Schedule
-from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
 from tests.clients.test_drop_last import zero
 from tests.textbook import Federation
@@ -164,51 +163,6 @@ def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
         gradients = [federation.gradient(federation.row, next(sources[worker])) for worker in workers]
         federation.row = federation.row - LR * sum(gradients) / len(gradients)
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
-
-
-def test_virtual_time_waits_for_the_longest_drawn_work():
-    tables = {**of_local(steps={"uniform": [1, 9]}), "mode": "clock", "clock": {"base": 2.0}}
-    history = fedsim.run(tables).history
-    longest = [max(drawn(range(1, 10))(worker, round) for worker in range(WORKERS)) for round in range(1, ROUNDS + 1)]
-    assert [record["virtual_seconds"] for record in history] == [2.0 * sum(longest[:n]) for n in (1, 2, 3)]
-
-
-def test_on_the_clock_a_policy_that_takes_models_draws_the_work_of_each_round_of_a_worker():
-    tables = {**of_local(steps={"choice": [1, 8]}), "mode": "clock", "policy": "fedasync"}
-    del tables["aggregate"]
-    history = fedsim.run(tables).history
-    longest = fedsim.run({**tables, "local": {**tables["local"], "steps": 8}}).history
-    assert history[-1]["virtual_seconds"] < longest[-1]["virtual_seconds"]
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        ({"local": {"epochs": [1, 2]}}, r"local.epochs = \[1, 2\]: must be 4 numbers, one per worker, not 2"),
-        ({"local": {"epochs": {"uniform": [5, 1]}}}, "with low <= high"),
-        ({"local": {"steps": {"choice": []}}}, "must be an integer, a list of integers"),
-        ({"local": {"steps": {"normal": [1, 2]}}}, "must be an integer, a list of integers"),
-        ({"local": {"steps": [1, 2, 0, 1]}}, "must be greater than 0"),
-        ({"local": {"steps": [1, 2, 3, 1]}, "aggregate": "fltrust"}, "the server train too, which is not in the list"),
-        (
-            {"local": {"steps": {"choice": [1, 2]}}, "policy": "asgd", "mode": "clock"},
-            "a worker sends each gradient and has no rounds; use a number",
-        ),
-        ({"local": {"accumulate": 2}, "sync": "gradients"}, "each batch has its own average; use a larger"),
-        ({"local": {"accumulate": 2}, "policy": "fedasync", "mode": "clock"}, "needs synchronous rounds; use a larger"),
-        ({"local": {"accumulate": 2, "solver": "fedsam"}}, "takes further gradients of each batch; use a larger"),
-    ],
-)
-def test_work_without_a_meaning_is_refused(tables, line):
-    with pytest.raises(ExperimentError, match=line):
-        fedsim.Experiment(workers=4, **tables)
-
-
-def test_a_table_of_work_replaces_what_a_file_says(tmp_path):
-    path = tmp_path / "experiment.toml"
-    path.write_text("[local]\nsteps = 3\n")
-    experiment = fedsim.load_experiment(path, local={"epochs": {"uniform": [1, 5]}})
-    assert (experiment.local.epochs, experiment.local.steps) == ({"uniform": [1, 5]}, None)
 
 
 def test_the_longest_round_of_a_worker_is_checked():

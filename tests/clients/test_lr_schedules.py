@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.optim import lr_scheduler
 import fedsim
 from fedsim.errors import ExperimentError
 from fedsim.runs.setup import task_of
-from tests.clients.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, ROUNDS, averaged, of_local
+from tests.clients.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, averaged, of_local
 
 SCHEDULES = {
     "step": ({"name": "step", "step_size": 2}, lambda o: lr_scheduler.StepLR(o, 2)),
@@ -66,14 +65,6 @@ def test_the_rates_are_those_of_pytorch(case):
     assert [of_server.server_at(round).lr for round in (6, 1)] == [rates[5], rates[0]]
 
 
-def test_a_constant_factor_needs_the_number_of_its_rounds():
-    """ConstantLR with total_iters = 0 would never return to lr."""
-    with pytest.raises(ExperimentError, match=r"^local\.schedule\.total_iters = 0: .* at least 1"):
-        fedsim.Experiment(local={"schedule": {"name": "constant", "factor": 0.5}})
-    with pytest.raises(ExperimentError, match=r"^server\.schedule\.total_iters = 0: .* at least 1"):
-        fedsim.Experiment(server={"schedule": {"factor": 0.5, "warmup": 2}})
-
-
 def test_the_rate_grows_linearly_in_the_warm_up():
     warmed = task(local={"lr": 0.3, "schedule": {"name": "cosine", "warmup": 2}})
     expected = [0.15, 0.3, *rates_of_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, 4), 0.3, 4)]
@@ -121,95 +112,8 @@ def test_averaged_gradients_step_by_the_rate_of_their_round_or_step(per):
     assert not torch.allclose(rows[0], constant, rtol=0, atol=1e-3)
 
 
-def test_the_server_steps_by_the_rate_of_the_round():
-    tables = {**of_local(steps=2), "rounds": 1}
-    start = torch.zeros(21, dtype=torch.float64)
-    update = fedsim.run(tables).global_row - start
-    halved = fedsim.run(
-        {**tables, "rounds": 2, "server": {"schedule": {"warmup": 1, "name": "exponential", "gamma": 0.5}}}
-    )
-    alone = fedsim.run(
-        {**tables, "server": {"lr": 1.0, "schedule": {"name": "constant", "factor": 0.25, "total_iters": 1}}}
-    )
-    assert torch.allclose(alone.global_row, 0.25 * update, rtol=0, atol=1e-15)
-    assert halved.history[0]["test_loss"] == fedsim.run(tables).history[0]["test_loss"]
-
-
-def test_a_rule_gets_the_learning_rate_of_the_round():
-    """With q = 0, qfedavg has updates of lr times mean(update) / lr."""
-    tables = {
-        **of_local(steps=2, schedule={"name": "exponential", "gamma": 0.5}),
-        "aggregate": {"rule": "qfedavg", "q": 1.0},
-    }
-    first = fedsim.run(tables).global_row
-    constant_in_rule = fedsim.run({**tables, "aggregate": {"rule": "qfedavg", "q": 1.0, "lr": LR}}).global_row
-    assert not torch.allclose(first, constant_in_rule, rtol=0, atol=1e-6)
-
-
-def test_a_resumed_run_continues_at_the_rate_of_its_round(tmp_path):
-    tables = of_local(steps=2, schedule="cosine")
-    tables["checkpoint"] = {"every": 1}
-    whole = fedsim.run(tables, tmp_path / "whole").global_row
-    table = {"name": "cosine", "T_max": ROUNDS}
-    fedsim.run({**of_local(steps=2, schedule=table), "rounds": 1, "checkpoint": {"every": 1}}, tmp_path / "part")
-    resumed = fedsim.run(
-        {**of_local(steps=2, schedule=table), "checkpoint": {"every": 1}}, tmp_path / "part", resume=True
-    )
-    assert torch.equal(resumed.global_row, whole)
-
-
 def ended(optimizer, *, rounds: int = 2):
     return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=rounds, cycle_momentum=False)
-
-
-def no_scheduler(optimizer):
-    return optimizer
-
-
-@dataclass(frozen=True)
-class Rateless:
-    """A solver without a learning rate."""
-
-    def start(self, rows):
-        return {}
-
-    def step(self, rows, gradients, state):
-        rows.sub_(gradients)
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        (
-            {"local": {"schedule": {"name": "one_cycle", "total_steps": 5}}},
-            "local.schedule.total_steps = 5: must be at least 6, or the schedule ends before the run",
-        ),
-        ({"local": {"schedule": {"name": "one_cycle", "warmup": 2}}}, "local.schedule.warmup = 2: one_cycle begins"),
-        (
-            {"local": {"schedule": {"warmup": 6}}},
-            "local.schedule.warmup = 6: must be less than 6, the number of rounds",
-        ),
-        ({"local": {"schedule": "consine"}}, 'did you mean "cosine"'),
-        ({"local": {"schedule": {"name": "cosine", "per": "step"}}}, "local.schedule.T_max: is required"),
-        (
-            {"server": {"optimizer": "bmuf", "schedule": "cosine"}},
-            'server.schedule: needs a learning rate .* server optimizer "bmuf"',
-        ),
-        ({"local": {"schedule": "cosine"}, "policy": "fedasync", "mode": "clock"}, "local.schedule: asynchronous"),
-        (
-            {"local": {"steps": 2, "schedule": {"name": "cosine", "per": "step"}}, "aggregate": "qfedavg"},
-            'local.schedule.per = "step": "qfedavg" uses one learning rate',
-        ),
-        ({"local": {"schedule": {"name": f"{__name__}:no_scheduler"}}}, "local.schedule.name: must return a scheduler"),
-        (
-            {"local": {"solver": f"{__name__}:Rateless", "schedule": "cosine"}},
-            "local.schedule: needs a learning rate `lr`, which the solver .*Rateless",
-        ),
-    ],
-)
-def test_a_schedule_without_a_meaning_is_refused(tables, line):
-    with pytest.raises(ExperimentError, match=line):
-        fedsim.Experiment(rounds=6, **tables)
 
 
 @pytest.mark.parametrize("per", ["round", "step"])
@@ -217,16 +121,3 @@ def test_a_schedule_that_ends_before_the_run_is_refused_before_the_first_round(p
     tables = of_local(steps=3, schedule={"name": f"{__name__}:ended", "per": per})
     with pytest.raises(ExperimentError, match=r"local.schedule.name: has no learning rate 4"):
         fedsim.run({**tables, "rounds": 4 if per == "round" else 1, "local": {**tables["local"], "steps": 4}})
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["local=adam", "local.schedule=cosine", "local.schedule.T_max=7"],
-        ["local.schedule.T_max=7", "local.schedule.name=cosine", "local.solver=adam"],
-    ],
-)
-def test_the_keys_of_a_schedule_come_in_any_order(words):
-    experiment = fedsim.load_experiment(overrides=words)
-    assert experiment.local.schedule.params["T_max"] == 7
-    assert experiment.local.solver == "adam"

@@ -69,23 +69,10 @@ def test_moon_is_the_plain_loop(model, factory, features, tables):
     assert not torch.allclose(row, plain, rtol=0, atol=1e-6)
 
 
-def test_without_mu_it_is_sgd(tables):
-    local = {**tables["local"], "mu": 0.0}
-    plain = {key: value for key, value in local.items() if key != "mu"}
-    runs = [fedsim.run({**tables, "local": each}) for each in (local, {**plain, "solver": "sgd"})]
-    assert torch.equal(runs[0].global_row, runs[1].global_row)
-
-
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
 def test_a_model_without_features_is_an_error_in_one_line(engine, tables):
     with pytest.raises(fedsim.ExperimentError, match="has no features") as caught:
         fedsim.run({**tables, **engine, "model": "tests.models:Convolved", "rounds": 1})
-    assert len(caught.value.lines) == 1
-
-
-def test_a_model_without_hidden_features_is_an_error_in_one_line(tables):
-    with pytest.raises(fedsim.ExperimentError, match=r"^model.name = .*: has no hidden features") as caught:
-        fedsim.run({**tables, "model": "logistic"})
     assert len(caught.value.lines) == 1
 
 

@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import batch_order, draw_key, sample_cohort
+from fedsim.core.randomness import sample_cohort
 from fedsim.core.rows import ColumnSpans, Layout
-from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
-from fedsim.runs.simulation import Simulation
 from tests import models, plugs
 from tests.matrix import in_turn
+from tests.textbook import Federation, finished
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 SGD = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01}
@@ -31,31 +29,13 @@ def tables():
     }
 
 
-def finished(tables):
-    """The records of a run, its global row, the state of its workers, and its last updates."""
-    experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
-        loop = SynchronousLoop(prepared, engine)
-        start = engine.shared.global_row.clone()
-        records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        kept = engine.backend.states.tensors()
-        workers = kept.pop("workers").tolist() if kept else []
-        states = {worker: {name: rows[k].clone() for name, rows in kept.items()} for k, worker in enumerate(workers)}
-        rows, _ = engine.backend.run(Simulation.round_rows, records[-1].cohort, experiment.rounds)[0]
-        columns = prepared.task.solver.personal_columns
-        return records, engine.shared.global_row.clone(), states, rows.clone(), columns, start
-
-
 def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(names, steps)], epochs=1):
     """Federated averaging by hand: the parameters and buffers that are `personal` (by name) stay with the workers.
 
     `phases` gives the names that move and for how many steps, one after another.
     """
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(draw_key(0, "model"))
-        model = factory().to(torch.float64)
-    train, _ = plugs.tiny(None)
-    shards = fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), WORKERS, "iid", seed=0)
+    federation = Federation(factory, plugs.tiny, WORKERS, BATCH)
+    model, shards = federation.model, federation.shards
     shared = copy.deepcopy(model.state_dict())
     own = {}
     for round in range(1, ROUNDS + 1):
@@ -63,11 +43,7 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
         for worker in cohort:
             model.load_state_dict({**shared, **own.get(worker, {})})
             model.train()
-            batches = []
-            for epoch in range(epochs):
-                order = batch_order(0, round, worker, epoch, len(shards[worker]))
-                inputs, targets = shards[worker].gather(order)
-                batches += zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
+            batches = [batch for epoch in range(epochs) for batch in federation.epoch(round, worker, epoch)]
             names, todo = [name for name, _ in model.named_parameters()], iter(batches)
             for moving, steps in phases(names, len(batches) // epochs, len(batches)):
                 moved = [p for name, p in model.named_parameters() if name in moving]
@@ -92,12 +68,13 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
 
 def assert_is(reference_of, tables):
     """The run has the reference's global row and personal parameters."""
-    _, row, states, *_ = finished(tables)
+    run = finished(tables)
     expected, own, _ = reference_of
-    assert torch.allclose(row, expected, rtol=0, atol=1e-12)
-    assert states.keys() == own.keys()
+    assert torch.allclose(run.row, expected, rtol=0, atol=1e-12)
+    assert run.states.keys() == own.keys()
     for worker, personal in own.items():
-        assert torch.allclose(states[worker]["rows.personal"], personal, rtol=0, atol=1e-12), worker
+        assert torch.allclose(run.states[worker]["personal"], personal, rtol=0, atol=1e-12), worker
+    return run
 
 
 @pytest.mark.parametrize(("solver", "layer"), [("fedper", "2."), ("lg_fedavg", "1.")])
@@ -121,7 +98,7 @@ def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
     """Three batches are an epoch of each worker."""
     by_epochs = {**tables["local"], "solver": "fedrep", **HEAD, "epochs": 2}
     by_steps = {**tables["local"], "solver": "fedrep", **HEAD, "steps": 6, "head_steps": 3}
-    rows = [finished({**tables, "local": local})[1] for local in (by_epochs, by_steps)]
+    rows = [finished({**tables, "local": local}).row for local in (by_epochs, by_steps)]
     assert torch.equal(*rows)
 
 
@@ -138,12 +115,12 @@ def test_the_statistics_of_personal_normalisation_layers_are_personal(name, buff
     by_hand = reference(models.Normalised, lambda name: name.startswith(layers))
     tables |= {"model": "tests.models:Normalised", "buffers": buffers}
     tables["local"] |= local
-    assert_is(by_hand, tables)
-    records, row, states, _, columns, _ = finished(tables)
-    assert {record.bytes_up for record in records} == {COHORT * 8 * columns.others(len(row)).width}
+    run = assert_is(by_hand, tables)
+    width = run.solver.personal_columns.others(len(run.row)).width
+    assert {record.bytes_up for record in run.records} == {COHORT * 8 * width}
     for worker, own in by_hand[2].items():
         buffers = [own[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
-        assert torch.allclose(states[worker]["rows.personal.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
+        assert torch.allclose(run.states[worker]["personal.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
 
 
 def test_the_statistics_of_a_layer_without_parameters_are_personal_too():
@@ -155,30 +132,9 @@ def test_the_statistics_of_a_layer_without_parameters_are_personal_too():
 
 def test_local_only_averages_nothing_and_sends_nothing(tables):
     tables["local"] |= {"solver": "local_only"}
-    assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: True), tables)
-    records, row, *_, start = finished(tables)
-    assert torch.equal(row, start)
-    assert {(record.bytes_up, record.bytes_down) for record in records} == {(0, 0)}
-
-
-def test_fedrep_works_with_its_defaults(tables):
-    tables["local"] |= {"solver": "fedrep", **HEAD}
-    _, row, states, _, columns, start = finished(tables)
-    assert not torch.equal(row, start)
-    assert all(not torch.equal(kept["rows.personal"], columns.of(start)) for kept in states.values())
-
-
-def test_a_copy_with_another_learning_rate_has_the_same_columns():
-    solver = fedsim.clients.FedPer(personal=["bias"]).for_model(torch.nn.Linear(2, 1))
-    other = solver.with_lr(0.5)
-    assert other.lr == 0.5
-    assert other.personal_columns == solver.personal_columns == ColumnSpans(((2, 3),))
-
-
-def test_a_personal_row_is_the_global_row_with_the_worker_s_columns():
-    solver = fedsim.clients.FedPer(personal=["bias"]).for_model(torch.nn.Linear(2, 1))
-    rows = solver.personal_rows(torch.zeros(2, 3), {"personal": torch.tensor([[5.0], [6.0]])})
-    assert rows.tolist() == [[0, 0, 5], [0, 0, 6]]
+    run = assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: True), tables)
+    assert torch.equal(run.row, run.start)
+    assert {(record.bytes_up, record.bytes_down) for record in run.records} == {(0, 0)}
 
 
 @pytest.mark.parametrize("solver", ["fedper", "fedrep"])
@@ -186,24 +142,18 @@ def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_th
     tables |= {"attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": {"rule": "krum", "f": 0}}
     tables |= {"processors": [{"name": "gaussian_noise", "std": 0.1}, {"name": "top_k", "k": 50}]}
     tables["local"] |= {"solver": solver, "epochs": 2, **HEAD}
-    records, row, _, updates, columns, start = finished(tables)
-    assert torch.equal(columns.of(row), columns.of(start))
-    assert not columns.of(updates).any()
-    assert columns.others(len(row)).of(updates).count_nonzero(1).tolist() == [50] * COHORT
-    plain = finished({**tables, "local": {"batch_size": BATCH, **SGD}})[0]
+    run = finished(tables)
+    columns = run.solver.personal_columns
+    others = columns.others(len(run.row))
+    assert torch.equal(columns.of(run.row), columns.of(run.start))
+    assert not columns.of(run.updates).any()
+    assert others.of(run.updates).count_nonzero(1).tolist() == [50] * COHORT
+    plain = finished({**tables, "local": {"batch_size": BATCH, **SGD}}).records
     saved = COHORT * 90 * 8
-    assert [record.bytes_down for record in records] == [record.bytes_down - saved for record in plain]
-    assert [record.bytes_up for record in records] == [record.bytes_up for record in plain]  # 50 values and places
-    without = finished({**tables, "processors": []})[0]
-    assert {record.bytes_up for record in without} == {COHORT * 8 * columns.others(len(row)).width}
-
-
-def test_a_rule_sees_the_rows_without_personal_columns(tables):
-    """Personal columns that differ between workers do not change which worker Krum follows."""
-    tables |= {"aggregate": {"rule": "krum", "f": 0}, "workers": 4, "cohort": 4}
-    tables["local"] |= {"solver": "fedper", **HEAD}
-    _, _, _, updates, columns, _ = finished(tables)
-    assert not columns.of(updates).any()
+    assert [record.bytes_down for record in run.records] == [record.bytes_down - saved for record in plain]
+    assert [record.bytes_up for record in run.records] == [record.bytes_up for record in plain]  # 50 values and places
+    without = finished({**tables, "processors": []}).records
+    assert {record.bytes_up for record in without} == {COHORT * 8 * others.width}
 
 
 def test_columns_of_entries_join_neighbours_and_have_others():
@@ -238,15 +188,9 @@ def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"processors": ["sign"]}, "processors"),
-        ({"attack": {"name": "gaussian", "fraction": 0.4}}, "attack"),
-        ({"aggregate": {"rule": "krum", "f": 0}}, "aggregate"),
-        ({"server": {"optimizer": "adam"}}, "server"),
-    ],
+    "changes", [{"processors": ["sign"]}, {"aggregate": {"rule": "krum", "f": 0}}, {"server": "adam"}]
 )
-def test_settings_without_a_meaning_for_local_only_are_an_error(changes, key, tables):
+def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables):
     tables["local"] |= {"solver": "local_only"}
-    with pytest.raises(fedsim.ExperimentError, match=f"^{key}.*local_only"):
+    with pytest.raises(fedsim.ExperimentError, match=f"^{next(iter(changes))}.*local_only"):
         fedsim.run({**tables, **changes})

@@ -54,10 +54,10 @@ def workers():
     return Workers()
 
 
-def losses_of(local, out, session=None, resume=False, **changes):
+def losses_of(local, out, session=None, **changes):
     """The test losses of the workers' personal models, and of those after local training."""
     local = {"batch_size": BATCH, "lr": LR, **local}
-    fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session, resume=resume)
+    fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
     found = read_run(out).workers
     assert found.workers == list(range(WORKERS))
     return [found.loss["personal"], found.loss["fine_tuned"]]
@@ -99,13 +99,6 @@ def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
 ):
     found = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
     assert found == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
-
-
-def test_the_statistics_of_a_personal_model_are_resumed(tmp_path):
-    changes = {"checkpoint": {"every": 1}}
-    whole = losses_of(ALONE["ditto"], tmp_path / "whole", **changes)
-    losses_of(ALONE["ditto"], tmp_path / "part", rounds=2, **changes)
-    assert losses_of(ALONE["ditto"], tmp_path / "part", resume=True, **changes) == whole
 
 
 def pfedme(workers, eta, lam, inner_steps):

@@ -7,8 +7,7 @@ import pickle
 import pytest
 import torch
 
-from fedsim.clients import SGD, OuterProductGrad, solver, step_along
-from fedsim.errors import ExperimentError
+from fedsim.clients import OuterProductGrad, solver, step_along
 from tests.clients.variants import VARIANTS, every_variant, made
 
 
@@ -46,14 +45,6 @@ def test_a_fused_step_is_the_step_along_the_gradients(variant):
     torch.testing.assert_close(states[0], states[1])
 
 
-def test_step_along_uses_step_fused_if_a_solver_has_it(monkeypatch):
-    calls = []
-    monkeypatch.setattr(SGD, "step_fused", lambda self, rows, product, state: calls.append(product))
-    product = OuterProductGrad(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
-    step_along(SGD(), torch.zeros(1, 1, 3), product, {})
-    assert calls == [product]
-
-
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
@@ -72,22 +63,3 @@ def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
 @every_variant
 def test_solvers_can_be_pickled(variant):
     assert pickle.loads(pickle.dumps(made(variant))) == made(variant)
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "line"),
-    [
-        ("sgd", {"momentum": 1.0}, "local.momentum = 1.0: must be less than 1"),
-        ("sgd", {"mu": 0.1}, "local.mu = 0.1: unknown key (the local solver is sgd); mu goes with fedprox"),
-        ("adam", {"eps": 0.0}, "local.eps = 0.0: must be greater than 0"),
-    ],
-)
-def test_impossible_parameters_are_an_error(name, params, line):
-    with pytest.raises(ExperimentError) as caught:
-        solver.get(name).check(params, "local")
-    assert str(caught.value).startswith(line)
-
-
-def test_nesterov_needs_momentum():
-    with pytest.raises(ExperimentError, match=r"local.nesterov = true: needs local.momentum > 0"):
-        SGD(nesterov=True)

@@ -71,11 +71,6 @@ def marking(model, batches, lr):
     model.seen = True
 
 
-def of_one_batch(model, batches, lr):
-    assert len(batches) > 1
-    by_optimizer(model, [next(iter(batches))], lr, None)
-
-
 def worker_as_loss(model, batches, worker):
     return torch.tensor(float(worker))
 
@@ -95,10 +90,6 @@ def reading_twice(model, batches):
 
 def growing(model, batches):
     model.further = nn.Linear(2, 2)
-
-
-def with_own_epochs(model, batches, epochs):
-    """Has a parameter that every table [local] has."""
 
 
 def of_other_names(net, loader):
@@ -139,9 +130,7 @@ def assert_same(one, other):
     [
         {},
         {"engine": "auto", "workers": 12, "local": {"drop_last": True}},
-        {"buffers": "local"},
         {"local": {"schedule": {"name": "exponential", "gamma": 0.5}}},
-        {"mode": "clock", "policy": "fedbuff"},
         {"attack": {"name": "label_flipping", "workers": [0]}},
     ],
 )
@@ -165,14 +154,6 @@ def test_in_bfloat16_each_step_has_the_weights_of_the_step_before(function):
 @pytest.mark.parametrize("function", [by_replaced_data, careless, marking])
 def test_what_a_function_does_to_the_model_besides_is_forgotten(function):
     assert_same(run(function), run("sgd"))
-
-
-def test_batches_may_be_left():
-    assert_same(run(of_one_batch), run("sgd", local={"epochs": None, "steps": 1}))
-
-
-def test_a_function_may_be_named_by_its_import_path():
-    assert_same(run("tests.clients.test_train_function:by_optimizer"), run("sgd"))
 
 
 def test_the_engine_auto_does_not_stack_and_batched_refuses():
@@ -217,10 +198,7 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     ("solver", "local", "line"),
     [
         (of_other_names, {}, r"local\.solver = .*of_other_names.*ClientAlgorithm.*own-client-algorithm\.md"),
-        (Dropping, {}, r"local\.solver = .*Dropping.*ClientAlgorithm.*own-client-algorithm\.md"),
         (by_optimizer, {}, r"local\.lr: is required"),
-        (silent, {"lr": 0.1}, r"local\.lr = 0\.1: unknown key"),
-        (with_own_epochs, {}, r"local\.epochs: is a key of every \[local\]"),
         (silent, {"clip_norm": 1.0}, r"local\.clip_norm: .*silent"),
         (silent, {"accumulate": 2}, r"local\.accumulate: .*silent"),
         (silent, {"keep_state": True}, r"local\.keep_state = true: "),
@@ -229,9 +207,7 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
          r'local\.schedule\.per = "step": .*by_optimizer'),
         (talkative, {}, r"local\.solver = .*talkative.*returned a dict"),
         (reading_twice, {}, r"local\.solver: the function reads .*a second time.*local\.epochs"),
-        (costing("x"), {}, r'local\.solver = .*gradients_per_step = "x"; must be a number greater than 0'),
         (costing(0), {}, r"local\.solver = .*gradients_per_step = 0; must be a number greater than 0"),
-        (costing(math.nan), {}, r"local\.solver = .*gradients_per_step = nan; must be a number greater than 0"),
         (growing, {}, r"local\.solver: .*names or shapes"),
     ],
 )  # fmt: skip

@@ -21,10 +21,7 @@ def test_a_key_is_a_pure_function_of_all_its_arguments():
     variants = {draw_key(1, "batches", 2, 3), draw_key(2, "batches", 2, 3), draw_key(1, "cohort", 2, 3)}
     variants |= {draw_key(1, "batches", 3, 2), draw_key(1, "batches", 23), draw_key(1, "batches", 2)}
     assert len(variants) == 6
-
-
-def test_a_key_is_the_same_on_every_machine():
-    assert draw_key(0, "model") == 5784575990485341678
+    assert draw_key(0, "model") == 5784575990485341678  # on every machine
 
 
 def test_generators_repeat_and_do_not_touch_global_state():
@@ -70,10 +67,6 @@ def test_a_cohort_is_distinct_workers_in_ascending_order(n, size):
     assert np.array_equal(cohort, np.sort(cohort))
     assert cohort.min() >= 0
     assert cohort.max() < n
-
-
-def test_a_cohort_of_a_large_population_costs_no_list_of_it():
-    assert len(set(sample_cohort(0, 1, 10**15, 1000).tolist())) == 1000
 
 
 def test_cohorts_differ_by_round_and_reach_every_worker():

@@ -48,8 +48,6 @@ def test_keyword_only_parameters_are_the_configuration(registry):
     [
         ({"times": 1, "lound": True}, r'x.lound = true: unknown key \(the gadget is double\); did you mean "loud"\?'),
         ({"times": 0}, "x.times = 0: must be greater than or equal to 1"),
-        ({"times": "2"}, 'x.times = "2": must be a valid integer'),
-        ({"times": True}, "x.times = true: must be a valid integer"),
         ({}, "x.times: is required"),
     ],
 )
@@ -86,12 +84,6 @@ def test_requirements_of_pydantic_are_sentences():
     )
 
 
-def test_all_problems_are_reported_together(registry):
-    with pytest.raises(ExperimentError) as caught:
-        registry.get("double").check({"times": 0, "a": 1, "b": 2}, "x")
-    assert len(caught.value.lines) == 3
-
-
 def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
     assert "Literal" not in globals()  # which the annotation of `momentum` has
     tamed = policy.get("tests.core.test_registry:Tamed")
@@ -112,22 +104,6 @@ def test_a_plug_takes_only_the_inputs_that_it_declares():
     plug = registry.get("two")
     assert plug.takes == {"third": True, "value": False}
     assert plug.target(**plug.given(value=5, other=6, third=7)) == (5, 7, 2)
-
-
-def test_a_dataclass_takes_inputs_when_it_is_called():
-    registry = Registry("gadget", given=("value", "other"))
-
-    @registry("scaled")
-    @dataclass(frozen=True)
-    class ScaledSolver:
-        by: float = 2.0
-
-        def __call__(self, value):
-            return self.by * value
-
-    plug = registry.get("scaled")
-    assert list(plug.parameters.model_fields) == ["by"]
-    assert plug.bind({"by": 3.0})(**plug.given(value=2, other=0)) == 6
 
 
 def test_unknown_positional_parameters_are_refused(registry):
@@ -151,14 +127,3 @@ def test_a_failed_import_is_one_clear_line(registry, path):
     with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be (imported|used)') as caught:
         registry.get(path, "x")
     assert len(caught.value.lines) == 1
-
-
-def test_a_name_is_registered_once(registry):
-    with pytest.raises(ValueError, match="registered already"):
-        registry("double")(lambda x: x)
-
-
-@pytest.mark.parametrize("name", [5, None, ["krum"]])
-def test_a_name_is_a_string(name):
-    with pytest.raises(ExperimentError, match=r"^x.rule = \S+: must be a name$"):
-        Registry("gadget").get(name, "x.rule")

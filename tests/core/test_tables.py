@@ -44,8 +44,6 @@ def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
     [
         ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
         ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a key of every [bake]; give the parameter of"),
-        ({"oven": "gas", "name": "gas"}, 'bake.name = "gas": stands for bake.oven, which is given too; omit one of'),
-        ({"oven": f"{__name__}:signed"}, "bake.name: is a key of every [bake]; give the parameter of"),
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )
@@ -57,10 +55,6 @@ def test_wrong_keys_of_a_plug_table_are_one_line(keys, line):
 
 def hasty(*, minutes: int = 1):
     """Its parameter is called as a key of the table is."""
-
-
-def signed(*, name: str = "x"):
-    """Its parameter is called as the key that names it may be called."""
 
 
 def vague(*, turns: int | None = 2):

@@ -38,11 +38,3 @@ def test_few_workers_are_bars_and_many_are_a_heat_map(n_workers, n_classes, as_b
     else:
         (image,) = figure.axes[1].images
         assert np.allclose(image.get_array(), (counts / counts.sum(1, keepdims=True)).T)
-
-
-def test_the_caption_has_the_statistics(drawn):
-    fedsim.draw_partition(np.array([[2000, 0], [0, 1000], [0, 1000]]), "three")
-    caption = drawn[0].get_suptitle()
-    assert "3 workers, 1,000 to 2,000 (median 1,000) samples each" in caption
-    assert "label entropy 0.00 of 0.69" in caption
-    assert "Hellinger distance 0.67" in caption

@@ -51,31 +51,6 @@ def test_samples_and_batches_are_the_same(kind, transform):
         assert int(y) == int(fetched_y) == int(gathered_y)
 
 
-def test_batches_of_tensor_data_read_no_single_samples(monkeypatch):
-    def refuse(self, index):
-        raise AssertionError("one sample at a time")
-
-    monkeypatch.setattr(TensorData, "__getitem__", refuse)
-    subset = CustomSubset(make("TensorData"), range(10))
-    assert len(list(subset.batches(4))) == 3
-    assert len(list(DataLoader(subset, batch_size=4))) == 3
-
-
-def test_a_batched_transform_gets_whole_batches():
-    shapes = []
-
-    def transform(inputs):
-        shapes.append(inputs.shape)
-        return inputs * 2
-
-    transform.batched = True
-    subset = CustomSubset(make("TensorData"), range(10), transform)
-    inputs, _ = subset.gather(torch.arange(4))
-    assert shapes == [(4, 2)]
-    assert inputs[:, 0].tolist() == [0, 2, 4, 6]
-    assert subset[3][0].tolist() == [6, 6]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [3, 10, 64])
 def test_batches_have_all_samples_in_the_given_order(kind, batch_size):
@@ -104,14 +79,6 @@ def test_dataset_split_gives_one_subset_per_worker(kind):
     assert [x[0].item() for x, _ in shards[2]] == [6, 7, 8, 9]
 
 
-def test_dataset_split_uses_strategy_seed_and_transform():
-    data = make("TensorData")
-    first, again = (fedsim.dataset_split(data, 2, "iid", seed=5, subset_transform=lambda x: -x) for _ in range(2))
-    assert torch.equal(first[0].indices, again[0].indices)
-    assert first[0][0][0][0] <= 0
-    assert len(fedsim.dataset_split(data, 2, "tests.plugs:uneven")[1]) == 7
-
-
 def images():
     return TensorData(torch.randn(40, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4)
 
@@ -125,19 +92,6 @@ def test_dataset_split_uses_the_transforms_of_the_strategy():
         assert torch.equal(shard[3][0], inputs[3])
     plain = fedsim.dataset_split(data, 4, "feature_rotation", seed=1, subset_transform=lambda x: x)
     assert torch.equal(plain[1].gather(torch.arange(10))[0], data.inputs[plain[1].indices])
-
-
-def test_noise_differs_between_batches_and_depends_on_the_seed():
-    data = images()
-
-    def noises(seed):
-        shards = fedsim.dataset_split(data, 2, "feature_noise", seed=seed, sigma=1.0)
-        return [s.gather(torch.arange(20))[0] - data.inputs[s.indices] for s in shards for _ in range(2)]
-
-    first, again, other = noises(1), noises(1), noises(2)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    different = [*first, *other]
-    assert not any(torch.equal(a, b) for k, a in enumerate(different) for b in different[:k])
 
 
 @pytest.mark.parametrize("processes", [0, 1])

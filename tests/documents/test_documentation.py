@@ -119,11 +119,6 @@ def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
     assert re.match(problem, blocks.error_of(page, blocks.run(page, tmp_path, run_forked), tmp_path))
 
 
-def test_a_block_is_left_out_with_a_reason_only():
-    with pytest.raises(ValueError, match="no: REASON"):
-        blocks.blocks_of('```python run="no"\n```\n')
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site, with pages whose blocks have not been run."""
@@ -140,11 +135,13 @@ def built(folder, run):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_warnings(site):
     assert (site / "index.html").is_file()
     assert not (site / "hooks").exists()
 
 
+@pytest.mark.slow
 def test_the_site_fetches_nothing(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert pages

@@ -26,8 +26,3 @@ def test_every_test_that_holds_a_promise_exists(document):
         assert any(pattern.match(test) for test in TESTS), name
     for file in re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)", text):
         assert any((folder / file).is_file() for folder in files), file
-
-
-def test_there_are_such_documents():
-    assert "reliability.md" in {path.name for path in DOCUMENTS}
-    assert any("`test_" in path.read_text() for path in DOCUMENTS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -54,43 +52,6 @@ def test_the_plugs_of_the_documents_run_together_and_learn(my_plugs):
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
-@pytest.mark.slow
-def test_the_robust_rule_of_the_document_withstands_the_attack_of_the_document(my_plugs):
-    done = fedsim_command(
-        f"compare {PLUGS} attack=my_attacks:shouting attack.volume=20 attack.workers=[0] seed=0 --jobs 1 engine=serial "
-        "aggregate.rule=mean,median,my_rules:nearest_pair --out grid"
-    )
-    assert done.exit_code == 0, done.output
-    with Path("grid/summary.csv").open() as file:
-        accuracy = {row["aggregate.rule"]: float(row["accuracy"]) for row in csv.DictReader(file)}
-    assert accuracy["my_rules:nearest_pair"] > accuracy["mean"] + 0.2
-
-
-@pytest.mark.slow  # its page, own-partition.md, runs by default
-def test_the_virtual_partition_of_the_document_has_a_million_workers_and_learns(my_plugs):
-    done = fedsim_command(
-        f"run {PLUGS} partition=my_partitions:favourite partition.samples=40 workers=1000000 cohort=10 engine=serial"
-    )
-    assert done.exit_code == 0, done.output
-    assert "1,000,000 workers, 10 per round;" in done.stdout
-    assert "; 40 samples each (my_partitions:favourite, estimated from 1,000 workers);" in done.stdout
-    assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
-
-
-@pytest.mark.slow
-def test_the_policy_of_the_document_runs_beside_others_on_the_clock(my_plugs):
-    done = fedsim_command(
-        f"compare {PLUGS} rounds=5 mode=clock clock.speed=geometric clock.noise=lognormal seed=0 --target 0.5 "
-        "'policy=asgd,{name=\"my_policies:Fresh\",limit=1}' --jobs 1 engine=serial --out grid"
-    )
-    assert done.exit_code == 0, done.output
-    with Path("grid/summary.csv").open() as file:
-        asgd, fresh = csv.DictReader(file)
-    assert fresh["policy"] == "my_policies:Fresh,limit=1"
-    assert 0 < float(fresh["updates"]) < float(fresh["arrivals"]) == float(asgd["arrivals"])
-    assert float(asgd["accuracy"]) > 0.5
-
-
 def test_parameters_of_own_plugs_are_checked(my_plugs):
     done = fedsim_command(f"{RUN} aggregate.c=-1 model.hiden=3")
     assert done.exit_code == 2
@@ -98,15 +59,7 @@ def test_parameters_of_own_plugs_are_checked(my_plugs):
     assert 'did you mean "hidden"?' in done.stderr
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_python_of_the_readme_runs(number, tmp_path, capsys):
-    script = tmp_path / "document.py"
-    script.write_text(blocks("README.md", "python")[number].replace('"rounds": 5', '"rounds": 1, "engine": "serial"'))
-    runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().out
-
-
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_tasks_of_the_document_learn(number, tmp_path, monkeypatch):
     (text,) = (block for block in blocks("docs/how-to/tasks.md", "python") if "def lines" in block)
     (tmp_path / "my_tasks.py").write_text(text)
@@ -117,18 +70,6 @@ def test_the_tasks_of_the_document_learn(number, tmp_path, monkeypatch):
     first, *_, last = read_history(Path("run"))
     assert last.test_loss < 0.9 * first.test_loss
     assert len(last.metrics) == 2 - number
-
-
-def test_the_objects_of_the_document_run(tmp_path, capsys):
-    script = tmp_path / "notebook.py"
-    (text,) = (block for block in blocks("docs/how-to/objects.md", "python") if "class MyNet" in block)
-    script.write_text(
-        text.replace("rounds=1", 'rounds=1, engine="serial"').replace(
-            ' "rounds": 1', ' "rounds": 1, "engine": "serial"'
-        )
-    )
-    runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().out.startswith("Result(MyNet-TensorDataset")
 
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])

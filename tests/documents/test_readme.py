@@ -36,16 +36,6 @@ def test_the_readme_has_the_right_numbers_of_plugs():
     assert count("asynchronous policies") == len(fedsim.policies()) - 1  # without "sync"
 
 
-def test_the_readme_is_short():
-    assert len(TEXT.splitlines()) <= 150
-
-
-def test_the_first_two_commands_of_the_readme():
-    install_and_run, test = BLOCKS[0][1].splitlines()
-    assert install_and_run == "python -m pip install -e . && python run_experiment.py"
-    assert test == "python -m pip install -e '.[test]' && python -m pytest"
-
-
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
     """To three decimals; times differ."""
@@ -89,7 +79,3 @@ def test_a_comparison_prints_what_the_readme_shows(command, shown, tmp_path):
     printed = {NUMBER.sub("0", line): line for line in done.stdout.splitlines()}
     for line in shown.splitlines():
         assert_same_numbers(printed[NUMBER.sub("0", line)], line)
-
-
-def test_the_readme_has_two_comparisons():
-    assert len(COMPARISONS) == 2

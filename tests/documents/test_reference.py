@@ -69,12 +69,6 @@ def test_a_docstring_becomes_markdown():
     ]
 
 
-def test_the_command_line_has_every_option():
-    page = reference.command_page()
-    assert "\n## compare\n" in page
-    assert "`--dry-run`" in page
-
-
 def test_all_files_of_a_run_folder_are_described(tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "rounds": 2, "data.worker_test": 0.2, "evaluation.every": 2, "checkpoint.every": 1}
     tables |= {"records": {"updates": [1], "figures": ["png"], "model": True, "curve": True}}

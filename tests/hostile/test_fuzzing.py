@@ -381,12 +381,12 @@ def test_images(tmp_path, examples):
 
 
 def test_traces_of_noise(tmp_path, monkeypatch, examples):
-    from fedsim.asynchronous.clock import noises
+    from fedsim.asynchronous import delays
 
     def check(content):
-        noises._read_trace.cache_clear()
+        delays._read_trace.cache_clear()
         (tmp_path / "trace").write_bytes(content)
-        noises.trace(3, 0, 0, 2, path=str(tmp_path / "trace"))
+        delays.trace(3, 0, 0, 2, path=str(tmp_path / "trace"))
 
     numbers = st.lists(st.sampled_from(["1", "0.5", "nan", "1e400", "-1", ",", " ", "\n", "#", "x" * 300]), max_size=30)
     fuzz(st.binary(max_size=60) | numbers.map(lambda parts: "".join(parts).encode()), check, examples)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.integrations.ddp import RobustState, set_gradients
+from fedsim.integrations.ddp import set_gradients
 from tests.commands import ended, start_ranks
 from tests.integrations.ddp_program import STEPS, loss, new_model
 
@@ -49,14 +49,11 @@ def steps(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_have_the_same_bits_after_each_step(name, steps):
-    assert all(torch.equal(steps[name][0], other) for other in steps[name])
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("foolsgold", "dnc")])
 def test_the_hook_aggregates_whole_gradients_though_there_are_several_buckets(name, steps):
-    rule, params = CASES[name]
-    assert torch.allclose(steps[name][0], in_one_process(rule, params), atol=1e-6)
+    """All ranks have the same bits after each step; what foolsgold keeps and dnc draws, one process has not."""
+    assert all(torch.equal(steps[name][0], other) for other in steps[name])
+    if name not in ("foolsgold", "dnc"):
+        assert torch.allclose(steps[name][0], in_one_process(*CASES[name]), atol=1e-6)
 
 
 def test_a_stateful_rule_keeps_its_state_from_step_to_step(steps):
@@ -72,11 +69,6 @@ def test_a_rule_that_refuses_the_gradients_ends_the_step_on_all_ranks(tmp_path):
     for text in printed:
         lines = [line.partition(": needs")[0] for line in text.splitlines()]
         assert lines == ["krum: krum", "trimmed_mean: trimmed_mean"]
-
-
-def test_a_wrong_parameter_is_an_error_before_training():
-    with pytest.raises(fedsim.ExperimentError, match=r"^g = 1: unknown key \(the aggregation rule is krum\)"):
-        RobustState("krum", g=1)
 
 
 def test_gradients_that_do_not_fit_the_parameters_are_an_error():

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.aggregation.rule import rule as rules
 from fedsim.cli.main import app
-from fedsim.system.vision import import_torchvision
 from tests.commands import ended, start, start_python, start_ranks
 
 PAGES = ("aggregate-your-updates", "ddp-and-lightning", "flower", "coming-from")
@@ -92,47 +91,7 @@ def test_the_rules_that_depend_on_the_origin_are_listed():
     assert set(listed) == set(moved)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("head", "function"),
-    [
-        ("`byzfl.` | `fedsim.aggregate(updates, ...)` | note", fedsim.aggregate),
-        ("`byzfl.` | `fedsim.pre_aggregate(updates, ...)` | note", fedsim.pre_aggregate),
-        ("`byzfl.` | `fedsim.attack(honest, 1, ...)` | note", lambda rows, **given: fedsim.attack(rows, 1, **given)[0]),
-    ],
-)
-def test_the_names_of_byzfl_are_those_of_the_tables(head, function):
-    import_torchvision()
-    byzfl = pytest.importorskip("byzfl", reason="needs the package byzfl")
-    for theirs, ours, note in rows("ByzFL", head):
-        function_of_byzfl = eval(f"byzfl.{theirs}", {"byzfl": byzfl})
-        given = eval(f"dict({ours})")
-        if not note:
-            expected = torch.as_tensor(function_of_byzfl(UPDATES))
-            assert torch.allclose(function(UPDATES, **given), expected.to(UPDATES), atol=1e-5), theirs
-        elif given and theirs != "LabelFlipping()":
-            assert function(UPDATES, **({"aggregate": fedsim.aggregate} if "opt" in ours else {}), **given) is not None
-
-
 @pytest.mark.parametrize("words", [words for _, words in rows("FedLab", "FedLab 1.3 | words of `fedsim run`")])
 def test_the_words_for_fedlab_are_an_experiment(words):
     done = CliRunner().invoke(app, ["run", "workers=8", *shlex.split(words, posix='"' not in words), "--dry-run"])
     assert done.exit_code == 0, done.output
-
-
-def test_the_names_of_fedlab_exist():
-    import_torchvision()
-    pytest.importorskip("fedlab", reason="needs the package fedlab", exc_type=ImportError)
-    import fedlab.contrib.algorithm
-    import fedlab.contrib.compressor.quantization
-    import fedlab.contrib.compressor.topk
-    import fedlab.utils.dataset.functional
-
-    modules = [
-        fedlab.contrib.algorithm,
-        fedlab.contrib.compressor.quantization,
-        fedlab.contrib.compressor.topk,
-        fedlab.utils.dataset.functional,
-    ]
-    for name, _ in rows("FedLab", "FedLab 1.3 | words of `fedsim run`"):
-        assert any(hasattr(module, name) for module in modules), name

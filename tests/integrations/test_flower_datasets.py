@@ -39,8 +39,6 @@ def dataset(labels=LABELS):
         ("IidPartitioner", {}),
         ("DirichletPartitioner", {"alpha": 0.5, "min_partition_size": 2}),
         ("PathologicalPartitioner", {"num_classes_per_partition": 3, "class_assignment_mode": "deterministic"}),
-        ("ShardPartitioner", {"num_shards_per_partition": 2}),
-        ("LinearPartitioner", {}),
         ("SizePartitioner", {"partition_sizes": [100, 80, 60, 40, 20]}),
         ("NaturalIdPartitioner", {"partition_by": "id"}),
     ],
@@ -84,9 +82,7 @@ def test_an_experiment_takes_a_partitioner_by_its_import_path(tiny_experiment):
             {"partitioner": "Dirichlet"},
             'partition.partitioner = "Dirichlet": no such partitioner of flwr_datasets; did',
         ),
-        ({"partitioner": "DirichletPartitioner", "alfa": 1}, "partition.partitioner = .* unexpected keyword argument"),
         ({"partitioner": "NaturalIdPartitioner"}, "partition.partitioner = .*: makes 6 partitions for 5 workers$"),
-        ({"partitioner": "VerticalEvenPartitioner"}, "partition.partitioner = "),
         ({"partitioner": "SizePartitioner", "partition_sizes": [9] * 5}, "partition.strategy = .* exactly one worker"),
     ],
 )
@@ -114,14 +110,6 @@ def test_a_partitioner_has_the_transforms_of_its_partition():
         2, "feature_rotation", groups=2
     )
     assert FedsimPartitioner(2, "iid").transform(1) is None
-
-
-def test_labels_may_be_names_or_absent():
-    for labels, strategy, column in ((np.array(list("abcdef"))[LABELS], "shards", "label"), (LABELS, "iid", None)):
-        partitioner = FedsimPartitioner(WORKERS, strategy, partition_by=column)
-        partitioner.dataset = dataset(labels)
-        expected = fedsim.partition(LABELS, WORKERS, strategy)
-        assert partitioner.load_partition(4)["number"][:] == expected[4].tolist()
 
 
 def test_a_wrong_partition_is_an_error():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import fedsim
@@ -18,7 +17,6 @@ TABLES = {
     **{"rounds": 4, "workers": 6, "cohort": 3, "model": "logistic", "data": "tests.plugs:tiny", "precision": "float64"},
     **{"local": {"batch_size": 16, "lr": 0.1, "steps": 3}, "engine": "serial", "processors": [TOP]},
 }
-SYNCS = ["parameters", "gradients"]
 
 
 def test_what_is_left_out_is_added_to_the_next_update():
@@ -56,26 +54,3 @@ def test_each_worker_keeps_its_own_residual_between_its_rounds():
             left[worker] = total - sent[-1]
         federation.row = federation.row - 0.1 * torch.stack(sent).mean(0)
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("sync", SYNCS)
-def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(sync, session):
-    serial = fedsim.run({**TABLES, "sync": sync})
-    plain = fedsim.run({**TABLES, "sync": sync, "processors": [{**TOP, "error_feedback": False}]})
-    spawn = fedsim.run({**TABLES, "sync": sync, "engine": "spawn", "processes": 2}, session=session)
-    half = {**TABLES, "sync": sync, "processors": [HALF]}
-    alone, stacked = (fedsim.run({**half, "engine": engine, "processes": 1}) for engine in ("serial", "batched"))
-    assert not torch.allclose(serial.global_row, plain.global_row, rtol=0, atol=1e-6)
-    assert torch.equal(serial.global_row, spawn.global_row)
-    assert torch.allclose(alone.global_row, stacked.global_row, rtol=0, atol=1e-9)
-    assert [record["bytes_up"] for record in serial.history] == [record["bytes_up"] for record in plain.history]
-
-
-@pytest.mark.parametrize("sync", SYNCS)
-def test_a_resumed_run_has_bitwise_the_same_result(sync, tmp_path):
-    tables = {**TABLES, "sync": sync, "checkpoint": {"every": 1}, "local": {**TABLES["local"], "momentum": 0.9}}
-    tables["local"] |= {"keep_state": True} if sync == "parameters" else {"momentum_at": "worker"}
-    whole = fedsim.run(tables)
-    fedsim.run({**tables, "rounds": 2}, tmp_path / "run")
-    resumed = fedsim.run({**tables, "worker_state_memory": 1}, tmp_path / "run", resume=True)
-    assert torch.equal(whole.global_row, resumed.global_row)

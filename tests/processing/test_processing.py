@@ -9,7 +9,7 @@ from torch import Tensor
 import fedsim
 from fedsim import Draws, ExperimentError
 from fedsim.processing import apply_chain, bind_processor, processor
-from fedsim.processing.compression import qsgd
+from fedsim.processing.processors import qsgd
 
 D = 7850  # parameters of the model "logistic"
 SMALL = {"model": "logistic", "rounds": 1}
@@ -62,17 +62,6 @@ def test_the_last_declaration_of_a_chain_is_the_bytes_of_an_update(chain, nbytes
     assert (history[0].bytes_up, history[0].bytes_down) == (3 * nbytes, 3 * 4 * D)
 
 
-def test_the_row_of_the_server_is_neither_processed_nor_sent(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "aggregate": {"rule": "fltrust", "root_samples": 20}}
-    assert fedsim.run({**tables, "processors": ["sign"]}).history[0].bytes_up == 3 * 986
-
-
-def test_compression_shortens_a_round_on_the_virtual_clock(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "mode": "clock", "clock": {"bandwidth": 1000.0}}
-    plain, compressed = (fedsim.run({**tables, "processors": chain}).history[0] for chain in ([], [TOP_5]))
-    assert plain.virtual_seconds - compressed.virtual_seconds == pytest.approx((4 * D - 5 * 8) / 1000)
-
-
 def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "local": {"steps": 1, "batch_size": 16}, "sync": "gradients"}
     chain = [
@@ -82,16 +71,6 @@ def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     history = fedsim.run({**tables, "processors": chain}).history
     norms = fedsim.run({**tables, "processors": ["tests.processing.test_processing:halved"]}).history
     assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}  # the last in the chain
-
-
-@pytest.mark.parametrize("engine", ["serial", "spawn"])
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_a_rule_and_a_processor_record_metrics_side_by_side(sync, engine, tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "sync": sync, "engine": engine, "aggregate": "geometric_median"}
-    tables["processes"] = 2 if engine == "spawn" else None
-    metrics = fedsim.run({**tables, "processors": [CLIP]}).history[0].metrics
-    assert metrics.keys() == {"clipped_share", "weiszfeld_iterations"}
-    assert metrics["weiszfeld_iterations"] >= 2
 
 
 def columnwise(updates: Tensor, metrics: dict[str, float]) -> Tensor:
@@ -127,8 +106,8 @@ def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
 
 def test_qsgd_has_no_bias_and_gives_zero_for_zero():
     update = torch.tensor([0.3, -0.5, 0.0, 2.0])
-    mean = torch.stack([qsgd(update, Draws.of(0, "test", k), levels=4)[0] for k in range(2000)]).mean(0)
-    assert torch.allclose(mean, update, atol=0.05)
+    mean = torch.stack([qsgd(update, Draws.of(0, "test", k), levels=4)[0] for k in range(500)]).mean(0)
+    assert torch.allclose(mean, update, atol=0.08)
     assert torch.equal(qsgd(torch.zeros(3), Draws.of(0, "test"))[0], torch.zeros(3))
 
 
@@ -143,7 +122,6 @@ def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
     ("tables", "error"),
     [
         ({"processors": ["top_k"]}, r"processors\[0\].k: is required"),
-        ({"processors": ["clop"]}, 'did you mean "clip"?'),
         ({"processors": ["sign"], "mode": "clock", "policy": "asgd"}, 'processors: is not used with policy.name = "as'),
         (
             {"processors": ["sign"], "engine": "distributed", "sync": "gradients", "distributed": {"hook": "fp16"}},
@@ -156,10 +134,3 @@ def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):
         fedsim.Experiment(**tables)
     (line,) = str(raised.value).splitlines()
     assert error.replace("\\", "") in line
-
-
-def test_processors_reach_the_file_of_the_experiment(tiny_experiment, tmp_path):
-    result = fedsim.run({**tiny_experiment, **SMALL, "processors": [CLIP, "sign"]}, tmp_path / "run")
-    again = fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True)
-    assert again == result.experiment
-    assert [each.name for each in again.processors] == ["clip", "sign"]

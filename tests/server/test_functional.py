@@ -69,21 +69,6 @@ def test_rows_may_be_views_expanded_or_parameters(case):
     assert torch.equal(path("adam", ones, torch.ones(1, 1).expand(3, 7)), path("adam", ones.clone(), torch.ones(3, 7)))
 
 
-def test_state_is_a_copy():
-    server = ServerOptimizer("momentum", beta=0.5)
-    row = numbers(0)
-    server.broadcast(row)
-    assert server.state == {}
-    row = server.step(row, numbers(1))
-    shown = server.state
-    assert shown["v"].item() == 1
-    shown["v"].zero_()
-    assert server.step(row, numbers(0)).item() == 1.5
-    assert shown["v"].item() == 0
-    server.broadcast(row).zero_()
-    assert row.item() == 1
-
-
 def test_a_copied_optimizer_is_independent():
     server = ServerOptimizer("adam")
     row = server.step(numbers(0), numbers(1))
@@ -109,7 +94,6 @@ def test_other_classes_are_an_error(name):
     ("name", "params", "message"),
     [
         ("adm", {}, 'optimizer = "adm": no such server optimizer; did you mean "adam"?'),
-        ("momentum", {"beta": 1}, "beta = 1: must be less than 1"),
         ("adam", {"v0": "tau"}, 'v0 = "tau": must be a valid number or "tau^2"'),
         (
             "adagrad",
@@ -132,12 +116,6 @@ def test_row_and_update_must_match(update):
     with pytest.raises(ExperimentError, match=r"^update: must be torch.float32 \[3\] on cpu like global_row, not "):
         server.step(torch.zeros(3), update)
     assert server.state == {}  # the step did not take place
-
-
-@pytest.mark.parametrize("row", [torch.zeros(3).int(), None])
-def test_a_row_must_be_a_floating_tensor(row):
-    with pytest.raises(ExperimentError, match="^global_row: must be a floating tensor, not "):
-        ServerOptimizer("momentum").step(row, torch.zeros(3))
 
 
 @pytest.mark.parametrize("row", [torch.zeros(1, 3), torch.zeros(3).double()], ids=str)

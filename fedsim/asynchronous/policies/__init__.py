@@ -1,12 +1,6 @@
 """The asynchronous policies; importing this package registers them."""
 
-from fedsim.asynchronous.policies import (
-    decentralized,
-    first_k,
-    gradient_updates,
-    model_updates,
-    synchronous_rounds,
-)
+from fedsim.asynchronous.policies import decentralized, first_k, gradient_updates, model_updates
 from fedsim.asynchronous.policy import Arrival, Policy, policy
 
 __all__ = [
@@ -17,5 +11,4 @@ __all__ = [
     "gradient_updates",
     "model_updates",
     "policy",
-    "synchronous_rounds",
 ]

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.asynchronous.checkpoint_schema import SchedulerState
 from fedsim.asynchronous.dispatch import Dispatcher, RoundStats
 from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, LogEntry
 from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STATUS, WRITES_ENDED, Measures, RaceState
-from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.scheduler import Scheduler, SchedulerState
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.executor import Executor
 from fedsim.engines.pool.barrier import LOCK

@@ -10,9 +10,8 @@ from fedsim.data.partitions.base import (
 )
 from fedsim.data.partitions.dirichlet import dirichlet, dirichlet_workers
 from fedsim.data.partitions.features import FeatureNoise, FeatureRotation, GaussianNoise, Rotation
-from fedsim.data.partitions.held_out import hold_out
 from fedsim.data.partitions.labels import label_k, shards, similarity
-from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
+from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards, hold_out
 from fedsim.data.partitions.sizes import contiguous, iid, natural, quantity
 from fedsim.data.partitions.virtual import Virtual
 

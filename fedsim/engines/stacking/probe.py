@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
-from fedsim.clients.train_function import TrainFunction
+from fedsim.clients.adapters import TrainFunction
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fedsim.clients import State, WorkerFacts, WorkerRound
-from fedsim.clients.personal_buffers import PERSONAL_BUFFERS
+from fedsim.clients.algorithm import PERSONAL_BUFFERS
 from fedsim.engines.aggregator import spoil, weights_of
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.clients import RowOptimizer, State
-from fedsim.clients.train_function import TrainFunction
+from fedsim.clients.adapters import TrainFunction
 from fedsim.core.randomness import seed_everything
 from fedsim.core.rows import clip_rows, new_rows
 from fedsim.core.training import Backward, Loss, MetricSums, Optimizer, train_epoch

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from fedsim.asynchronous.clock.virtual_clock import VirtualClock
 from fedsim.asynchronous.dispatch import RoundStats, Train
 from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
 from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine

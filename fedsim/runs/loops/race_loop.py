@@ -17,10 +17,9 @@ from torch import Tensor
 
 from fedsim.asynchronous.race.hogwild import HogwildWorker
 from fedsim.asynchronous.race.log import to_csv
-from fedsim.asynchronous.race.sparse import tables_of
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, RaceWorker
-from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.server_state import ServerState, tables_of
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer

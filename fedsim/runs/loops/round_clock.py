@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from fedsim.asynchronous.checkpoint_schema import RoundClockState
-from fedsim.asynchronous.clock.delays import Delays
-from fedsim.asynchronous.clock.noises import bind_noise
-from fedsim.asynchronous.clock.speeds import draw_speeds
+from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
+from fedsim.asynchronous.scheduler import CheckpointModel, Counts, Seconds
 from fedsim.config.experiment import Experiment
 from fedsim.engines.footprint import buffer_bytes, personal_bytes
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
@@ -21,6 +19,13 @@ def delays_of(experiment: Experiment) -> Delays:
     speeds = draw_speeds(clock.speed.plug, clock.speed.params, experiment.workers, experiment.seed)
     noise = bind_noise(clock.noise.plug, clock.noise.params)
     return Delays(speeds, noise, experiment.seed, clock.base, clock.latency, clock.bandwidth)
+
+
+class RoundClockState(CheckpointModel):
+    """State of a `RoundClock`."""
+
+    now: Seconds
+    started: Counts
 
 
 class RoundClock:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.data import ListedShards, partition_shards
+from fedsim.data import ListedShards, hold_out, partition_shards
 from fedsim.data.partitions import population
 from fedsim.errors import ExperimentError
 
@@ -20,11 +20,6 @@ def test_listed_shards_are_their_arrays():
         assert len(each) == 3
         assert [each.size(worker) for worker in range(3)] == [2, 1, 3]
         assert [each.of(worker).tolist() for worker in range(3)] == [[4, 2], [0], [1, 3, 5]]
-
-
-@pytest.mark.parametrize("strategy", ["iid", "dirichlet"])
-def test_ordinary_strategies_are_listed(strategy):
-    assert partition_shards(LABELS, 5, strategy).listed
 
 
 def test_a_strategy_that_accepts_a_worker_is_virtual():
@@ -76,3 +71,19 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
 def test_errors_of_virtual_strategies_are_one_line(strategy, message):
     with pytest.raises(ExperimentError, match=f'^partition.strategy = "{strategy}": {message}'):
         partition_shards(LABELS, 10**6, strategy).of(4)
+
+
+def test_shards_are_split_into_training_and_test_samples():
+    """Each worker keeps at least one sample of each kind, if it has two; shards that are drawn stay so."""
+    sizes = {1: (1, 0), 2: (1, 1), 10: (8, 2), 100: (80, 20)}
+    listed = ListedShards.of_arrays(np.split(np.arange(113), np.cumsum(list(sizes))[:-1]))
+    train, test = hold_out(listed, 0.2, seed=3)
+    assert [(train.size(worker), test.size(worker)) for worker in range(4)] == list(sizes.values())
+    for worker in range(4):
+        both = [*train.of(worker).tolist(), *test.of(worker).tolist()]
+        assert sorted(both) == listed.of(worker).tolist()
+    assert hold_out(listed, 0.9, seed=3)[1].size(1) == 1
+    drawn = partition_shards(LABELS, 10**6, "virtual", samples=10)
+    parts = hold_out(drawn, 0.2, seed=3)
+    assert [len(part.of(999)) for part in parts] == [8, 2]
+    assert {*parts[0].of(999).tolist(), *parts[1].of(999).tolist()} == set(drawn.of(999).tolist())

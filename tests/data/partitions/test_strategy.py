@@ -38,12 +38,6 @@ def test_every_strategy_is_a_pure_function(strategy):
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("strategy", sorted(set(COVERS) - {"label_k"}))
-def test_one_class_is_enough(strategy):
-    shards = fedsim.partition(np.zeros(200, dtype=int), 4, strategy, ids=np.arange(200))
-    assert sum(map(len, shards)) == 200
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_labels_may_have_any_type(strategy):
     labels, ids = np.array(["cat", "dog", "owl"]).repeat(40), np.array(["ann", "bob", "cy", "di"] * 30)
@@ -85,21 +79,9 @@ def test_targets_of_several_numbers_cannot_be_sorted():
         fedsim.partition(np.zeros(()), 2)
 
 
-def test_skew_by_class_needs_classes():
-    assert len(fedsim.partition(np.random.default_rng(0).random(100), 2, "virtual", samples=5)[1]) == 5
-    with pytest.raises(ExperimentError, match=r"partition.alpha = 0.1: needs class labels"):
-        fedsim.partition(np.zeros(100), 2, "virtual", samples=5, alpha=0.1)
-
-
 def test_strategies_without_transforms_change_nothing():
     assert fedsim.partition_transforms(3, "dirichlet", alpha=0.1) == [None] * 3
     assert fedsim.partition_transforms(3, "tests.plugs:uneven") == [None] * 3
     assert transforms_of_workers(10**9, "virtual") is None  # and nothing is made for every worker
     with pytest.raises(ExperimentError, match=r"partition.sigma = 1: unknown key"):
         fedsim.partition_transforms(3, "iid", sigma=1)
-
-
-@pytest.mark.parametrize("n_workers", [None, "3", 2.5, 3.0, float("nan"), True])
-def test_the_number_of_workers_is_a_whole_number(n_workers):
-    with pytest.raises(ExperimentError, match=r"^workers = \S+: must be a whole number$"):
-        fedsim.partition(np.zeros(9, dtype=int), n_workers)

@@ -1,4 +1,4 @@
-"""Compression of each update: sparse, quantized, or signs only."""
+"""The processors: clipping, compression (sparse, quantized, or signs only) and noise."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from torch import Tensor
 
 from fedsim.core.randomness import Draws
 from fedsim.processing.processor import processor
+
+
+@processor("clip")
+def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0, examples=[1.0])]) -> Tensor:
+    """Scale an update x to x min(1, max_norm / |x|), of L2 norm max_norm at most (McMahan et al. 2018).
+
+    Args:
+        update: [d].
+        metrics: gets `clipped_share`, the share of updates that were clipped.
+        max_norm: largest norm of the result, > 0.
+
+    Returns [d]. Cost: two passes over the update.
+
+    >>> fedsim.processing.processors.clip(torch.tensor([3.0, 4.0]), {}, max_norm=1.0)
+    tensor([0.6000, 0.8000])
+    """
+    factor = (max_norm / torch.linalg.vector_norm(update)).clamp(max=1)
+    metrics["clipped_share"] = factor < 1
+    return update * factor
+
 
 INDEX_BYTES = 4  # of a position in an update of less than 2^32 numbers
 
@@ -30,7 +50,7 @@ def top_k(
 
     Returns [d] and its bytes, those of k numbers and k indices. Cost: a partial sort of d numbers.
 
-    >>> fedsim.processing.compression.top_k(torch.tensor([1.0, -3.0, 2.0]), {}, k=1)
+    >>> fedsim.processing.processors.top_k(torch.tensor([1.0, -3.0, 2.0]), {}, k=1)
     (tensor([ 0., -3.,  0.]), 8)
     """
     if k >= len(update):
@@ -57,7 +77,7 @@ def qsgd(update: Tensor, draws: Draws, *, levels: PositiveInt = 16) -> tuple[Ten
     Returns [d] and its bytes: the norm, and ceil(log2(2 levels + 1)) bits for each number, without entropy coding.
     Cost: d draws, and three passes over the update.
 
-    >>> quantized, nbytes = fedsim.processing.compression.qsgd(
+    >>> quantized, nbytes = fedsim.processing.processors.qsgd(
     ...     torch.tensor([0.0, -2.0]), fedsim.Draws.of(0, "example"), levels=1)
     >>> quantized, nbytes
     (tensor([ 0., -2.]), 5)
@@ -80,8 +100,35 @@ def sign(update: Tensor) -> tuple[Tensor, int]:
 
     Returns [d] and its bytes: d bits and the mean. Cost: two passes over the update.
 
-    >>> fedsim.processing.compression.sign(torch.tensor([1.0, -3.0]))
+    >>> fedsim.processing.processors.sign(torch.tensor([1.0, -3.0]))
     (tensor([ 2., -2.]), 5)
     """
     scale = update.abs().mean()
     return torch.where(update < 0, -scale, scale), math.ceil(len(update) / 8) + update.element_size()
+
+
+@processor("gaussian_noise")
+def gaussian_noise(
+    update: Tensor, draws: Draws, *, std: Annotated[float, Field(ge=0, examples=[0.01])]
+) -> tuple[Tensor, int]:
+    """Add independent normal numbers of mean 0 (the Gaussian mechanism; Dwork and Roth 2014).
+
+    Differential privacy also needs bounded updates: put `clip` before it in the chain (McMahan et al. 2018). No privacy
+    budget is computed.
+
+    Args:
+        update: [d].
+        draws: draws the noise.
+        std: standard deviation, >= 0.
+
+    Returns [d] and its bytes, which are those of d numbers. Cost: d draws, and one pass over the update.
+
+    >>> draws = fedsim.Draws.of(0, "example")
+    >>> fedsim.processing.processors.gaussian_noise(torch.ones(2), draws, std=0.0)
+    (tensor([1., 1.]), 8)
+    """
+    noisy = update + std * draws.normal(len(update), dtype=update.dtype)
+    return noisy, noisy.nbytes
+
+
+gaussian_noise.compresses = False  # so error feedback would take the noise back

@@ -1,1 +1,0 @@
-"""The virtual clock: a discrete-event simulation, and how long things take on it."""

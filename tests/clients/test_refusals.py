@@ -1,0 +1,99 @@
+"""Keys of [local] and of schedules that have no meaning in an experiment are refused by one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+import fedsim
+
+CLOCK = {"mode": "clock", "policy": "asgd"}
+RACE = {"mode": "race", "policy": "fedasync", "engine": "spawn"}
+AT_WORKER = {"momentum_at": "worker", "momentum": 0.9}
+BY_STEP = {"name": "cosine", "per": "step"}
+
+
+def no_scheduler(optimizer):
+    return optimizer
+
+
+@dataclass(frozen=True)
+class Rateless:
+    """A solver without a learning rate."""
+
+    def start(self, rows):
+        return {}
+
+    def step(self, rows, gradients, state):
+        rows.sub_(gradients)
+
+
+def of_local(**keys):
+    return {"local": keys}
+
+
+def scheduled(schedule, **keys):
+    return {"local": {"schedule": schedule, **keys}}
+
+
+KEPT = of_local(solver="adam", keep_state=True)
+REFUSED = [
+    (of_local(nesterov=True), "local.nesterov = true: needs local.momentum > 0"),
+    (of_local(nesterov=True, dampening=0.9, momentum=0.9), "local.nesterov = true: needs local.dampening = 0"),
+    (of_local(mu=0.1), "local.mu = 0.1: unknown key (the local solver is sgd); mu goes with fedprox"),
+    # kept state
+    ({**KEPT, "sync": "gradients"}, "local.keep_state = true: needs local steps"),
+    ({**KEPT, **RACE}, "local.keep_state = true: keeps worker state"),
+    (of_local(keep_state=True), "local.keep_state = true: the solver has no state with these parameters"),
+    (of_local(solver="fedprox", keep_state=True), "local.keep_state = true: is for solvers such as sgd and adam only"),
+    # momentum at the workers
+    (of_local(**AT_WORKER), 'local.momentum_at = "worker": needs sync=gradients, not parameters'),
+    ({**of_local(**AT_WORKER), **CLOCK}, 'needs rounds of gradients, and policy.name = "asgd" has none'),
+    (
+        {**of_local(**AT_WORKER), "sync": "gradients", "aggregate": "fltrust"},
+        "compares it with a gradient of the server",
+    ),
+    ({**of_local(momentum_at="worker"), "sync": "gradients"}, 'momentum_at = "worker": needs local.momentum > 0'),
+    ({**of_local(**AT_WORKER, nesterov=True), "sync": "gradients"}, "nesterov = true: needs local.momentum_at=server"),
+    # local work
+    (of_local(epochs=[1, 2]), "local.epochs = [1, 2]: must be 4 numbers, one per worker, not 2"),
+    (of_local(epochs={"uniform": [5, 1]}), "with low <= high"),
+    (of_local(steps={"choice": []}), "must be an integer, a list of integers"),
+    ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server train too, which is not in the list"),
+    ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "a worker sends each gradient and has no rounds; use a number"),
+    ({**of_local(accumulate=2), "sync": "gradients"}, "each batch has its own average; use a larger"),
+    ({**of_local(accumulate=2), **CLOCK, "policy": "fedasync"}, "needs synchronous rounds; use a larger"),
+    (of_local(accumulate=2, solver="fedsam"), "takes further gradients of each batch; use a larger"),
+    # learning rates
+    (scheduled({"name": "constant", "factor": 0.5}), "local.schedule.total_iters = 0: "),
+    ({"server": {"schedule": {"factor": 0.5, "warmup": 2}}}, "server.schedule.total_iters = 0: "),
+    (scheduled({"name": "one_cycle", "total_steps": 5}), "local.schedule.total_steps = 5: must be at least 6, or the"),
+    (scheduled({"name": "one_cycle", "warmup": 2}), "local.schedule.warmup = 2: one_cycle begins"),
+    (scheduled({"warmup": 6}), "local.schedule.warmup = 6: must be less than 6, the number of rounds"),
+    (scheduled(BY_STEP), "local.schedule.T_max: is required"),
+    ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a learning rate "),
+    ({**scheduled("cosine"), **CLOCK, "policy": "fedasync"}, "local.schedule: asynchronous"),
+    ({**scheduled(BY_STEP, steps=2), "aggregate": "qfedavg"}, 'per = "step": "qfedavg" uses one learning rate'),
+    (scheduled({"name": f"{__name__}:no_scheduler"}), "local.schedule.name: must return a scheduler"),
+    (
+        scheduled("cosine", solver=f"{__name__}:Rateless"),
+        "local.schedule: needs a learning rate `lr`, which",
+    ),
+    # algorithms
+    *(
+        ({**of_local(solver=solver), **changes}, f'local.solver = "{solver}": ')
+        for solver, changes in (
+            *(("fedsam", {"sync": "gradients"}), ("per_fedavg", CLOCK), ("ditto", RACE), ("mimelite", RACE)),
+            *((name, {**CLOCK, "policy": "fedasync"}) for name in ("fednova", "feddyn", "mime", "pfedme")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("tables", "line"), REFUSED, ids=str)
+def test_what_has_no_meaning_is_refused_in_one_line(tables, line):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(**{"workers": 4, "rounds": 6, **tables})
+    assert line in str(caught.value)
+    assert len(caught.value.lines) == 1

@@ -1,0 +1,323 @@
+"""Partitions are their definitions, in loops of plain Python."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.core.randomness import numpy_generator
+from fedsim.data import partition_shards
+from fedsim.errors import ExperimentError
+
+
+def sizes_of(*args, **params):
+    return [len(shard) for shard in fedsim.partition(*args, **params)]
+
+
+def test_contiguous_gives_equal_runs_and_the_remainder_to_the_last():
+    shards = fedsim.partition(np.zeros(11), 3)
+    assert [shard.tolist() for shard in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9, 10]]
+    assert sizes_of(np.zeros(60_000), 4) == [15_000] * 4
+
+
+def test_quantity_cuts_a_shuffled_whole_by_dirichlet_shares():
+    shards = fedsim.partition(np.zeros(1000), 5, "quantity", seed=4, beta=0.7)
+    rng = numpy_generator(4, "partition")
+    while True:
+        shares, ends = rng.dirichlet([0.7] * 5), [0]
+        for worker in range(4):
+            ends.append(int(sum(shares[: worker + 1]) * 1000))
+        ends.append(1000)
+        if min(b - a for a, b in pairwise(ends)) >= 1:
+            break
+    order = rng.permutation(1000)
+    for worker, shard in enumerate(shards):
+        assert shard.tolist() == order[ends[worker] : ends[worker + 1]].tolist()
+
+
+def test_quantity_in_proportion_to_lognormal_draws():
+    sizes = sizes_of(np.zeros(1000), 4, "quantity", 2, distribution="lognormal", sigma=0.5)
+    draws = numpy_generator(2, "partition").lognormal(0, 0.5, 4)
+    ends = [int(sum(draws[: worker + 1]) / sum(draws) * 1000) for worker in range(3)]
+    assert sizes == [ends[0], ends[1] - ends[0], ends[2] - ends[1], 1000 - ends[2]]
+    assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"min_size": 25}, "min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 workers and 100 samples"),
+        (
+            {"distribution": "lognormal", "sigma": 1e12},
+            "with sigma = 1000000000000.0 .*: the smallest shard had 0 at best; take .* a smaller sigma or",
+        ),
+    ],
+)
+def test_impossible_quantities_are_an_error(params, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.zeros(100), 4, "quantity", **params)
+
+
+def test_natural_gives_each_worker_one_id_in_sorted_order():
+    ids = ["cy", "ann", "bob", "ann", "cy", "cy"]
+    shards = fedsim.partition(np.zeros(6), 3, "natural", ids=ids)
+    assert [shard.tolist() for shard in shards] == [[1, 3], [2], [0, 4, 5]]
+
+
+def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
+    ids = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])  # sizes 4, 3, 3, 2, 1
+    shards = fedsim.partition(np.zeros(13), 2, "natural", ids=ids)
+    # 30 (4) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0 as the numbers are equal.
+    assert [sorted(set(ids[shard].tolist())) for shard in shards] == [[30, 40, 50], [10, 20]]
+    assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
+
+
+def test_shards_is_its_definition():
+    labels = np.array([2, 0, 1, 0, 2, 1, 0, 1, 2, 0, 1, 2, 0])
+    shards = fedsim.partition(labels, 3, "shards", seed=6)
+    order = sorted(range(13), key=lambda index: labels[index])  # Python's sort is stable
+    runs = [order[:3], order[3:5], order[5:7], order[7:9], order[9:11], order[11:]]  # 13 = 3 + 5 times 2
+    numbers = numpy_generator(6, "partition").permutation(6)
+    for worker, shard in enumerate(shards):
+        assert shard.tolist() == runs[numbers[2 * worker]] + runs[numbers[2 * worker + 1]]
+
+
+def test_more_shards_than_samples_are_an_error():
+    assert sum(map(len, fedsim.partition(np.zeros(40), 10, "shards", s=4))) == 40
+    message = "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49 samples"
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.zeros(49), 10, "shards", s=5)
+
+
+@pytest.mark.parametrize("workers", [12, 3])
+def test_label_k_is_its_definition(workers):
+    labels, classes, k = np.arange(200) % 5, 5, 3
+    shards = fedsim.partition(labels, workers, "label_k", seed=8, k=k)
+    rng = numpy_generator(8, "partition")
+    held = [{worker % classes} for worker in range(workers)]
+    if workers < classes:
+        places = rng.permutation([worker for worker in range(workers) for _ in range(k - 1)])
+        for label, worker in zip(range(workers, classes), places, strict=False):
+            held[worker].add(label)
+    for mine in held:
+        others = [label for label in range(classes) if label not in mine]
+        mine |= set(rng.choice(others, k - len(mine), replace=False).tolist())
+    expected = [[] for _ in range(workers)]
+    for label in range(classes):
+        samples = rng.permutation([index for index in range(200) if labels[index] == label]).tolist()
+        holders = [worker for worker in range(workers) if label in held[worker]]
+        for place, worker in enumerate(holders):
+            size = len(samples) // len(holders) + (place < len(samples) % len(holders))
+            start = sum(len(samples) // len(holders) + (p < len(samples) % len(holders)) for p in range(place))
+            expected[worker] += samples[start : start + size]
+    assert [shard.tolist() for shard in shards] == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "k", "message"),
+    [
+        (20, 11, "partition.k = 11: must be at most the number of classes, 10"),
+        (4, 2, "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 classes, and samples .* be lost"),
+    ],
+)
+def test_impossible_numbers_of_classes_are_an_error(workers, k, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(np.arange(100) % 10, workers, "label_k", k=k)
+
+
+def test_a_worker_without_samples_is_an_error():
+    with pytest.raises(ExperimentError, match='"label_k": leaves worker 2 without a sample'):
+        fedsim.partition(np.array([0, 1, 1, 1, 1]), 4, "label_k", k=1)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.1, 0.37, 0.5, 1.0])
+@pytest.mark.parametrize(("n", "workers"), [(100, 10), (103, 7), (10, 10)])
+def test_similarity_is_its_definition(gamma, n, workers):
+    labels = np.random.default_rng(1).integers(0, 5, n)
+    shards = fedsim.partition(labels, workers, "similarity", seed=3, gamma=gamma)
+    drawn = numpy_generator(3, "partition").permutation(n).tolist()
+    at_random = drawn[: round(gamma * n)]
+    rest = sorted((index for index in range(n) if index not in at_random), key=lambda index: labels[index])
+    parts = [len([index for index in shard if index in at_random]) for shard in shards]
+    assert [index for shard, part in zip(shards, parts, strict=True) for index in shard[:part]] == at_random
+    assert [index for shard, part in zip(shards, parts, strict=True) for index in shard[part:]] == rest
+    for sizes in (parts, [len(shard) for shard in shards]):
+        assert max(sizes) - min(sizes) <= 1
+
+
+LABELS = np.random.default_rng(5).choice(6, 3000, p=[0.3, 0.25, 0.2, 0.15, 0.07, 0.03])
+
+
+def counts_of(labels, workers, strategy, seed=0, **params):
+    return fedsim.label_counts(labels, fedsim.partition(labels, workers, strategy, seed, **params))
+
+
+def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
+    """The definition in loops, class by class, in exact arithmetic."""
+    n, classes = len(labels), sorted(set(labels.tolist()))
+    members = {label: [index for index in range(n) if labels[index] == label] for label in classes}
+    while True:
+        ends, held = {}, [0] * workers
+        for label in classes:
+            shares = rng.dirichlet([alpha] * workers)
+            if balanced:
+                shares = [0.0 if held[w] >= n / workers else shares[w] for w in range(workers)]
+            running = [sum(map(Fraction, shares[:w])) for w in range(workers + 1)]
+            ends[label] = [math.floor(part / running[-1] * len(members[label])) for part in running]
+            for w in range(workers):
+                held[w] += ends[label][w + 1] - ends[label][w]
+        if min(held) >= min_size:
+            break
+    shards = [[] for _ in range(workers)]
+    for label in classes:
+        shuffled = rng.permutation(members[label]).tolist()
+        for w in range(workers):
+            shards[w] += shuffled[ends[label][w] : ends[label][w + 1]]
+    return shards
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("alpha", [0.2, 50.0])
+@pytest.mark.parametrize("min_size", [1, 40])
+def test_dirichlet_is_its_definition(alpha, min_size, balanced):
+    for seed in range(2):
+        params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
+        shards = fedsim.partition(LABELS, 8, "dirichlet", seed, **params)
+        expected = plain_dirichlet(LABELS, 8, numpy_generator(seed, "partition"), **params)
+        assert [shard.tolist() for shard in shards] == expected
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1e-300])
+def test_balanced_gives_large_workers_no_more_samples(alpha):
+    labels = np.random.default_rng(0).integers(0, 200, 3000)
+    for seed in range(5):
+        counts = counts_of(labels, 5, "dirichlet", seed, alpha=alpha, balanced=True)
+        held = np.cumsum(counts, axis=1) - counts  # before each class
+        assert (counts[held >= 600] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"min_size": 31},
+            "partition.min_size = 31: 100 workers with that many samples each need 3100, and .* are 3000",
+        ),
+        (
+            {"min_size": 29, "alpha": 0.1},
+            "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1 for 100 workers and 3000 samples: "
+            "the smallest shard had 0 at best; take a smaller min_size, a larger alpha or fewer workers",
+        ),
+    ],
+)
+def test_impossible_parameters_are_an_error(params, message):
+    with pytest.raises(ExperimentError, match=message):
+        fedsim.partition(LABELS, 100, "dirichlet", **params)
+
+
+def one_at_a_time(labels, workers, rng, alpha):
+    """How many samples of each class every worker draws, looking at each draw by itself."""
+    classes = sorted(set(labels.tolist()))
+    left = [int((labels == label).sum()) for label in classes]
+    counts = np.zeros((workers, len(classes)), int)
+    for worker in range(workers):
+        mixture = rng.dirichlet([alpha] * len(classes))
+        wanted = len(labels) // workers + (worker < len(labels) % workers)
+        while wanted:
+            mixture = np.array([q if remaining else 0.0 for q, remaining in zip(mixture, left, strict=True)])
+            mixture = mixture / mixture.sum()
+            for drawn in rng.choice(len(classes), wanted, p=mixture):
+                if not left[drawn]:
+                    break
+                left[drawn] -= 1
+                counts[worker, drawn] += 1
+                wanted -= 1
+    return counts
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("workers", [1, 7, 50])
+def test_dirichlet_workers_is_its_definition(alpha, workers):
+    for seed in range(2):
+        shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
+        rng = numpy_generator(seed, "partition")
+        counts = one_at_a_time(LABELS, workers, rng, alpha)
+        assert np.array_equal(fedsim.label_counts(LABELS, shards), counts)
+        expected = [[] for _ in range(workers)]
+        for label in range(6):
+            shuffled = rng.permutation(np.flatnonzero(label == LABELS)).tolist()
+            for worker in range(workers):
+                expected[worker] += [shuffled.pop(0) for _ in range(counts[worker, label])]
+        assert [shard.tolist() for shard in shards] == expected
+
+
+@pytest.mark.parametrize("alpha", [1e-320, 1e-5, 1e12])
+def test_dirichlet_workers_get_equal_sizes_for_any_alpha(alpha):
+    sizes = counts_of(LABELS, 7, "dirichlet_workers", alpha=alpha).sum(1).tolist()
+    assert sizes == [429, 429, 429, 429, 428, 428, 428]
+
+
+FEW_LABELS = np.random.default_rng(0).choice(4, 500, p=[0.1, 0.2, 0.3, 0.4])
+
+
+def plain_shard(labels, worker, seed, samples, alpha):
+    """The documented draws, one sample after another."""
+    rng = numpy_generator(seed, "partition", worker)
+    if alpha is None:
+        return rng.choice(len(labels), samples, replace=False, shuffle=False)
+    classes = sorted(set(labels.tolist()))
+    members = [[i for i, label in enumerate(labels) if label == c] for c in classes]
+    left = [len(of_class) for of_class in members]
+    mixture = rng.dirichlet([alpha * len(classes) * len(of_class) / len(labels) for of_class in members])
+    counts = [0] * len(classes)
+    while sum(counts) < samples:
+        mixture = np.array([q if rest else 0.0 for q, rest in zip(mixture, left, strict=True)])
+        mixture /= mixture.sum()
+        for c in rng.choice(len(classes), samples - sum(counts), p=mixture):
+            if not left[c]:
+                break
+            counts[c], left[c] = counts[c] + 1, left[c] - 1
+    picks = [rng.choice(len(m), k, replace=False, shuffle=False) for m, k in zip(members, counts, strict=True) if k]
+    wanted = [m for m, k in zip(members, counts, strict=True) if k]
+    return np.array([m[place] for m, places in zip(wanted, picks, strict=True) for place in places])
+
+
+@pytest.mark.parametrize("alpha", [None, 100.0, 1.0, 0.05])
+@pytest.mark.parametrize("samples", [1, 60, 500])
+def test_virtual_is_its_definition(alpha, samples):
+    """500 of 500: classes run out."""
+    given = {} if alpha is None else {"alpha": alpha}
+    shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **given)
+    for worker, shard in enumerate(shards):
+        assert np.array_equal(shard, plain_shard(FEW_LABELS, worker, 3, samples, alpha))
+        assert len(set(shard.tolist())) == samples
+        assert shard.dtype == np.int64
+
+
+def test_a_shard_depends_only_on_seed_and_worker():
+    few, many = (partition_shards(FEW_LABELS, n, "virtual", seed=1, alpha=0.5) for n in (10, 10**6))
+    assert all(np.array_equal(few.of(worker), many.of(worker)) for worker in reversed(range(10)))
+    assert not np.array_equal(few.of(0), few.of(1))
+    assert not np.array_equal(few.of(0), partition_shards(FEW_LABELS, 10, "virtual", seed=2, alpha=0.5).of(0))
+
+
+def test_an_infinite_alpha_is_no_skew():
+    first, second = (fedsim.partition(FEW_LABELS, 3, "virtual", **skew) for skew in ({}, {"alpha": float("inf")}))
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    experiment = fedsim.Experiment(workers=10**6, cohort=2, partition={"strategy": "virtual", "alpha": float("inf")})
+    assert experiment.resolved()["partition"] == {"strategy": "virtual", "samples": 60}
+
+
+def test_impossible_virtual_shards_are_an_error():
+    with pytest.raises(ExperimentError, match=r"^partition.samples = 501: more than the 500 samples there are$"):
+        fedsim.partition(FEW_LABELS, 3, "virtual", samples=501)
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ExperimentError, match=r"^partition.alpha = "):
+            fedsim.partition(FEW_LABELS, 3, "virtual", alpha=wrong)
+    with pytest.raises(ExperimentError, match=r"^workers = 0: must be at least 1$"):
+        fedsim.partition(FEW_LABELS, 0, "virtual")
