@@ -66,10 +66,14 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             self.pipe.dismiss()
 
+    def kill(self) -> None:
+        """Kill the process, which cannot prevent that. Does nothing if it has ended."""
+        self._process.kill()
+
     def close(self, deadline: float) -> None:
         """Wait for the end of the process, and kill it at `deadline`, a time of `time.monotonic`."""
         self._process.join(max(0.0, deadline - time.monotonic()))
-        self._process.kill()
+        self.kill()
         self._process.join()
         self._process.close()
         self.pipe.close()

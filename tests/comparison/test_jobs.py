@@ -3,15 +3,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
-from types import SimpleNamespace
 
 import pytest
 
 import fedsim
 from fedsim.comparison import Callback, jobs, plan_grid, run_grid
-from fedsim.engines.pool.worker_process import WorkerProcess
 from fedsim.errors import FedsimWarning
+from fedsim.system.child_process import ChildProcess
 from tests.commands import run_python
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
@@ -111,7 +109,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 
 
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
-    killed, start = [], WorkerProcess.__init__
+    killed, start = [], ChildProcess.__init__
 
     def start_two_in_vain(process, serve, *arguments, **options):
         if len(killed) == 2:
@@ -122,38 +120,21 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
 
-    monkeypatch.setattr(WorkerProcess, "__init__", start_two_in_vain)
-    with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
+    monkeypatch.setattr(ChildProcess, "__init__", start_two_in_vain)
+    with pytest.warns(
+        FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is done again \(1 of at most 2"
+    ):
         comparison = run_grid(plan_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
     assert len(killed) == 2
     assert not comparison.failed
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
 
 
-def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path):
-    """The run is larger than the buffer of a pipe."""
-    started = []
-    work = jobs.Work(SimpleNamespace(experiment=SimpleNamespace(timeout=1.0)), bytes(2**24), tmp_path)
-
-    def create():
-        started.append(jobs.Job(work))
-        os.kill(started[0].pid, signal.SIGSTOP)
-        assert list(started[0].events()) == []
-
-    with jobs.signals_deferred():
-        creation = threading.Thread(target=create, daemon=True)
-        creation.start()
-        creation.join(30)
-    blocked = creation.is_alive()
-    jobs._close(started, list(started), 0.0)
-    assert not blocked
-
-
 def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, serial, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
     data = {"dataset": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
     order(tmp_path, "load-stop")
-    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*; the run is done again"):
+    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*, and the run is done again"):
         comparison = run_grid(plan_grid({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "grid", 2)
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 1, "data": data}, {"seed": [0, 1]}))
 
@@ -163,7 +144,8 @@ def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(qu
     tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
         comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
-    assert [run.error.rpartition("; ")[2] for run in comparison.failed] == ["the run has been tried 2 times"] * 2
+    ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
+    assert ends == ["the run has been tried 2 times (worker_retries = 1)"] * 2
 
 
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
@@ -173,7 +155,7 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
-    assert hang.error.startswith(f"{process}has given no sign of life for 2 s")
+    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); a step that")
     assert kill.error.startswith(f"{process}was killed by SIGKILL (exit code -9)")
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None

@@ -138,6 +138,13 @@ def test_a_process_killed_as_it_starts_is_named_without_a_worker():
         assert failure_of(pool, who) == "process 1 was killed by SIGKILL (exit code -9), while it started"
 
 
+def test_a_process_that_is_stopped_while_it_starts_does_not_block_a_call_larger_than_its_pipe():
+    with ProcessPool(1) as pool:
+        os.kill(pool._children[0].pid, signal.SIGSTOP)
+        pool.begin(remember, bytes(2**24))
+        assert pool.poll([]) is None
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

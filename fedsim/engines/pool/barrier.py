@@ -11,7 +11,9 @@ import os
 import threading
 import time
 
-from fedsim.engines.pool.shared_memory import Counters
+import torch
+
+from fedsim.engines.pool.shared_memory import share
 
 LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
 ARRIVALS, HEARTBEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line
@@ -41,21 +43,23 @@ class HeartbeatTable:
 
     Args:
         count: number of processes.
+        shared: whether other processes use the table; only then it lies in shared memory.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._counters = Counters(LINE * (count + 1))
-        self._cells = self._counters.cells
+    def __init__(self, count: int, *, shared: bool = True) -> None:
+        cells = torch.zeros(LINE * (count + 1), dtype=torch.long)
+        if shared:
+            share([cells])
+        self.__setstate__((count, cells))
         for index in range(count):
-            self.write(index, WORKER, NO_WORKER)
+            self.begin_work(index)
 
-    def __getstate__(self) -> tuple[int, Counters]:
-        return self.count, self._counters
+    def __getstate__(self) -> tuple[int, torch.Tensor]:
+        return self.count, self._tensor
 
-    def __setstate__(self, state: tuple[int, Counters]) -> None:
-        self.count, self._counters = state
-        self._cells = self._counters.cells
+    def __setstate__(self, state: tuple[int, torch.Tensor]) -> None:
+        self.count, self._tensor = state
+        self._cells = self._tensor.numpy().data  # a memoryview, faster than a tensor for single cells
 
     def read(self, index: int, place: int) -> int:
         return self._cells[LINE * index + place]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ class ProcessContext:
 
     Attributes:
         table: the heartbeats of the group.
+        send: sends a picklable object to the parent while a call goes on; see `ProcessPool.begin`.
         state: values by name that a call keeps for later calls.
         monitored: the table of a process without a group that a parent monitors, as in the jobs of a comparison.
     """
@@ -38,12 +39,13 @@ class ProcessContext:
     count: int
     table: HeartbeatTable
     barrier: Barrier
+    send: Callable[[Any], object] = lambda content: None
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def alone(cls) -> ProcessContext:
         """The context of a process without a group."""
-        table = cls.monitored or HeartbeatTable(1)
+        table = cls.monitored or HeartbeatTable(1, shared=False)
         table.write(0, WORKER, NO_WORKER)
         return cls(0, 1, table, Barrier(table, 0, timeout=0.0))
 

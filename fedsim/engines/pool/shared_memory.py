@@ -8,14 +8,9 @@ that it takes one file descriptor for each process, not one for each tensor.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Iterable
-from multiprocessing import get_context
-from multiprocessing.reduction import DupFd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,39 +95,3 @@ def _no_memory(nbytes: int, reason: str, remedy: str) -> ExperimentError:
     return ExperimentError(
         f"shared memory: {show_bytes(nbytes)} cannot be had: {reason}{remedy}; or use engine=serial, which needs none"
     )
-
-
-class Counters:
-    """Integers of 64 bits in memory that processes have in common, all 0 at first.
-
-    Attributes:
-        cells: the numbers, an array of ctypes.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._descriptor = memory_file(8 * count)
-        if self._descriptor is None:
-            self.cells: Any = get_context("spawn").RawArray("q", count)
-        else:
-            self._map()
-
-    def _map(self) -> None:
-        assert self._descriptor is not None
-        self.cells = (ctypes.c_int64 * self._count).from_buffer(mmap.mmap(self._descriptor, 8 * self._count))
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._descriptor is None:
-            return self.__dict__
-        return {"_count": self._count, "_descriptor": DupFd(self._descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._descriptor is not None:
-            self._descriptor = state["_descriptor"].detach()
-            self._map()
-
-    def __del__(self) -> None:
-        descriptor = getattr(self, "_descriptor", None)
-        if descriptor is not None:
-            os.close(descriptor)
