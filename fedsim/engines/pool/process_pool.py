@@ -136,11 +136,13 @@ class ProcessPool:
             for index in self._pending:
                 if self._children[index].pipe in ready:
                     self._receive(index)
-            pending = self._pending
             for index, child in enumerate(self._children):
                 # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
                 if child.sentinel in ready and (index in self._answers or not child.pipe.poll()):
                     raise self._death(index)
+            if self._message and not self._starting:
+                self._send()
+            pending = self._pending
             if ProcessContext.monitored is not None:
                 ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
             silent = [self._silences[index].too_long() for index in pending]  # of each, since this measures
@@ -155,8 +157,8 @@ class ProcessPool:
 
     @property
     def has_started(self) -> bool:
-        """Whether all processes have started, perhaps long ago."""
-        return not self._starting
+        """Whether all processes have started, and have been sent a call."""
+        return self._message is None and not self._starting
 
     def expect_heartbeats(self, timeout: float) -> None:
         """Measure the silence of the processes from now on, with this timeout."""
@@ -210,8 +212,6 @@ class ProcessPool:
         kind, content = message.load()
         if kind == "started":
             self._starting.discard(index)
-            if self._message and not self._starting:
-                self._send()
         elif kind == "message":
             if self._on_message:
                 self._on_message(content)
@@ -240,7 +240,7 @@ class ProcessPool:
         """The error if a process has ended, or closed its pipe."""
         child = self._children[index]
         child.wait(GRACE)
-        if index not in self._starting:
+        if self.has_started:
             why = describe_exit(child.exitcode) + CONSEQUENCES.get(self._table.read(index, HOLDING), "")
             return self._lost(index, f", {self._table.activity(index)},", why)
         why = describe_failed_start(child.exitcode, self._instead)
