@@ -22,8 +22,7 @@ from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.rows import Layout
-from fedsim.engines.pool.barrier import AbortedError
-from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.process_context import AbortedError, ProcessContext
 from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
 from fedsim.engines.pool.retry import announce, last_error
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLostError, SettingWarning, WorkerError

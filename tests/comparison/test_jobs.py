@@ -8,8 +8,9 @@ import pytest
 
 import fedsim
 from fedsim.comparison import Callback, jobs, plan_grid, run_grid
+from fedsim.engines.pool import process_pool
 from fedsim.errors import FedsimWarning
-from fedsim.system.child_process import ChildProcess
+from fedsim.system.child_process import start_process
 from tests.commands import run_python
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
@@ -109,18 +110,18 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 
 
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
-    killed, start = [], ChildProcess.__init__
+    killed = []
 
-    def start_two_in_vain(process, serve, *arguments, **options):
+    def start_two_in_vain(serve, *arguments, **options):
         if len(killed) == 2:
-            start(process, serve, *arguments, **options)
-            return
-        start(process, never_report, *arguments, **options)  # it cannot have started when it is killed
-        killed.append(process.pid)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
+            return start_process(serve, *arguments, **options)
+        child = start_process(never_report, *arguments, **options)  # it cannot have started when it is killed
+        killed.append(child.process.pid)
+        child.process.kill()
+        child.process.join(60)
+        return child
 
-    monkeypatch.setattr(ChildProcess, "__init__", start_two_in_vain)
+    monkeypatch.setattr(process_pool, "start_process", start_two_in_vain)
     with pytest.warns(
         FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is done again \(1 of at most 2"
     ):

@@ -4,8 +4,7 @@ import pytest
 
 from fedsim.engines.exchange import SharedMemory, balance_load
 from fedsim.engines.executor import Executor
-from fedsim.engines.pool.barrier import Barrier, HeartbeatTable
-from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.process_context import Barrier, HeartbeatTable, ProcessContext
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.sequential import RowTrainer
@@ -61,7 +60,7 @@ def executors(prepared):
     task, shared = prepared()
     table = HeartbeatTable(2)
     executors = [
-        Executor(SharedMemory(ProcessContext(k, 2, table, Barrier(table, k, timeout=1.0))), task, shared, RowTrainer)
+        Executor(SharedMemory(ProcessContext(k, 2, table, Barrier(table, k))), task, shared, RowTrainer)
         for k in range(2)
     ]
     trained = [[], []]

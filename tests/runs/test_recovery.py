@@ -176,7 +176,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
         def __init__(self, *arguments):
             super().__init__(*arguments)
             if not killed:
-                killed.append(self._children[1].pid)
+                killed.append(self._children[1].process.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(pool_backend, "ProcessPool", Killed)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedsim.asynchronous.race.locks import Locks
-from fedsim.engines.pool.barrier import LINE
+from fedsim.engines.pool.process_context import LINE
 from fedsim.engines.pool.shared_memory import share
 
 COORDINATES = 64  # of a loss counter

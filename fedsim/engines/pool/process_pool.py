@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fedsim.engines.pool.barrier import (
+from fedsim.engines.pool.process_context import (
     ARRIVALS,
     HOLDING,
     LOCK,
@@ -27,20 +27,20 @@ from fedsim.engines.pool.barrier import (
     WORKER,
     AbortedError,
     Barrier,
-    DeadlineError,
     HeartbeatTable,
     HeartbeatTimeout,
+    ProcessContext,
 )
-from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError
 from fedsim.system.child_process import (
     GRACE,
-    ChildProcess,
+    Child,
     describe_exit,
     describe_failed_start,
     init_child_process,
     require_importable_main,
     signals_deferred,
+    start_process,
 )
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.messages import Channel, Message, ReceivedMessage
@@ -84,7 +84,7 @@ class ProcessPool:
         require_files(processes, instead)
         self.count, self._timeout, self._instead, self._called = processes, timeout, instead, called
         self._table = HeartbeatTable(processes)
-        self._children: list[ChildProcess] = []
+        self._children: list[Child] = []
         self._starting = set(range(processes))
         self._answers: dict[int, Any] = {}
         self._message: Message | None = None  # the call, until all processes have started
@@ -92,8 +92,9 @@ class ProcessPool:
         try:
             with signals_deferred():  # child processes inherit the blocked signals: only the parent handles Ctrl-C
                 for index in range(processes):
-                    arguments = index, self._table, threads, timeout
-                    self._children.append(ChildProcess(_serve, *arguments, name=f"fedsim-{index}", daemon=daemon))
+                    self._children.append(
+                        start_process(_serve, index, self._table, threads, name=f"fedsim-{index}", daemon=daemon)
+                    )
             self.expect_heartbeats(START_TIMEOUT)
         except BaseException:
             self.close()
@@ -138,7 +139,7 @@ class ProcessPool:
                     self._receive(index)
             for index, child in enumerate(self._children):
                 # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
-                if child.sentinel in ready and (index in self._answers or not child.pipe.poll()):
+                if child.process.sentinel in ready and (index in self._answers or not child.pipe.poll()):
                     raise self._death(index)
             if self._message and not self._starting:
                 self._send()
@@ -204,8 +205,8 @@ class ProcessPool:
         except (EOFError, ConnectionResetError):
             raise self._death(index) from None
         except OSError:  # the process died while it sent a message, or the system refuses to receive it
-            child.wait(GRACE)
-            if child.exitcode is None:
+            child.process.join(GRACE)
+            if child.process.exitcode is None:
                 raise
             raise self._death(index) from None
         assert message is not None  # only the parent sends the message that ends a process
@@ -217,8 +218,6 @@ class ProcessPool:
                 self._on_message(content)
         elif kind in ("result", "aborted"):  # a peer has failed; its own message, or its sentinel, says how
             self._answers[index] = content
-        elif kind == "waited":
-            raise self._silence(list(range(self.count)))
         elif kind == "refused":
             raise content
         else:
@@ -239,18 +238,18 @@ class ProcessPool:
     def _death(self, index: int) -> WorkerError:
         """The error if a process has ended, or closed its pipe."""
         child = self._children[index]
-        child.wait(GRACE)
+        child.process.join(GRACE)
         if self.has_started:
-            why = describe_exit(child.exitcode) + CONSEQUENCES.get(self._table.read(index, HOLDING), "")
+            why = describe_exit(child.process.exitcode) + CONSEQUENCES.get(self._table.read(index, HOLDING), "")
             return self._lost(index, f", {self._table.activity(index)},", why)
-        why = describe_failed_start(child.exitcode, self._instead)
-        if (child.exitcode or 0) > 0:  # by itself, as a main program that cannot be imported makes any process
+        why = describe_failed_start(child.process.exitcode, self._instead)
+        if (child.process.exitcode or 0) > 0:  # by itself, as a main program that cannot be imported makes any process
             return WorkerError(f"{self._called.format(index)} {why}")
         return self._lost(index, "", why)
 
     def _lost(self, index: int, activity: str, why: str, hint: str = "") -> ProcessLostError:
         """The error for a process that has died or hangs, which is killed: nothing more is expected of it."""
-        self._children[index].kill()
+        self._children[index].process.kill()
         worker = self._table.read(index, WORKER)
         known = None if worker in (NO_WORKER, SEVERAL_WORKERS) else worker
         return ProcessLostError(f"{self._called.format(index)}{activity} {why}{hint}", why, index, known)
@@ -264,7 +263,7 @@ def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
     sources, interval = list[Any](), float("inf")
     for pool in pools:
         sources += [pool._children[index].pipe for index in pool._pending]
-        sources += [child.sentinel for child in pool._children]
+        sources += [child.process.sentinel for child in pool._children]
         interval = min(interval, pool._silences[0].interval)
     return wait(sources, timeout=interval)
 
@@ -276,21 +275,26 @@ def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
     with signals_deferred():  # a pool that is half closed would be worse than a late signal
         for pool in pools:
             for child in pool._children:
-                child.dismiss()
+                with contextlib.suppress(OSError):  # it has ended
+                    child.pipe.dismiss()
         deadline = time.monotonic() + grace
         for pool in pools:
             while pool._children:
-                pool._children.pop().close(0.0 if pool._starting else deadline)
+                child = pool._children.pop()
+                child.process.join(0.0 if pool._starting else max(0.0, deadline - time.monotonic()))
+                child.process.kill()
+                child.process.join()
+                child.process.close()
+                child.pipe.close()
 
 
-def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | None, timeout: float) -> None:
+def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | None) -> None:
     """Run one process of a pool until the pool is closed."""
     init_child_process()
     if threads is not None:
         torch.set_num_threads(threads)
     gc.freeze()  # what is imported by now stays, and collections at the end of each task need not look at it
-    barrier = Barrier(table, index, timeout + GRACE)  # the parent notices a silent process first
-    channel = Channel(pipe)
+    channel, barrier = Channel(pipe), Barrier(table, index)
     process = ProcessContext(index, table.count, table, barrier, lambda content: channel.send(("message", content)))
     with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
         channel.send(("started", None))
@@ -307,8 +311,6 @@ def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tupl
         return Message(("result", function(process, *arguments)))  # a result that cannot be pickled is a failure too
     except AbortedError:
         return "aborted", None
-    except DeadlineError:  # mostly the parent notices first
-        return "waited", None
     except ExperimentError as error:
         return "refused", error
     except FedsimError as error:
