@@ -30,7 +30,7 @@ from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.engines.worker_evaluation import Tested, WorkerTests
 from fedsim.processing import apply_chain
-from fedsim.system.allocator import keep_freed_memory
+from fedsim.system.c_libraries import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 

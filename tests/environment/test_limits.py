@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from fedsim.errors import WorkerError
 from fedsim.system import limits
 from tests.environment.confined import QUICK, as_somebody_else, limited, one_line_of_error, surroundings
 
+PACKAGE = Path(fedsim.__file__).parent
 SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false", "-q"]
 
 
@@ -111,3 +113,20 @@ def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
     result = cli("run", *QUICK)
     assert (result.exit_code, result.stderr) == (1, "error: /some/where: Input/output error\n")
     assert one_line_of_error(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_of_user"),
+    [
+        (f"{PACKAGE}_plugs.py", True),
+        (PACKAGE / "models.py", False),
+        ("<string>", True),
+        ("<frozen importlib._bootstrap>", False),
+        (Path(pytest.__file__), False),
+    ],
+)
+def test_a_file_beside_the_package_is_of_the_user(file, is_of_user):
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", str(file), "exec"))
+    caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without the frame of this test
+    assert bool(limits.frames_of_user(caught.value)) == is_of_user
