@@ -11,7 +11,6 @@ from fedsim.comparison import Callback, jobs, plan_grid, run_grid
 from fedsim.engines.pool import process_pool
 from fedsim.errors import FedsimWarning
 from fedsim.system.child_process import start_process
-from tests.commands import run_python
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
 
@@ -53,19 +52,6 @@ def never_report(*_):
     signal.pause()
 
 
-def kill_when_two_runs_have_begun(count):
-    """Kill so many of the two processes, once."""
-    killed = []
-
-    def act(seen):
-        if len(seen.runs) == 2 and not killed:
-            killed.extend(sorted(children())[:count])
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-
-    return act, killed
-
-
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
     axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
     observer = Observer()
@@ -87,26 +73,31 @@ def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, 
     assert engines_of(comparison) == {"spawn"}
 
 
-def test_only_the_run_of_a_killed_process_fails(quick, tmp_path):
-    act, killed = kill_when_two_runs_have_begun(1)
-    observer = Observer(act)
-    grid = plan_grid({**quick, "rounds": 40, "worker_retries": 0}, {"seed": [0, 1, 2]})
-    comparison = run_grid(grid, tmp_path, 2, observer)
-    (failed,) = comparison.failed
-    assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
-    assert [len(run.history) for run in comparison.runs if run is not failed] == [40, 40]
-    assert len(set.union(*observer.processes)) == 3, "another process takes its place"
-    assert not observer.processes[-1] & set(killed)
-
-
 def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, serial, tmp_path):
-    act, _ = kill_when_two_runs_have_begun(2)
-    observer = Observer(act)
+    killed = []
+
+    def kill_both(seen):
+        if len(seen.runs) == 2 and not killed:
+            killed.extend(children())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    observer = Observer(kill_both)
     with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as warned:
         comparison = run_grid(plan_grid({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer)
     assert not comparison.failed
     assert 1 <= len(observer.retried) == len(warned) <= 2
+    assert not observer.processes[-1] & set(killed), "other processes take their place"
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 20}, {"seed": [0, 1, 2]}))
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
+    tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
+    with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
+        comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
+    ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
+    assert ends == ["the run has been tried 2 times (worker_retries = 1)"] * 2
 
 
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
@@ -140,15 +131,6 @@ def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, se
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 1, "data": data}, {"seed": [0, 1]}))
 
 
-@pytest.mark.slow
-def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
-    tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
-    with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
-        comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
-    ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
-    assert ends == ["the run has been tried 2 times (worker_retries = 1)"] * 2
-
-
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
     """The slow model takes longer than the timeout but gives signs of life: 15 steps, from the fourth on of 0.2 s."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
@@ -157,21 +139,8 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
     assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); a step that")
-    assert kill.error.startswith(f"{process}was killed by SIGKILL (exit code -9)")
+    assert kill.error == f"{process}was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs"
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None
     assert never.error is None
     assert slow.history[0]["seconds"]["train"] > 2.0
-
-
-@pytest.mark.slow  # the process pool of an engine has the same test
-def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
-    done = run_python(str(script), cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("fedsim.errors.WorkerError: no run can begin: its process ended with exit code 1 while it")
-    assert 'needs `if __name__ == "__main__":` around what it does' in last
-    assert last.endswith("or else jobs=1 with engine=serial, which start none")
