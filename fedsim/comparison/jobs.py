@@ -10,7 +10,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -137,6 +137,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
                     on_end(each.run, results[0])
                 except (ExperimentError, WorkerError) as error:
                     pools.remove(pool)
+                    pool.close()
                     if not (pool.has_started or isinstance(error, ProcessLostError)):
                         raise WorkerError(f"no run can begin: {error}") from None
                     if (reason := _reason_of_failure(each.run, number, error)) is None:
@@ -206,29 +207,20 @@ def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str |
     if "session" not in process.state:
         process.state["session"] = Session()
         Finalize(None, process.state["session"].close, exitpriority=0)  # before the processes of its engine are ended
-    with _heartbeats_until_prepared(process) as prepared:
-        return attempt(experiment, folder, process.state["session"], process.send, prepared)
-
-
-@contextlib.contextmanager
-def _heartbeats_until_prepared(process: ProcessContext) -> Iterator[Callable[[object], None]]:
-    """Send heartbeats from a thread until the callback is called, since preparing a run may take any time.
-
-    The rounds send their own heartbeats.
-    """
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
+        """Preparing a run may take any time; its rounds send their own heartbeats."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
                 process.heartbeat()
 
-    def end(_: object) -> None:
+    def on_start(_: object) -> None:
         is_prepared.set()
         process.send(None)
 
     threading.Thread(target=send_heartbeats, name="fedsim-preparing", daemon=True).start()
     try:
-        yield end
+        return attempt(experiment, folder, process.state["session"], process.send, on_start)
     finally:
         is_prepared.set()

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.engines import plan
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import FedsimWarning, WorkerError
@@ -138,6 +139,15 @@ def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
         result, said = run_ordered(tables, {2: ["train-stop"]}, session=session)
         assert_as_without_faults(result, tables, session)
     assert re.match(r"process \d has given no sign of life for 3 s \(a stack of workers in round 2\); a step", said[0])
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_auto_replaces_the_processes_of_the_engine_that_it_chose(mortal, monkeypatch):
+    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)  # so long that processes pay
+    tables = {**mortal, "engine": "auto", "processes": 2}
+    result, said = run_ordered(tables, {3: ["train"]})
+    assert_as_without_faults(result, tables, engine="serial", processes=None)
     assert len(said) == 1
 
 

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -110,45 +110,48 @@ class ProcessPool:
         Returns the results in the order of the processes. Raises WorkerError if a process fails, its subclass
         ProcessLostError if one dies or hangs, or the ExperimentError that one raised; the pool is closed then.
         """
-        self.begin(function, *arguments)
-        while True:
-            with self._closed_on_error():
-                ready = wait_for([self])
-            if (answers := self.poll(ready)) is not None:
-                return answers
+        try:
+            self.begin(function, *arguments)
+            while (results := self.poll(wait_for([self]))) is None:
+                continue
+            return results
+        except BaseException:
+            self.close()
+            raise
 
     def begin(
         self, function: Callable[..., Any], *arguments: Any, on_message: Callable[[Any], object] | None = None
     ) -> None:
-        """Begin a call, whose results `poll` returns; `on_message` gets what the function sends meanwhile."""
+        """Begin a call, whose results `poll` returns; `on_message` gets what the function sends meanwhile.
+
+        If this or `poll` raises, the caller closes the pool.
+        """
         if not self.at_work:
             raise WorkerError("the process pool has been closed")
-        with self._closed_on_error():
-            self._answers, self._on_message, self._message = {}, on_message, Message((function, arguments))
-            if not self._starting:
-                self._send()
+        self._answers, self._on_message, self._message = {}, on_message, Message((function, arguments))
+        if not self._starting:
+            self._send()
 
     def poll(self, ready: Collection[object]) -> list[Any] | None:
         """The results of the call that was begun; None as long as they are not complete.
 
         Call it after each `wait_for`, whose result is `ready`. Raises what `call` raises.
         """
-        with self._closed_on_error():
-            for index in self._pending:
-                if self._children[index].pipe in ready:
-                    self._receive(index)
-            for index, child in enumerate(self._children):
-                # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
-                if child.process.sentinel in ready and (index in self._answers or not child.pipe.poll()):
-                    raise self._death(index)
-            if self._message and not self._starting:
-                self._send()
-            pending = self._pending
-            if ProcessContext.monitored is not None:
-                ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
-            silent = [self._silences[index].too_long() for index in pending]  # of each, since this measures
-            if silent and all(silent):
-                raise self._silence(pending)
+        for index in self._pending:
+            if self._children[index].pipe in ready:
+                self._receive(index)
+        for index, child in enumerate(self._children):
+            # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
+            if child.process.sentinel in ready and (index in self._answers or not child.pipe.poll()):
+                raise self._death(index)
+        if self._message and not self._starting:
+            self._send()
+        pending = self._pending
+        if ProcessContext.monitored is not None:
+            ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
+        silent = [self._silences[index].too_long() for index in pending]  # of each, since this measures
+        if silent and all(silent):
+            raise self._silence(pending)
         return None if pending else [self._answers[index] for index in range(self.count)]
 
     @property
@@ -166,23 +169,15 @@ class ProcessPool:
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
-    def close(self, grace: float = GRACE) -> None:
+    def close(self) -> None:
         """End the processes; see `close_pools`."""
-        close_pools([self], grace)
+        close_pools([self])
 
     def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @contextlib.contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def _pending(self) -> list[int]:
@@ -229,11 +224,10 @@ class ProcessPool:
         """The error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
         index = min(pending, key=lambda each: (self._table.read(each, ARRIVALS), self._table.read(each, WAITING)))
         if index in self._starting:
-            why = f"has not started within {self._silent_seconds:g} s"
-            return self._lost(index, "", why)
-        why = f"has given no sign of life for {self._silent_seconds:g} s"
+            return self._lost(index, f"has not started within {self._silent_seconds:g} s")
         where = self._table.worker(index) or self._table.activity(index)
-        return self._lost(index, "", why, f" ({where}); a step that takes longer needs a larger `timeout`")
+        hint = f" ({where}); a step that takes longer needs a larger `timeout`"
+        return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
         """The error if a process has ended, or closed its pipe."""
@@ -241,13 +235,13 @@ class ProcessPool:
         child.process.join(GRACE)
         if self.has_started:
             why = describe_exit(child.process.exitcode) + CONSEQUENCES.get(self._table.read(index, HOLDING), "")
-            return self._lost(index, f", {self._table.activity(index)},", why)
+            return self._lost(index, why, f", {self._table.activity(index)},")
         why = describe_failed_start(child.process.exitcode, self._instead)
         if (child.process.exitcode or 0) > 0:  # by itself, as a main program that cannot be imported makes any process
             return WorkerError(f"{self._called.format(index)} {why}")
-        return self._lost(index, "", why)
+        return self._lost(index, why)
 
-    def _lost(self, index: int, activity: str, why: str, hint: str = "") -> ProcessLostError:
+    def _lost(self, index: int, why: str, activity: str = "", hint: str = "") -> ProcessLostError:
         """The error for a process that has died or hangs, which is killed: nothing more is expected of it."""
         self._children[index].process.kill()
         worker = self._table.read(index, WORKER)

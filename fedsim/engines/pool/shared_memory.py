@@ -9,6 +9,7 @@ that it takes one file descriptor for each process, not one for each tensor.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterable
 
@@ -53,26 +54,24 @@ def share(tensors: Iterable[Tensor]) -> None:
     """
     once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
     on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]
-    places: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of their storages: by address, where each will lie
-    end = 0
-    for tensor in on_host:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in places:
-            places[storage.data_ptr()] = storage, end
-            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-    if not end:
+    of_tensors = (tensor.untyped_storage() for tensor in on_host)
+    storages = {storage.data_ptr(): storage for storage in of_tensors if storage.nbytes()}
+    sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages.values()]
+    if not sizes:
         return
-    require_memory(end, "what the processes share", "a smaller cohort, or engine=serial, which shares nothing")
-    block = _block(end)
+    require_memory(sum(sizes), "what the processes share", "a smaller cohort, or engine=serial, which shares nothing")
+    block = _block(sum(sizes))
     if block is None:
-        require_shared_memory(end)
+        require_shared_memory(sum(sizes))
         for tensor in on_host:
             tensor.share_memory_()
         return
-    for storage, place in places.values():
-        block[place : place + storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+    places = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # of the storages, by address
+    for address, storage in storages.items():
+        room = block[places[address] : places[address] + storage.nbytes()]
+        room.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     for tensor in on_host:
-        _, place = places.get(tensor.untyped_storage().data_ptr(), (None, 0))
+        place = places.get(tensor.untyped_storage().data_ptr(), 0)
         offset = place // tensor.element_size() + tensor.storage_offset()
         tensor.set_(block.untyped_storage(), offset, tensor.size(), tensor.stride())
 
