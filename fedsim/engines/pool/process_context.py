@@ -26,6 +26,11 @@ NO_WORKER = -1
 SEVERAL_WORKERS = -2
 NOTHING, LOCK, SHARED_ROW = range(3)  # values of HOLDING: a process holds a lock, or writes to a row without one
 
+CONSEQUENCES = {
+    LOCK: " while it held a lock: what that protects may be half written",
+    SHARED_ROW: " in the middle of a write to the shared model, which may be half written",
+}
+
 SPINS = 100  # polls, about 10 microseconds, before yielding the processor
 YIELDS = 500  # before sleeping
 SLEEP = 0.0002  # seconds
@@ -78,6 +83,19 @@ class HeartbeatTable:
         """Note that process `index` begins a new task."""
         self.write(index, WORKER, NO_WORKER)
         self.write(index, ROUND, 0)
+
+    def progress(self, index: int) -> tuple[int, int]:
+        """How far a process is: the barriers that it has crossed, and whether it waits for others."""
+        return self.read(index, ARRIVALS), self.read(index, WAITING)
+
+    def single_worker(self, index: int) -> int | None:
+        """The worker that a process trains; None if it trains none, or several together."""
+        worker = self.read(index, WORKER)
+        return worker if worker >= 0 else None
+
+    def consequence(self, index: int) -> str:
+        """What the death of a process may have spoilt, as the end of a sentence."""
+        return CONSEQUENCES.get(self.read(index, HOLDING), "")
 
     def worker(self, index: int) -> str | None:
         """`worker 3 in round 2` or `a stack of workers in round 2`; None between workers."""

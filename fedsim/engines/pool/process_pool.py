@@ -17,14 +17,6 @@ from typing import Any
 import torch
 
 from fedsim.engines.pool.process_context import (
-    ARRIVALS,
-    HOLDING,
-    LOCK,
-    NO_WORKER,
-    SEVERAL_WORKERS,
-    SHARED_ROW,
-    WAITING,
-    WORKER,
     AbortedError,
     Barrier,
     HeartbeatTable,
@@ -47,10 +39,6 @@ from fedsim.system.messages import Channel, Message, ReceivedMessage
 
 INSTEAD = "engine=serial, which starts none"
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and send its first message
-CONSEQUENCES = {
-    LOCK: " while it held a lock: what that protects may be half written",
-    SHARED_ROW: " in the middle of a write to the shared model, which may be half written",
-}
 
 
 class ProcessPool:
@@ -222,7 +210,7 @@ class ProcessPool:
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
         """The error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
-        index = min(pending, key=lambda each: (self._table.read(each, ARRIVALS), self._table.read(each, WAITING)))
+        index = min(pending, key=self._table.progress)
         if index in self._starting:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
         where = self._table.worker(index) or self._table.activity(index)
@@ -234,7 +222,7 @@ class ProcessPool:
         child = self._children[index]
         child.process.join(GRACE)
         if self.has_started:
-            why = describe_exit(child.process.exitcode) + CONSEQUENCES.get(self._table.read(index, HOLDING), "")
+            why = describe_exit(child.process.exitcode) + self._table.consequence(index)
             return self._lost(index, why, f", {self._table.activity(index)},")
         why = describe_failed_start(child.process.exitcode, self._instead)
         if (child.process.exitcode or 0) > 0:  # by itself, as a main program that cannot be imported makes any process
@@ -244,9 +232,8 @@ class ProcessPool:
     def _lost(self, index: int, why: str, activity: str = "", hint: str = "") -> ProcessLostError:
         """The error for a process that has died or hangs, which is killed: nothing more is expected of it."""
         self._children[index].process.kill()
-        worker = self._table.read(index, WORKER)
-        known = None if worker in (NO_WORKER, SEVERAL_WORKERS) else worker
-        return ProcessLostError(f"{self._called.format(index)}{activity} {why}{hint}", why, index, known)
+        line = f"{self._called.format(index)}{activity} {why}{hint}"
+        return ProcessLostError(line, why, index, self._table.single_worker(index))
 
 
 def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
