@@ -132,20 +132,20 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
             for pool, (each, number) in list(busy.items()):
                 try:
                     results = pool.poll(ready)
-                    if results is None:
-                        continue
-                    on_end(each.run, results[0])
                 except (ExperimentError, WorkerError) as error:
                     pools.remove(pool)
                     pool.close()
                     if not (pool.has_started or isinstance(error, ProcessLostError)):
                         raise WorkerError(f"no run can begin: {error}") from None
-                    if (reason := _reason_of_failure(each.run, number, error)) is None:
-                        waiting.appendleft((each, number + 1))
-                        on_retry(each.run)
-                    else:
-                        on_end(each.run, reason)
+                    results = [_reason_of_failure(each.run, number, error)]
+                if results is None:
+                    continue
                 del busy[pool]
+                if results == [None] and not pool.at_work:  # it lost its process, and is repeated
+                    waiting.appendleft((each, number + 1))
+                    on_retry(each.run)
+                else:
+                    on_end(each.run, results[0])
         grace = GRACE
     finally:
         close_pools(pools, grace)
@@ -180,9 +180,8 @@ def attempt(
 
 def _hear(pool: ProcessPool, planned: PlannedRun, on_round: OnRound, record: RoundRecord | None) -> None:
     """Take what a job sends: None when its run is prepared, then the record of each round."""
-    if record is None:
-        pool.expect_heartbeats(planned.experiment.timeout)
-    else:
+    pool.expect_heartbeats(planned.experiment.timeout)
+    if record is not None:
         on_round(planned, record)
 
 
