@@ -82,6 +82,8 @@ def test_without_files_in_memory_shared_memory_is_asked_for_its_room(monkeypatch
     )
     with pytest.raises(ExperimentError, match=message):
         share([torch.zeros(10_000, dtype=torch.double)])
+    monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path / "not here")
+    devices.require_shared_memory(10**18)
 
 
 def test_a_filter_of_system_calls_is_no_error(monkeypatch):
