@@ -28,7 +28,7 @@ from torch import Tensor
 
 import fedsim
 from fedsim.aggregation import rule
-from fedsim.system.vision import import_torchvision
+from fedsim.system.packages import import_torchvision
 
 KRUM_FAMILY = ("krum", "multi_krum", "medoid")
 PRODUCTS = ("product_float64", "product_float32")

@@ -35,7 +35,7 @@ from fedsim import Experiment
 from fedsim.data.sources import MNIST_MEAN, MNIST_STD, default_root
 from fedsim.models import Net
 from fedsim.system.devices import usable_cores
-from fedsim.system.vision import import_torchvision
+from fedsim.system.packages import import_torchvision
 
 EXPERIMENT = "experiments/mnist_sync_sgd.toml"
 WORKERS, ROUNDS, BATCH, LR, MOMENTUM, SEED = 4, 3, 64, 0.01, 0.5, 0  # its values, for the naive way

@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fedsim.api import MODULE_OF
-from fedsim.system.openmp import wait_passively
+from fedsim.system.c_libraries import wait_passively
 from fedsim.version import __version__
 
 wait_passively()  # before PyTorch is imported

@@ -23,7 +23,6 @@ from multiprocessing import forkserver, process
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
-from fedsim.engines.pool import shared_memory
 from fedsim.system import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -37,15 +36,13 @@ PRELOADED = [
 def fork_workers():
     """Make fedsim fork its processes from the server, which the first of them starts."""
     CONTEXT.set_forkserver_preload(PRELOADED)
-    for module in (child_process, shared_memory):
-        module.get_context = lambda method: ForkingContext
+    child_process.get_context = lambda method: ForkingContext
 
 
 class ForkingContext:
     """The part of a multiprocessing context that fedsim uses."""
 
     Pipe = CONTEXT.Pipe
-    RawArray = CONTEXT.RawArray
 
     @staticmethod
     def Process(target, args, **options):  # noqa: N802  # multiprocessing's name

@@ -10,7 +10,7 @@ import typer
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import one_line
-from fedsim.system.extras import EXTRAS
+from fedsim.system.packages import EXTRAS
 from fedsim.version import __version__
 
 COLUMNS = 16

@@ -1,40 +1,45 @@
-"""Do the runs of a comparison one by one in this process, or several at once in child processes.
+"""Do the runs of a comparison one by one in this process, or several at once in jobs, and choose how many at once.
 
-The loss of a process costs one run; the others continue. A `ProcessPool` cannot give that, because its processes carry
-out one call together and the first failure ends them all. Nor can `concurrent.futures.ProcessPoolExecutor`: the death
-of one process breaks the executor and all its pending calls.
+A job is a `ProcessPool` of one process, so that the loss of a process costs one run, and the others continue.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import threading
-import time
-import traceback
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.comparison.grid import PlannedRun
+import torch
+
+from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.config.experiment import Experiment
-from fedsim.engines.pool.barrier import AbortedError, HeartbeatTable
-from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.pool.worker_process import START_TIMEOUT, WorkerProcess
-from fedsim.errors import FedsimError, FedsimWarning, SettingWarning, WorkerError, one_line, plural
+from fedsim.core.objects import names_in, why_unsendable
+from fedsim.core.rows import Layout
+from fedsim.engines.pool.process_context import AbortedError, ProcessContext
+from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
+from fedsim.engines.pool.retry import announce, last_error
+from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLostError, SettingWarning, WorkerError
+from fedsim.records.combinations import canonical
 from fedsim.records.record import RoundRecord
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
-from fedsim.runs.setup import PreparedRun
-from fedsim.system.child_process import GRACE, init_child_process, require_importable_main, signals_deferred
+from fedsim.runs.setup import PreparedRun, task_of
+from fedsim.system.child_process import GRACE, signals_deferred
+from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.limits import format_failure, require_files
-from fedsim.system.messages import Channel
+from fedsim.system.precision import PRECISIONS
 
+ONE_PROCESS_ENGINE = "serial"
+POOL_SETTINGS = ("timeout", "batched", "worker_retries")  # that this engine does not have
+JOB_BYTES = 0.6e9  # of a process: PyTorch, data and activations, generously
+ROW_COPIES = 3  # of the cohort's rows: the rows, and the intermediate results of a rule
 HEARTBEAT_SECONDS = 1.0  # between heartbeats while a run is prepared
 INSTEAD = "jobs=1 with engine=serial, which start none"
 OnRound = Callable[[PlannedRun, RoundRecord], object]
@@ -48,6 +53,50 @@ class Work(NamedTuple):
     run: PlannedRun
     experiment: Experiment
     folder: Path
+
+
+def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:
+    """Return the default number of runs at a time: one per core, as far as memory allows.
+
+    On a CPU several runs in one process each are faster than one run in several processes, and the results are the
+    same. One run at a time if the experiment sets its engine or uses a GPU.
+    """
+    on_gpu = any(resolve_device(run.experiment.device).type != "cpu" for run in runs)
+    if not runs or on_gpu or grid.engine_chosen:
+        return 1
+    if reason := why_runs_unsendable(runs):
+        warnings.warn(f"{reason}; one run at a time", FedsimWarning, stacklevel=2)
+        return 1
+    by_cores = usable_cores() // max(run.experiment.threads_per_process for run in runs)
+    if min(by_cores, len(runs)) <= 1:
+        return 1
+    sizes = distinct(runs, lambda each: [each.resolved()["model"], each.cohort_size, each.precision])
+    by_memory = 0.8 * free_memory() / max(job_bytes(run.experiment) for run in sizes)
+    return max(1, int(min(len(runs), by_cores, by_memory)))  # the free memory may be infinite
+
+
+def job_bytes(experiment: Experiment) -> float:
+    """Return about how many bytes of memory a process needs for this experiment."""
+    parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
+    row_bytes = parameters * PRECISIONS[experiment.precision].rows.itemsize
+    return JOB_BYTES + ROW_COPIES * experiment.cohort_size * row_bytes
+
+
+def in_one_process(experiment: Experiment) -> Experiment:
+    """Return the same experiment for one process; the parent process watches for hanging and repeats lost runs."""
+    defaults = {key: Experiment.model_fields[key].default for key in POOL_SETTINGS}
+    return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
+
+
+def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:
+    """Return why the objects of these runs cannot be sent to other processes; None if they can be sent."""
+    names = {name: name for run in runs for name in names_in(run.experiment.model_dump())}
+    return why_unsendable(names.values())
+
+
+def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> Iterable[PlannedRun]:
+    """Return one run for each different `key(experiment)`, a JSON value."""
+    return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
 def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
@@ -65,32 +114,41 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
 
     Raises WorkerError if processes cannot be started.
     """
-    require_importable_main(INSTEAD)
     require_files(count, INSTEAD)
-    waiting, losses, jobs, grace = deque(work), Counter[str](), list[Job](), 0.0
+    waiting, grace = deque((each, 1) for each in work), 0.0  # with the number of the attempt
+    pools, busy = list[ProcessPool](), dict[ProcessPool, tuple[Work, int]]()
     try:
-        while busy := _assign(waiting, jobs, count):
-            sources: list[Any] = [source for job in busy for source in (job.pipe, job.sentinel)]
-            wait(sources, timeout=min(job.look_interval for job in busy))
-            for job in busy:
-                for kind, each, content in job.events():
-                    if kind == "round":
-                        on_round(each.run, content)
-                    elif kind == "end":
-                        on_end(each.run, content)
-                    else:
-                        _close(jobs, [job], 0.0)
-                        losses[each.run.id] += 1
-                        tries = losses[each.run.id]
-                        if _retry(each.run, tries, content):
-                            on_retry(each.run)
-                            waiting.appendleft(each)
-                        else:
-                            note = f"; the run has been tried {tries} times" if tries > 1 else ""
-                            on_end(each.run, content + note)
+        while waiting or busy:
+            while len(pools) < min(count, len(waiting) + len(busy)):
+                with signals_deferred():  # until `finally` knows the pool
+                    pools.append(
+                        ProcessPool(1, None, START_TIMEOUT, instead=INSTEAD, called="its process", daemon=False)
+                    )
+            for pool in pools:
+                if pool not in busy and waiting:
+                    busy[pool] = each, _ = waiting.popleft()
+                    pool.begin(_job, each.experiment, each.folder, on_message=partial(_hear, pool, each.run, on_round))
+            ready = wait_for(busy)
+            for pool, (each, number) in list(busy.items()):
+                try:
+                    results = pool.poll(ready)
+                except (ExperimentError, WorkerError) as error:
+                    pools.remove(pool)
+                    pool.close()
+                    if not (pool.has_started or isinstance(error, ProcessLostError)):
+                        raise WorkerError(f"no run can begin: {error}") from None
+                    results = [_reason_of_failure(each.run, number, error)]
+                if results is None:
+                    continue
+                del busy[pool]
+                if results == [None] and not pool.at_work:  # it lost its process, and is repeated
+                    waiting.appendleft((each, number + 1))
+                    on_retry(each.run)
+                else:
+                    on_end(each.run, results[0])
         grace = GRACE
     finally:
-        _close(jobs, list(jobs), grace)
+        close_pools(pools, grace)
 
 
 def attempt(
@@ -120,128 +178,48 @@ def attempt(
     return None
 
 
-def _assign(waiting: deque[Work], jobs: list[Job], count: int) -> list[Job]:
-    """Give the waiting runs to idle jobs, then to new ones; return the jobs that have a run."""
-    for job in jobs:
-        if job.work is None and waiting:
-            job.begin(waiting.popleft())
-    while waiting and len(jobs) < count:
-        with signals_deferred():  # child processes inherit the blocked signals: only the parent handles Ctrl-C
-            jobs.append(Job(waiting.popleft()))
-    return [job for job in jobs if job.work is not None]
+def _hear(pool: ProcessPool, planned: PlannedRun, on_round: OnRound, record: RoundRecord | None) -> None:
+    """Take what a job sends: None when its run is prepared, then the record of each round."""
+    pool.expect_heartbeats(planned.experiment.timeout)
+    if record is not None:
+        on_round(planned, record)
 
 
-def _retry(run: PlannedRun, losses: int, reason: str) -> bool:
-    """Whether a run whose process was lost is repeated; warns if it is."""
-    retries = run.experiment.worker_retries
-    if losses <= retries:
-        often = f"{losses} of at most {plural(retries, 'time')}"
-        warnings.warn(f"{run.id}: {reason}; the run is done again ({often})", FedsimWarning, stacklevel=3)
-    return losses <= retries
+def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> str | None:
+    """Return why a run has failed in a job; None if it lost its process and is repeated, which is announced."""
+    if not isinstance(error, ProcessLostError):
+        return str(error)
+    if signal.SIGKILL.name in error.why:
+        line = f"{error}; if memory ran out, try fewer jobs"
+        error = ProcessLostError(line, error.why, error.process, error.worker)
+    retries = planned.experiment.worker_retries
+    if last := last_error(error, number, retries, "the run has been tried"):
+        return str(last)
+    announce(error, number, retries, run=f"{planned.id}: ", then=", and the run is done again")
+    return None
 
 
-def _close(jobs: list[Job], closed: Sequence[Job], grace: float) -> None:
-    """End these jobs and remove them from the list; kill the processes that are still there after `grace` seconds."""
-    with signals_deferred():
-        for job in closed:
-            job.dismiss()
-        deadline = time.monotonic() + grace
-        for job in closed:
-            jobs.remove(job)
-            job.close(deadline)
-
-
-class Job(WorkerProcess):
-    """A process that does one run after another. Create it inside `signals_deferred`."""
-
-    def __init__(self, work: Work) -> None:
-        self.work: Work | None = work  # sent when the process has started: before, it does not read its pipe
-        table = HeartbeatTable(1)
-        super().__init__(_serve, table, table=table, instead=INSTEAD, name="fedsim-job", daemon=False)
-
-    def begin(self, work: Work) -> None:
-        """Send a run to the process."""
-        self.work = work
-        self.expect_heartbeats(START_TIMEOUT)
-        with contextlib.suppress(OSError):  # the process is dead; `events` says so
-            self.pipe.send((work.experiment, work.folder))
-
-    def events(self) -> Iterator[tuple[str, Work, Any]]:
-        """Yield ("round", work, record), ("end", work, None or error) or ("lost", work, reason).
-
-        Raises WorkerError if the process could not start, as no other could.
-        """
-        work = self.work
-        assert work is not None
-        dead = self.exitcode is not None  # read first: what the process sent before its death still counts
-        try:
-            while self.pipe.poll() and (message := self.pipe.receive()):
-                kind, content = message.load()
-                if kind == "started":
-                    self.started = True
-                    self.begin(work)
-                    continue
-                self.expect_heartbeats(math.inf if kind == "end" else work.run.experiment.timeout)
-                if kind == "end":
-                    self.work = None
-                if kind != "prepared":
-                    yield kind, work, content
-                if kind == "end":
-                    return
-        except (EOFError, OSError):
-            dead = True
-        if dead or self.is_silent():
-            reason = self._reason_of_loss(dead)
-            if self.failed_at_start:
-                raise WorkerError(f"no run can begin: {reason}")
-            yield "lost", work, reason
-
-    def _reason_of_loss(self, dead: bool) -> str:
-        reason = self.describe_death() if dead else self.describe_silence()
-        where = f", {self._table.activity(0)}," if self.started else ""
-        hint = "; if memory ran out, try fewer jobs" if self.exitcode == -signal.SIGKILL else ""
-        return f"its process{where} {reason}{hint}"
-
-
-def _serve(pipe: Connection, table: HeartbeatTable) -> None:
-    """The main function of the process of a job."""
-    init_child_process()
-    ProcessContext.monitored = table
-    channel = Channel(pipe)
-    with Session() as session, contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
-        channel.send(("started", None))
-        while (message := channel.receive()) is not None:
-            table.begin_work(0)
-            try:
-                experiment, folder = message.load()
-            except Exception as error:  # the experiment names something that cannot be imported here
-                channel.send(("end", f"{one_line(error)}\n{traceback.format_exc()}"))
-                continue
-            on_round = lambda record: channel.send(("round", record))  # noqa: E731
-            with _heartbeats_until_prepared(table, channel) as prepared:
-                reason = attempt(experiment, folder, session, on_round, prepared)
-            channel.send(("end", reason))
-
-
-@contextlib.contextmanager
-def _heartbeats_until_prepared(table: HeartbeatTable, channel: Channel) -> Iterator[Callable[[object], None]]:
-    """Send heartbeats from a thread until the callback is called, since preparing a run may take any time.
-
-    The rounds send their own heartbeats.
-    """
+def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str | None:
+    """Do a run in the process of a job; return the reason if it failed."""
+    ProcessContext.monitored = process.table
+    process.table.begin_work(0)
+    if "session" not in process.state:
+        process.state["session"] = Session()
+        Finalize(None, process.state["session"].close, exitpriority=0)  # before the processes of its engine are ended
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
+        """Preparing a run may take any time; its rounds send their own heartbeats."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
-                table.heartbeat(0)
+                process.heartbeat()
 
-    def end(_: object) -> None:
+    def on_start(_: object) -> None:
         is_prepared.set()
-        channel.send(("prepared", None))
+        process.send(None)
 
     threading.Thread(target=send_heartbeats, name="fedsim-preparing", daemon=True).start()
     try:
-        yield end
+        return attempt(experiment, folder, process.state["session"], process.send, on_start)
     finally:
         is_prepared.set()

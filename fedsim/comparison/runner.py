@@ -20,8 +20,15 @@ from fedsim.comparison.grid_notebook import comparison_html, display_of
 from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
-from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
-from fedsim.comparison.jobs import Work, run_here, run_in_jobs
+from fedsim.comparison.jobs import (
+    Work,
+    default_jobs,
+    distinct,
+    in_one_process,
+    run_here,
+    run_in_jobs,
+    why_runs_unsendable,
+)
 from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
 from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows

@@ -15,7 +15,7 @@ from typing import Any
 from fedsim.config.toml import read_text
 from fedsim.core.input_limits import MAX_DEPTH, problem_with_words
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.system.extras import import_extra
+from fedsim.system.packages import import_extra
 
 YAML_SUFFIXES = (".yaml", ".yml")
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from fedsim.core.objects import ObjectName
 from fedsim.errors import ExperimentError, show
-from fedsim.system.vision import import_torchvision
+from fedsim.system.packages import import_torchvision
 
 REMEDY = "a file may import this only with --allow-imports (in Python allow_imports=True), since importing runs code"
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")

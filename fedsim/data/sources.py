@@ -16,7 +16,7 @@ import torch
 from fedsim.core.registry import Registry
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
-from fedsim.system import vision
+from fedsim.system import packages
 from fedsim.system.files import is_file
 
 dataset = Registry(
@@ -148,13 +148,13 @@ def _load_from_torchvision(name: str, root: Path) -> tuple[TensorData, TensorDat
     folder = root / class_name / "raw"
     if lacks_files(name, root):
         try:
-            vision.download(class_name, root)
+            packages.download(class_name, root)
         except DataError as error:
             raise DataError(
                 f"data.dataset: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
                 f"folder that holds {class_name}/raw, or use the embedded data set: data.dataset=mnist5k"
             ) from error
-    read = getattr(vision.import_torchvision().datasets, class_name)
+    read = getattr(packages.import_torchvision().datasets, class_name)
     try:
         parts = [read(root, train=part) for part in (True, False)]
         train, test = (

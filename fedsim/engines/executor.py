@@ -17,7 +17,7 @@ from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.system.allocator import keep_freed_memory
+from fedsim.system.c_libraries import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 

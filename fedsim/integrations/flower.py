@@ -20,7 +20,7 @@ from fedsim.aggregation.resolve import Stage
 from fedsim.errors import ExperimentError
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.server import ServerOptimizer
-from fedsim.system.extras import import_extra
+from fedsim.system.packages import import_extra
 
 import_extra("flwr.serverapp.strategy", extra="flower", purpose="fedsim.integrations.flower")
 

@@ -13,7 +13,7 @@ from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
 from fedsim.errors import ExperimentError
 from fedsim.integrations.ddp import RobustState, robust_hook
-from fedsim.system.extras import import_extra
+from fedsim.system.packages import import_extra
 
 import_extra("lightning", extra="lightning", purpose="fedsim.integrations.lightning")
 

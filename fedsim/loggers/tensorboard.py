@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.loggers.logger import Log, LoggedRun, logger
-from fedsim.system.extras import import_extra
 from fedsim.system.files import append_atomically, write_error
+from fedsim.system.packages import import_extra
 
 FILE_VERSION = "brain.Event:2"  # every event file begins with it
 START = 1  # the status of a session that begins at a step: TensorBoard hides later steps of earlier files

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from fedsim.loggers.logger import Log, LoggedRun, logger
-from fedsim.system.extras import import_extra
+from fedsim.system.packages import import_extra
 
 ID = "fedsim_id"  # the tag under which MLflow holds the id of a run
 MOST_PARAMETERS = 100  # of a call to MLflow

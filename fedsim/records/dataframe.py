@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedsim.records.record import RoundRecord, metrics_in
-from fedsim.system.extras import import_extra
+from fedsim.system.packages import import_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame

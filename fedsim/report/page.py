@@ -18,8 +18,8 @@ from fedsim.records.reader import Run, read_records
 from fedsim.report.figure import CONFIG, TEMPLATES
 from fedsim.report.grid_page import grid_page
 from fedsim.report.run_page import run_page
-from fedsim.system.extras import import_extra
 from fedsim.system.files import write_atomically
+from fedsim.system.packages import import_extra
 from fedsim.version import __version__
 
 PAGE = "report.html"

@@ -7,13 +7,11 @@ are started, and the round is repeated, with bitwise the same result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine
 from fedsim.engines.pool.retry import Note, announce, retried
-from fedsim.errors import ProcessLostError
 from fedsim.records.record import RoundRecord
 from fedsim.runs.loops.loop import Loop
 from fedsim.runs.setup import PreparedRun
@@ -49,35 +47,32 @@ class RecoveringLoop:
         """Run one round. Raises WorkerError if it loses more processes than it may be repeated."""
         self.state()
 
-        def call() -> RoundRecord:
-            record = self._loop.run_round(round)
-            self._before = self._loop.state()  # repeated too, since processes may be lost between rounds
-            return record
+        def call() -> tuple[RoundRecord, Snapshot]:
+            return self._loop.run_round(round), self._loop.state()  # this too may lose a process
 
-        report = partial(self._announce, round, then=f", and round {round} is done again")
-        return self._repeated(call, report, f"round {round} has been tried")
+        then = f", and round {round} is done again"
+        record, self._before = self._repeated(call, f"round {round} has been tried", round, then)
+        return record
 
     def state(self) -> Snapshot:
         if self._before is None:  # before the first round
-            self._before = self._repeated(self._loop.state, partial(self._announce, 0), STARTED)
+            self._before = self._repeated(self._loop.state, STARTED, 0)
         return self._before
 
     def resume(self, state: Snapshot) -> None:
         self._before = None
-        self._repeated(lambda: self._loop.resume(state), partial(self._announce, 0), STARTED)
+        self._repeated(lambda: self._loop.resume(state), STARTED, 0)
         self._before = state
 
     def test_workers(self, round: int) -> dict[str, float]:
         self.state()
-        return self._repeated(
-            lambda: self._loop.test_workers(round), partial(self._announce, round), "tests have been tried"
-        )
+        return self._repeated(lambda: self._loop.test_workers(round), "tests have been tried", round)
 
     def finish(self) -> None:
         self.state()
-        self._repeated(self._loop.finish, partial(self._announce, self._rounds), "ending the run has been tried")
+        self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
-    def _repeated(self, call: Callable[[], T], report: Callable[[ProcessLostError, int], object], what: str) -> T:
+    def _repeated(self, call: Callable[[], T], what: str, round: int, then: str = "") -> T:
         """The result of `call`, repeated after a loss on new processes and from the state before; see `retried`."""
 
         def attempt(number: int) -> T:
@@ -87,7 +82,9 @@ class RecoveringLoop:
                     self._loop.resume(self._before)
             return call()
 
-        return retried(attempt, self._retries, report, what)
-
-    def _announce(self, round: int, loss: ProcessLostError, attempt: int, then: str = "") -> None:
-        announce(loss, attempt, self._retries, self._note, round=round, then=then)
+        return retried(
+            attempt,
+            self._retries,
+            lambda loss, number: announce(loss, number, self._retries, self._note, round=round, then=then),
+            what,
+        )

@@ -38,8 +38,8 @@ from fedsim.runs import checks
 from fedsim.runs.samples import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
 from fedsim.runs.simulation import Simulation
+from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import describe_device, shares_memory
-from fedsim.system.openmp import warn_if_threads_spin
 from fedsim.system.precision import PRECISIONS
 
 MOST_RACING = 32  # processes of a race by default; each takes a quarter of a gigabyte

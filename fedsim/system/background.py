@@ -12,7 +12,7 @@ import torch
 
 
 class SingleThreadExecutor:
-    """Runs functions one after another on a daemon thread, which starts with the first function.
+    """Runs functions one after another on a daemon thread.
 
     `concurrent.futures.ThreadPoolExecutor` would wait for its threads when the program ends.
 
@@ -23,13 +23,11 @@ class SingleThreadExecutor:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="fedsim-background", daemon=True)
+        self._thread.start()
 
     def begin(self, function: Callable[[], Any]) -> Future[Any]:
         """Call the function on the thread; returns the future of its result."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fedsim-background", daemon=True)
-            self._thread.start()
         done: Future[Any] = Future()
         self._calls.put((function, done))
         return done
@@ -37,9 +35,8 @@ class SingleThreadExecutor:
     def end(self, seconds: float) -> bool:
         """Stop the thread once the queued functions are done. Return whether it has ended within `seconds`."""
         self._calls.put(None)
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         if self._device.type != "cpu":

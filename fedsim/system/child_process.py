@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 from fedsim.errors import WorkerError, show_warnings_as_lines
 from fedsim.system.limits import limit_hint
@@ -22,8 +22,15 @@ HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # while processes start or are c
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 
-class ChildProcess:
-    """A spawn process and the parent's end of a pipe to it. Start it inside `signals_deferred`.
+class Child(NamedTuple):
+    """A child process, and the parent's end of a pipe to it."""
+
+    process: BaseProcess
+    pipe: Channel
+
+
+def start_process(serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> Child:
+    """Start a spawn process, inside `signals_deferred`.
 
     Args:
         serve: the main function, `serve(pipe, *arguments)`, with a Connection. It calls `init_child_process` and then
@@ -32,58 +39,19 @@ class ChildProcess:
         name: name of the process.
         daemon: as in multiprocessing: the process has no children, and Python ends it at exit.
 
-    Raises WorkerError if the system does not start another process.
+    Raises WorkerError, which names the limit of the system, if that does not start another process.
     """
-
-    def __init__(self, serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> None:
-        context = get_context("spawn")
-        with _os_errors_as_worker_errors():
-            ours, theirs = context.Pipe()
-            self.pipe = Channel(ours)
-            with theirs:
-                self._process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
-                self._process.start()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    @property
-    def sentinel(self) -> int:
-        """A handle by which `multiprocessing.connection.wait` waits for the end of the process."""
-        return self._process.sentinel
-
-    @property
-    def exitcode(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, seconds: float) -> None:
-        """Wait for the end of the process, at most so many seconds."""
-        self._process.join(seconds)
-
-    def dismiss(self) -> None:
-        """Ask the process to end after its current message. Does nothing if it has ended."""
-        with contextlib.suppress(OSError):
-            self.pipe.dismiss()
-
-    def close(self, deadline: float) -> None:
-        """Wait for the end of the process, and kill it at `deadline`, a time of `time.monotonic`."""
-        self._process.join(max(0.0, deadline - time.monotonic()))
-        self._process.kill()
-        self._process.join()
-        self._process.close()
-        self.pipe.close()
-
-
-@contextlib.contextmanager
-def _os_errors_as_worker_errors() -> Iterator[None]:
-    """Turn an OSError into a WorkerError that names the limit of the system."""
+    context = get_context("spawn")
     try:
-        yield
+        ours, theirs = context.Pipe()
+        with theirs:
+            process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
+            process.start()
     except OSError as error:
         raise WorkerError(
             f"a process cannot be started: {error.strerror or error}{limit_hint(error)}; use fewer processes"
         ) from error
+    return Child(process, Channel(ours))
 
 
 def init_child_process() -> None:
@@ -99,9 +67,10 @@ def describe_exit(exitcode: int | None) -> str:
     """The end of a process that was expected to run on, as the predicate of a sentence."""
     if exitcode is None:
         return "closed its pipe"
-    if exitcode < 0:
-        return f"was killed by {_signal_name(-exitcode)} (exit code {exitcode})"
-    return f"ended with exit code {exitcode} before its work was done"
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode} before its work was done"
+    name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
+    return f"was killed by {name} (exit code {exitcode})"
 
 
 def describe_failed_start(exitcode: int | None, instead: str) -> str:
@@ -167,19 +136,12 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is None:
         return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
     with contextlib.suppress(OSError, AttributeError):  # Linux: the kernel does it, even if this process is stopped
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(RuntimeError):  # no thread can be started: rely on the kernel
-        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-
-
-def _end_after(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        threading.Thread(target=wait, daemon=True).start()

@@ -62,14 +62,10 @@ def _why_no_gpu(device: torch.device) -> str:
 
 def why_gpu_is_unused() -> str:
     """Why PyTorch does not use an NVIDIA GPU that this machine has; "" if it uses it, or there is none."""
-    devices = (folder / "vendor" for folder in PCI.glob("*") if _is_display(folder))
-    if torch.cuda.is_available() or not any(_read(vendor).strip() == NVIDIA for vendor in devices):
+    displays = (folder for folder in PCI.glob("*") if _read(folder / "class").startswith("0x03"))
+    if torch.cuda.is_available() or not any(_read(folder / "vendor").strip() == NVIDIA for folder in displays):
         return ""
     return _why_no_gpu(torch.device("cuda")).strip(" ()")
-
-
-def _is_display(folder: Path) -> bool:
-    return _read(folder / "class").startswith("0x03")
 
 
 def _read(path: Path) -> str:
@@ -191,10 +187,7 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 def total_memory() -> float:
     """Bytes of main memory of the machine, or of this process's container if that has less; infinite if unknown."""
-    total = math.inf
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        line = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemTotal"))
-        total = int(line.split()[1]) * 1024.0
+    total = _bytes_of_machine("MemTotal")
     for group in _cgroups():
         with contextlib.suppress(OSError, ValueError):  # no container, or "max": no limit
             total = min(total, int((group / "memory.max").read_text()))
@@ -203,17 +196,20 @@ def total_memory() -> float:
 
 def free_memory() -> float:
     """Bytes of main memory that are free, in the machine and in this process's container; infinite if unknown."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        available = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable"))
-        free = int(available.split()[1]) * 1024.0
-        for group in _cgroups():
-            with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max": no limit
-                limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-                statistics = (group / "memory.stat").read_text().splitlines()
-                cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
-                free = min(free, limit - used + cache)
-        return free
-    return math.inf
+    free = _bytes_of_machine("MemAvailable")
+    for group in _cgroups() if free < math.inf else ():
+        with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max": no limit
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            statistics = (group / "memory.stat").read_text().splitlines()
+            cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
+            free = min(free, limit - used + cache)
+    return free
+
+
+def _bytes_of_machine(name: str) -> float:
+    """An entry of /proc/meminfo; infinite if there is none."""
+    numbers = (int(line.split()[1]) * 1024.0 for line in _read(MEMORY).splitlines() if line.startswith(name))
+    return next(numbers, math.inf)
 
 
 def describe_device(device: torch.device) -> str:

@@ -106,19 +106,15 @@ def require_files(processes: int, instead: str) -> None:
     Raises the soft limit RLIMIT_NOFILE up to the hard limit.
     Raises WorkerError, which recommends `instead`, if the hard limit is too low.
     """
-    if resource is None:
-        return
-    needed = files_for(processes)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    needed, (now, most) = files_for(processes), limits_of_files()
+    if most < needed:
         raise WorkerError(
-            f"processes = {processes}: to start them takes about {needed} open files, and this program may have {hard} "
+            f"processes = {processes}: to start them takes about {needed} open files, and this program may have {most} "
             f"(RLIMIT_NOFILE); raise that (ulimit -n {needed}), use fewer processes, or {instead}"
         )
-    with contextlib.suppress(OSError, ValueError):  # macOS has another limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if now < needed:
+        with contextlib.suppress(OSError, ValueError):  # macOS has another limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def files_for(processes: int) -> int:

@@ -1,6 +1,6 @@
 """Messages between two processes: a pickled object and the open files that it refers to, through one pipe.
 
-Tensors in shared memory, and `Counters`, are pickled as file descriptors. multiprocessing would pass descriptors
+Tensors in shared memory are pickled as file descriptors. multiprocessing would pass descriptors
 through a socket in the temporary folder, which stays there if the process is killed. Here the descriptors follow their
 message through the same pipe (SCM_RIGHTS), so no file system is needed.
 
@@ -97,8 +97,8 @@ class Channel:
         message = content if isinstance(content, Message) else Message(content)
         descriptors = message.descriptors
         self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
-        with self._socket(needed=bool(descriptors)) as pipe:
-            for start in range(0, len(descriptors), MAX_FILES):
+        for start in range(0, len(descriptors), MAX_FILES):
+            with self._socket() as pipe:
                 socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])
 
     def dismiss(self) -> None:
@@ -111,12 +111,12 @@ class Channel:
         if data == DISMISSED:
             return None
         count, descriptors = int.from_bytes(data[:COUNT_BYTES], "big"), list[int]()
-        with self._socket(needed=count > 0) as pipe:
-            while len(descriptors) < count:
+        while len(descriptors) < count:
+            with self._socket() as pipe:
                 mark, some, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
-                if not mark or not some:
-                    raise EOFError
-                descriptors += some
+            if not mark or not some:
+                raise EOFError
+            descriptors += some
         return ReceivedMessage(data[COUNT_BYTES:], descriptors)
 
     def poll(self) -> bool:
@@ -129,14 +129,9 @@ class Channel:
     def close(self) -> None:
         self._connection.close()
 
-    @contextlib.contextmanager
-    def _socket(self, *, needed: bool) -> Iterator[Any]:
+    def _socket(self) -> socket.socket:
         """The pipe as a socket, which it is on systems that pass files."""
-        if not needed:
-            yield None
-            return
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
-            yield pipe
+        return socket.socket(fileno=os.dup(self._connection.fileno()))
 
 
 class _File:

@@ -110,12 +110,12 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, words, message):
 
 
 def test_missing_data_is_exit_code_2(cli, data_root, monkeypatch):
-    from fedsim.system import vision
+    from fedsim.system import packages
 
     def fail(dataset, root):
         raise fedsim.DataError("the download failed")
 
-    monkeypatch.setattr(vision, "download", fail)
+    monkeypatch.setattr(packages, "download", fail)
     done = cli("run", "engine=serial", "data.dataset=mnist", f"data.root={data_root}")
     assert done.exit_code == 2
     assert "mnist5k" in done.stderr

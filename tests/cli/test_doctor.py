@@ -16,7 +16,7 @@ from fedsim.engines import engine
 from fedsim.errors import ExperimentError
 from fedsim.runs import checkup
 from fedsim.system import devices, limits
-from fedsim.system.extras import EXTRAS
+from fedsim.system.packages import EXTRAS
 from tests.commands import ROOT, start_python
 
 if sys.version_info >= (3, 11):

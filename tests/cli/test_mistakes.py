@@ -9,7 +9,7 @@ import pytest
 import fedsim
 from fedsim import ExperimentError
 from fedsim.config.load import load_experiment
-from fedsim.system.vision import import_torchvision
+from fedsim.system.packages import import_torchvision
 
 ALLOWED = "allowed: "
 QUICK = ["engine=serial", "model=logistic", "data=tests.plugs:tiny", "rounds=1"]

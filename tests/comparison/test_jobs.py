@@ -3,16 +3,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
-from types import SimpleNamespace
 
 import pytest
 
 import fedsim
 from fedsim.comparison import Callback, jobs, plan_grid, run_grid
-from fedsim.engines.pool.worker_process import WorkerProcess
+from fedsim.engines.pool import process_pool
 from fedsim.errors import FedsimWarning
-from tests.commands import run_python
+from fedsim.system.child_process import start_process
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
 
@@ -54,19 +52,6 @@ def never_report(*_):
     signal.pause()
 
 
-def kill_when_two_runs_have_begun(count):
-    """Kill so many of the two processes, once."""
-    killed = []
-
-    def act(seen):
-        if len(seen.runs) == 2 and not killed:
-            killed.extend(sorted(children())[:count])
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-
-    return act, killed
-
-
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
     axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
     observer = Observer()
@@ -88,74 +73,22 @@ def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, 
     assert engines_of(comparison) == {"spawn"}
 
 
-def test_only_the_run_of_a_killed_process_fails(quick, tmp_path):
-    act, killed = kill_when_two_runs_have_begun(1)
-    observer = Observer(act)
-    grid = plan_grid({**quick, "rounds": 40, "worker_retries": 0}, {"seed": [0, 1, 2]})
-    comparison = run_grid(grid, tmp_path, 2, observer)
-    (failed,) = comparison.failed
-    assert "was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs" in failed.error
-    assert [len(run.history) for run in comparison.runs if run is not failed] == [40, 40]
-    assert len(set.union(*observer.processes)) == 3, "another process takes its place"
-    assert not observer.processes[-1] & set(killed)
-
-
 def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, serial, tmp_path):
-    act, _ = kill_when_two_runs_have_begun(2)
-    observer = Observer(act)
+    killed = []
+
+    def kill_both(seen):
+        if len(seen.runs) == 2 and not killed:
+            killed.extend(children())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    observer = Observer(kill_both)
     with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as warned:
         comparison = run_grid(plan_grid({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer)
     assert not comparison.failed
     assert 1 <= len(observer.retried) == len(warned) <= 2
+    assert not observer.processes[-1] & set(killed), "other processes take their place"
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 20}, {"seed": [0, 1, 2]}))
-
-
-def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
-    killed, start = [], WorkerProcess.__init__
-
-    def start_two_in_vain(process, serve, *arguments, **options):
-        if len(killed) == 2:
-            start(process, serve, *arguments, **options)
-            return
-        start(process, never_report, *arguments, **options)  # it cannot have started when it is killed
-        killed.append(process.pid)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
-
-    monkeypatch.setattr(WorkerProcess, "__init__", start_two_in_vain)
-    with pytest.warns(FedsimWarning, match=r"SIGKILL .*, while it started.*; the run is done again \(1 of at most 2"):
-        comparison = run_grid(plan_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
-    assert len(killed) == 2
-    assert not comparison.failed
-    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
-
-
-def test_a_process_that_hangs_while_it_starts_does_not_block_the_parent(tmp_path):
-    """The run is larger than the buffer of a pipe."""
-    started = []
-    work = jobs.Work(SimpleNamespace(experiment=SimpleNamespace(timeout=1.0)), bytes(2**24), tmp_path)
-
-    def create():
-        started.append(jobs.Job(work))
-        os.kill(started[0].pid, signal.SIGSTOP)
-        assert list(started[0].events()) == []
-
-    with jobs.signals_deferred():
-        creation = threading.Thread(target=create, daemon=True)
-        creation.start()
-        creation.join(30)
-    blocked = creation.is_alive()
-    jobs._close(started, list(started), 0.0)
-    assert not blocked
-
-
-def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, serial, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
-    data = {"dataset": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
-    order(tmp_path, "load-stop")
-    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*; the run is done again"):
-        comparison = run_grid(plan_grid({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "grid", 2)
-    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 1, "data": data}, {"seed": [0, 1]}))
 
 
 @pytest.mark.slow
@@ -163,7 +96,39 @@ def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(qu
     tables = {**quick, "rounds": 1, "worker_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
         comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
-    assert [run.error.rpartition("; ")[2] for run in comparison.failed] == ["the run has been tried 2 times"] * 2
+    ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
+    assert ends == ["the run has been tried 2 times (worker_retries = 1)"] * 2
+
+
+def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
+    killed = []
+
+    def start_two_in_vain(serve, *arguments, **options):
+        if len(killed) == 2:
+            return start_process(serve, *arguments, **options)
+        child = start_process(never_report, *arguments, **options)  # it cannot have started when it is killed
+        killed.append(child.process.pid)
+        child.process.kill()
+        child.process.join(60)
+        return child
+
+    monkeypatch.setattr(process_pool, "start_process", start_two_in_vain)
+    with pytest.warns(
+        FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is done again \(1 of at most 2"
+    ):
+        comparison = run_grid(plan_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
+    assert len(killed) == 2
+    assert not comparison.failed
+    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
+
+
+def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, serial, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
+    data = {"dataset": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
+    order(tmp_path, "load-stop")
+    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*, and the run is done again"):
+        comparison = run_grid(plan_grid({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "grid", 2)
+    assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 1, "data": data}, {"seed": [0, 1]}))
 
 
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
@@ -173,22 +138,9 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
-    assert hang.error.startswith(f"{process}has given no sign of life for 2 s")
-    assert kill.error.startswith(f"{process}was killed by SIGKILL (exit code -9)")
+    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); a step that")
+    assert kill.error == f"{process}was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs"
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None
     assert never.error is None
     assert slow.history[0]["seconds"]["train"] > 2.0
-
-
-@pytest.mark.slow  # the process pool of an engine has the same test
-def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import fedsim\nfedsim.compare({'data': 'tests.plugs:tiny'}, {'seed': [0, 1]}, 'x', jobs=2)\n")
-    done = run_python(str(script), cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("fedsim.errors.WorkerError: no run can begin: its process ended with exit code 1 while it")
-    assert 'needs `if __name__ == "__main__":` around what it does' in last
-    assert last.endswith("or else jobs=1 with engine=serial, which start none")

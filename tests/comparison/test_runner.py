@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.comparison import Callback, job_count, plan_grid, run_grid, runner
-from fedsim.comparison.job_count import default_jobs, in_one_process, job_bytes
+from fedsim.comparison import Callback, plan_grid, run_grid, runner
+from fedsim.comparison.jobs import default_jobs, in_one_process, job_bytes
 from fedsim.errors import SettingWarning
 
 RULES = ["weighted_mean", "mean", {"rule": "tests.plugs:clipped_mean", "c": 0.1}]
@@ -170,8 +170,8 @@ def test_a_diverged_run_is_counted(serial):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with 8 cores and a terabyte."""
-    monkeypatch.setattr(job_count, "usable_cores", lambda: 8)
-    monkeypatch.setattr(job_count, "free_memory", lambda: 1e12)
+    monkeypatch.setattr("fedsim.comparison.jobs.usable_cores", lambda: 8)
+    monkeypatch.setattr("fedsim.comparison.jobs.free_memory", lambda: 1e12)
     return monkeypatch
 
 
@@ -206,10 +206,10 @@ def test_the_default_number_of_jobs_is_limited_by_memory_and_1_on_a_gpu(quick, m
     tables = {**quick, "workers": 100, "model": "2nn"}
     rows = 100 * 199_210 * 4
     assert rows < job_bytes(fedsim.Experiment(**tables)) < 10 * rows + 1e9
-    machine.setattr(job_count, "free_memory", lambda: 5e9)
+    machine.setattr("fedsim.comparison.jobs.free_memory", lambda: 5e9)
     assert 1 < jobs_for(tables, {"seed": list(range(20))}) < 8
-    machine.setattr(job_count, "free_memory", lambda: 1.0)
+    machine.setattr("fedsim.comparison.jobs.free_memory", lambda: 1.0)
     assert jobs_for(tables, {"seed": list(range(20))}) == 1
-    machine.setattr(job_count, "free_memory", lambda: 1e12)
-    machine.setattr(job_count, "resolve_device", lambda name: torch.device("cuda", 0))
+    machine.setattr("fedsim.comparison.jobs.free_memory", lambda: 1e12)
+    machine.setattr("fedsim.comparison.jobs.resolve_device", lambda name: torch.device("cuda", 0))
     assert jobs_for(tables, {"seed": list(range(20))}) == 1

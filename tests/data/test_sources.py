@@ -10,7 +10,7 @@ import torch
 import fedsim
 from fedsim.data import sources
 from fedsim.errors import DataError
-from fedsim.system import vision
+from fedsim.system import packages
 
 
 def idx_bytes(array):
@@ -65,7 +65,7 @@ def test_missing_data_is_downloaded_through_torchvision(name, class_name, data_r
         asked.append((dataset, root))
         write_mnist(root, dataset)
 
-    monkeypatch.setattr(vision, "download", download)
+    monkeypatch.setattr(packages, "download", download)
     fedsim.load_dataset(name, data_root)
     fedsim.load_dataset(name, data_root)
     assert asked == [(class_name, data_root)]
@@ -75,7 +75,7 @@ def test_missing_data_is_an_error_with_advice(data_root, monkeypatch):
     def no_network(*args, **kwargs):
         raise RuntimeError("Error downloading\nname or service not known")
 
-    monkeypatch.setattr(vision.import_torchvision().datasets, "MNIST", no_network)
+    monkeypatch.setattr(packages.import_torchvision().datasets, "MNIST", no_network)
     with pytest.raises(DataError) as caught:
         fedsim.load_dataset("mnist", data_root)
     message = str(caught.value)

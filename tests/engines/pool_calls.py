@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from fedsim.engines.pool.barrier import Barrier
 from fedsim.errors import ExperimentError
 
 
@@ -54,6 +53,8 @@ def misbehave(process, how, index=0, meet_after=True):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "exit":
                 os._exit(0)
+            if how == "leave":
+                raise SystemExit
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "sleep":
@@ -85,13 +86,6 @@ class Note:
 def leave_a_note_at_the_end(process, folder):
     gc.disable()  # nothing but an explicit collection finds the note
     process.state["note"] = Note(folder / str(process.index))
-
-
-def hang_at_the_barrier(process):
-    """Process 1 never comes, and process 0 times out before the parent does."""
-    if process.index == 1:
-        time.sleep(3600)
-    Barrier(process.table, 0, timeout=0.5).wait()
 
 
 def work_on(process, worker, round):

@@ -4,8 +4,7 @@ import pytest
 
 from fedsim.engines.executor import Executor
 from fedsim.engines.group import SharedMemory, balance_load
-from fedsim.engines.pool.barrier import Barrier, HeartbeatTable
-from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.process_context import Barrier, HeartbeatTable, ProcessContext
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.sequential import RowTrainer
@@ -63,7 +62,7 @@ def executors(prepared):
     table = HeartbeatTable(2)
     executors = [
         Executor(
-            SharedMemory(ProcessContext(k, 2, table, Barrier(table, k, timeout=1.0)), task.device),
+            SharedMemory(ProcessContext(k, 2, table, Barrier(table, k)), task.device),
             *(task, shared, RowTrainer, WorkerStates.of(task, shared)),
         )
         for k in range(2)

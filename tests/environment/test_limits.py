@@ -6,14 +6,15 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import fedsim
-from fedsim.errors import WorkerError
 from fedsim.system import limits
 from tests.environment.confined import QUICK, as_somebody_else, limited, one_line_of_error, surroundings
 
+PACKAGE = Path(fedsim.__file__).parent
 SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false", "-q"]
 
 
@@ -41,26 +42,12 @@ def test_too_few_files_are_reported_before_any_process_starts(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_soft_limit_of_files_is_raised_where_the_hard_limit_allows_it(tmp_path):
-    raised = run("run", *SPAWN, "processes=2", "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 200))
-    assert (raised.returncode, raised.stderr) == (0, "")
-
-
-def test_jobs_of_a_comparison_ask_for_their_files_too(tiny_experiment):
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY or hard > 10**7:
-        pytest.skip("this system sets no limit")
-    with pytest.raises(WorkerError, match=r"processes = \d+: to start them .*, or jobs=1 with engine=serial"):
-        limits.require_files(hard, "jobs=1 with engine=serial, which start none")
-
-
-@pytest.mark.slow
-def test_as_many_files_as_the_error_asks_for_are_enough(tmp_path):
+def test_as_many_files_as_the_error_asks_for_are_enough_as_a_hard_limit(tmp_path):
     words = [*SPAWN, "workers=12", "processes=12"]
     refused = run("run", *words, "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 30))
     enough = int(re.search(r"ulimit -n (\d+)", refused.stderr)[1])
     for name, further in (("rounds", []), ("race", ["mode=race", "policy=hogwild", "race.runs=2"])):
-        done = run("run", *words, *further, "--out", name, cwd=tmp_path, RLIMIT_NOFILE=(enough, enough))
+        done = run("run", *words, *further, "--out", name, cwd=tmp_path, RLIMIT_NOFILE=(30, enough))
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -111,3 +98,20 @@ def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
     result = cli("run", *QUICK)
     assert (result.exit_code, result.stderr) == (1, "error: /some/where: Input/output error\n")
     assert one_line_of_error(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_of_user"),
+    [
+        (f"{PACKAGE}_plugs.py", True),
+        (PACKAGE / "models.py", False),
+        ("<string>", True),
+        ("<frozen importlib._bootstrap>", False),
+        (Path(pytest.__file__), False),
+    ],
+)
+def test_a_file_beside_the_package_is_of_the_user(file, is_of_user):
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", str(file), "exec"))
+    caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without the frame of this test
+    assert bool(limits.frames_of_user(caught.value)) == is_of_user

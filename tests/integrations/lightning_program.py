@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from fedsim.system.vision import import_torchvision
+from fedsim.system.packages import import_torchvision
 from tests.integrations.ddp_program import STEPS, loss, new_model
 
 import_torchvision()  # Lightning imports it, also one that does not fit the build of PyTorch

@@ -70,7 +70,9 @@ def test_the_program_of_ranks_runs(tmp_path, monkeypatch):
 
 @requires("lightning")
 def test_the_program_of_lightning_runs(tmp_path):
-    first = "from fedsim.system.vision import import_torchvision\nimport_torchvision()\n"  # here it may not fit PyTorch
+    first = (
+        "from fedsim.system.packages import import_torchvision\nimport_torchvision()\n"  # here it may not fit PyTorch
+    )
     path = tmp_path / "train_lightning.py"
     path.write_text(first + PROGRAMS[path.name])
     codes, _, errors = ended([start_python(path, cwd=tmp_path)], 150)

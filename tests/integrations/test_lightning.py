@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.system.vision import import_torchvision
+from fedsim.system.packages import import_torchvision
 from tests.commands import ended, start_ranks
 from tests.integrations.test_ddp import in_one_process
 

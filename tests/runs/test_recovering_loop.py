@@ -11,11 +11,6 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 from fedsim.runs.recovery import RecoveringLoop, recovering
 
-TABLES = {
-    **{"rounds": 4, "workers": 4, "engine": "serial", "data": "tests.plugs:tiny", "model": "logistic"},
-    "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
-}
-
 
 class Fake:
     """A loop that adds 1 to a tensor in every round, and an engine; `losses` names the calls that lose a process."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import random
 import re
 import signal
@@ -176,7 +175,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
         def __init__(self, *arguments):
             super().__init__(*arguments)
             if not killed:
-                killed.append(self._children[1].pid)
+                killed.append(self._children[1].process.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(pool_backend, "ProcessPool", Killed)
@@ -202,35 +201,6 @@ def test_a_process_that_dies_when_all_is_done_takes_nothing_with_it(session, mon
     assert_as_without_faults(result, tables, session)  # the session starts new processes
 
 
-class Reaper(threading.Thread):
-    """Kills processes of a running experiment at random instants after each request."""
-
-    def __init__(self, rng):
-        super().__init__(daemon=True)
-        self.killed, self._rng, self._orders, self._over = 0, rng, queue.SimpleQueue(), False
-
-    def run(self):
-        for longest_pauses in iter(self._orders.get, None):
-            for seconds in longest_pauses:
-                time.sleep(self._rng.uniform(0, seconds))
-                while not (victims := [child for child in active_children() if child.name.startswith("fedsim-")]):
-                    if self._over:
-                        return
-                    time.sleep(0.01)  # all are dead, and the new ones have not started
-                self._rng.choice(victims).kill()
-                self.killed += 1
-
-    def kill(self, *longest_pauses):
-        """Request to kill one process after a random part of each of these pauses."""
-        self._orders.put(longest_pauses)
-
-    def end(self):
-        """Finish the requests while processes are left."""
-        self._over = True
-        self._orders.put(None)
-        self.join()
-
-
 SOAKED = {
     "parameters": {"aggregate": "foolsgold", "server": "adam"},
     "gradients": {"sync": "gradients", "local": {"momentum": 0.9}},
@@ -245,26 +215,36 @@ SOAKED = {
 def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
     """Kills at random instants of rounds, and while processes are being replaced; not before or after all rounds."""
     tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "worker_retries": 100, **SOAKED[kind]}
-    reaper, times = Reaper(random.Random(kind)), [time.monotonic()]
+    rng, times, killed, timers = random.Random(kind), [time.monotonic()], [], []
+
+    def kill_one():
+        if victims := [child for child in active_children() if child.name.startswith("fedsim-")]:
+            killed.append(rng.choice(victims))
+            killed[-1].kill()
 
     def on_round(record):
         times.append(time.monotonic())
         if record["round"] in range(7, 50, 7):
             soon = 7 * statistics.median(after - before for before, after in pairwise(times))
-            reaper.kill(*([soon, 3.0] if record["round"] in (14, 28, 42) else [soon]))
+            timers.append(threading.Timer(rng.uniform(0, soon), kill_one))
+            if record["round"] % 2 == 0:  # and once more, while processes are being replaced
+                timers.append(threading.Timer(soon + rng.uniform(0, 3), kill_one))
+            for timer in timers[-2:]:
+                if timer.ident is None:
+                    timer.start()
         if record["round"] == tables["rounds"] - 1:
-            reaper.end()
+            for timer in timers:
+                timer.cancel()
+                timer.join()
 
     with fedsim.Session() as session:
         whole = fedsim.run(tables, session=session)
-        before, begun = open_things(), time.monotonic()
-        reaper.start()
+        before = open_things()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedsimWarning)
             result = fedsim.run(tables, session=session, on_round=on_round)
         after = open_things()
-        print(f"{kind}: {reaper.killed} kills in {time.monotonic() - begun:.0f} s; descriptors, maps {before} {after}")
-    assert reaper.killed >= 4, "some of the ten may find no process"
+    assert len(killed) >= 4, "some of the ten may find no process"
     assert torch.equal(result.global_row, whole.global_row)
     assert untimed(result.history) == untimed(whole.history)
     assert after[0] <= before[0] + 1

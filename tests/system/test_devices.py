@@ -23,79 +23,53 @@ def test_a_device_that_is_not_there_is_one_clear_line(name):
         devices.resolve_device(name)
 
 
-def test_usable_cores_respect_the_containers_quota(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    for content, cores in (("250000 100000", 2), ("max 100000", 8), ("50000 100000", 1)):
-        (tmp_path / "cpu.max").write_text(content)
-        monkeypatch.setattr(devices, "CGROUP", tmp_path)
-        assert devices.usable_cores() == cores
-    monkeypatch.setattr(devices, "CGROUP", tmp_path / "missing")
-    assert devices.usable_cores() == 8
-
-
-def test_the_quota_of_a_job_within_the_container_counts_too(tmp_path, monkeypatch):
+def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tmp_path, monkeypatch):
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(devices, "CGROUP", tmp_path)
     monkeypatch.setattr(devices, "OWN_CGROUP", tmp_path / "own")
+    assert devices.usable_cores() == 8
+    for content, cores in (("250000 100000", 2), ("50000 100000", 1), ("max 100000", 8)):
+        (tmp_path / "cpu.max").write_text(content)
+        assert devices.usable_cores() == cores
     (tmp_path / "slice" / "job").mkdir(parents=True)
     (tmp_path / "slice" / "cpu.max").write_text("300000 100000\n")
-    for own, cores in (("/slice/job", 3), ("/slice", 3), ("/", 8), ("/../elsewhere", 8)):
+    for own, cores in (("/", 8), ("/../elsewhere", 8), ("/slice", 3), ("/slice/job", 3)):
         (tmp_path / "own").write_text(f"12:cpu:/old\n0::{own}\n")
         assert devices.usable_cores() == cores, own
     (tmp_path / "slice" / "job" / "cpu.max").write_text("100000 100000\n")
-    (tmp_path / "own").write_text("0::/slice/job\n")
     assert devices.usable_cores() == 1
 
 
-def test_processes_by_default_never_exceed_the_cohort_or_the_cores(monkeypatch):
-    monkeypatch.setattr(devices, "usable_cores", lambda: 6)
-    cpu = torch.device("cpu")
-    assert devices.default_processes(cpu, 4, 1) == 4
-    assert devices.default_processes(cpu, 100, 1) == 6
-    assert devices.default_processes(cpu, 100, 2) == 3
-    assert devices.default_processes(cpu, 100, 16) == 1
+@pytest.mark.parametrize(
+    ("cores", "memory", "cohort", "threads", "processes"),
+    [
+        *((6, 1e12, 4, 1, 4), (6, 1e12, 100, 1, 6), (6, 1e12, 100, 2, 3), (6, 1e12, 100, 16, 1)),
+        *((64, 8e9, 100, 1, 10), (64, float("inf"), 100, 1, 64)),  # memory may be unknown, as on macOS
+    ],
+)
+def test_processes_by_default_never_exceed_the_cohort_the_cores_or_the_memory(
+    cores, memory, cohort, threads, processes, monkeypatch
+):
+    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
+    monkeypatch.setattr(devices, "total_memory", lambda: memory)
+    assert devices.default_processes(torch.device("cpu"), cohort, threads) == processes
 
 
-def test_too_little_shared_memory_is_told_with_both_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path)
-    devices.require_shared_memory(1000)
-    with pytest.raises(ExperimentError, match=r"shared memory: this run needs 1e\+03 PB in .* are free"):
-        devices.require_shared_memory(10**18)
-    monkeypatch.setattr(devices, "SHARED_MEMORY", tmp_path / "not here")
-    devices.require_shared_memory(10**18)
-
-
-def test_total_memory_is_that_of_the_machine_or_of_its_container(tmp_path, monkeypatch):
+def test_memory_is_that_of_the_machine_or_of_its_container(tmp_path, monkeypatch):
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal: 9000 kB\nMemAvailable: 2000 kB\n")
     monkeypatch.setattr(devices, "MEMORY", machine)
     monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    assert devices.total_memory() == 9000 * 1024
-    for limit, total in (("1000000\n", 1_000_000), ("max\n", 9000 * 1024)):
-        (tmp_path / "memory.max").write_text(limit)
-        assert devices.total_memory() == total
-    monkeypatch.setattr(devices, "MEMORY", tmp_path / "missing")
-    assert devices.total_memory() == float("inf")
-
-
-def test_a_machine_with_little_memory_runs_fewer_processes(monkeypatch):
-    monkeypatch.setattr(devices, "usable_cores", lambda: 64)
-    monkeypatch.setattr(devices, "total_memory", lambda: 8e9)
-    assert devices.default_processes(torch.device("cpu"), 100, 1) == 10
-    monkeypatch.setattr(devices, "total_memory", lambda: float("inf"))  # unknown, as on macOS
-    assert devices.default_processes(torch.device("cpu"), 100, 1) == 64
-
-
-def test_free_memory_respects_the_containers_limit(tmp_path, monkeypatch):
-    machine = tmp_path / "meminfo"
-    machine.write_text("MemTotal: 9000 kB\nMemAvailable: 2000 kB\n")
-    monkeypatch.setattr(devices, "MEMORY", machine)
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    assert devices.free_memory() == 2000 * 1024
+    assert (devices.total_memory(), devices.free_memory()) == (9000 * 1024, 2000 * 1024)
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
-    for limit, free in (("1000000\n", 400_000), ("max\n", 2000 * 1024), (f"{10**12}\n", 2000 * 1024)):
+    for limit, total, free in (
+        ("1000000\n", 1_000_000, 400_000),
+        ("max\n", 9000 * 1024, 2000 * 1024),
+        (f"{10**12}\n", 9000 * 1024, 2000 * 1024),
+    ):
         (tmp_path / "memory.max").write_text(limit)
-        assert devices.free_memory() == free
+        assert (devices.total_memory(), devices.free_memory()) == (total, free)
+    (tmp_path / "memory.max").unlink()
     monkeypatch.setattr(devices, "MEMORY", tmp_path / "missing")
-    assert devices.free_memory() == float("inf")
+    assert devices.total_memory() == devices.free_memory() == float("inf")

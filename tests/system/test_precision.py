@@ -26,12 +26,6 @@ def switches_kept():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_rows_are_float32_for_all_but_float64():
-    assert list(PRECISIONS) == ["float32", "float64", "tf32", "bf16"]
-    assert {name for name, precision in PRECISIONS.items() if precision.rows != torch.float32} == {"float64"}
-    assert PRECISIONS["float64"].rows == torch.float64
-
-
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("before", [(False, True), (True, False), (True, True), (False, False)])
 def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, allowed, switches_kept):
@@ -151,14 +145,12 @@ def test_in_bf16_stacked_rows_differ_from_serial_ones_no_more_than_from_float32(
     assert (stacked - full).norm() < 0.1 * scale
 
 
-def test_every_engine_trains_in_bf16(tiny_experiment):
-    serial, spawn, *others = (
+def test_processes_train_in_bf16_as_one_does(tiny_experiment):
+    serial, spawn = (
         fedsim.run({**tiny_experiment, "precision": "bf16", "engine": engine, "processes": processes}).global_row
-        for engine, processes in (("serial", None), ("spawn", 2), ("batched", 2), ("auto", 1))
+        for engine, processes in (("serial", None), ("spawn", 2))
     )
     assert torch.equal(serial, spawn)
-    for other in others:
-        assert torch.allclose(serial, other, rtol=0, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.core.randomness import global_states, seed_everything
 from fedsim.core.rows import clip_rows
-from fedsim.engines.pool.barrier import SHARED_ROW
+from fedsim.engines.pool.process_context import SHARED_ROW
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.dropout import RowDropout
 from fedsim.engines.trainers.row_module import RowModule

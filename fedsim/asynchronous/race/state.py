@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.engines.pool.barrier import LINE
+from fedsim.engines.pool.process_context import LINE
 from fedsim.engines.pool.shared_memory import memory_file, share
 from fedsim.errors import ExperimentError
 

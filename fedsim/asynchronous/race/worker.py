@@ -17,8 +17,7 @@ from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STAT
 from fedsim.asynchronous.scheduler import Scheduler, SchedulerState
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.executor import Executor
-from fedsim.engines.pool.barrier import LOCK
-from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.pool.process_context import LOCK, ProcessContext
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision

@@ -10,31 +10,35 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
-from fedsim.engines.pool.barrier import (
-    ARRIVALS,
-    NO_WORKER,
-    SEVERAL_WORKERS,
-    WAITING,
-    WORKER,
+from fedsim.engines.pool.process_context import (
     AbortedError,
     Barrier,
-    DeadlineError,
     HeartbeatTable,
+    HeartbeatTimeout,
+    ProcessContext,
 )
-from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.pool.worker_process import START_TIMEOUT, WorkerProcess
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError
-from fedsim.system.child_process import GRACE, init_child_process, require_importable_main, signals_deferred
+from fedsim.system.child_process import (
+    GRACE,
+    Child,
+    describe_exit,
+    describe_failed_start,
+    init_child_process,
+    require_importable_main,
+    signals_deferred,
+    start_process,
+)
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.messages import Channel, Message, ReceivedMessage
 
 INSTEAD = "engine=serial, which starts none"
+START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and send its first message
 
 
 class ProcessPool:
@@ -44,36 +48,45 @@ class ProcessPool:
     death or silence raises a ProcessLostError. The processes end if their parent dies.
 
     Args:
-        count: number of processes.
-        threads: threads that PyTorch uses in each.
+        processes: their number.
+        threads: threads that PyTorch uses in each; None: as PyTorch chooses.
         timeout: seconds without a heartbeat after which a process counts as hanging.
+        instead: a setting that starts no processes, for errors.
+        called: format string for error messages: what a process is called, {} being its index.
+        daemon: as in multiprocessing: the processes have no children, and Python ends them at exit.
 
     Raises WorkerError if the system cannot start so many processes.
     """
 
-    def __init__(self, count: int, threads: int = 1, timeout: float = 300.0) -> None:
-        require_importable_main(INSTEAD)
-        require_files(count, INSTEAD)
-        self.count, self._timeout = count, timeout
-        self._table = HeartbeatTable(count)
-        self._children: list[WorkerProcess] = []
+    def __init__(
+        self,
+        processes: int,
+        threads: int | None = 1,
+        timeout: float = 300.0,
+        *,
+        instead: str = INSTEAD,
+        called: str = "process {}",
+        daemon: bool = True,
+    ) -> None:
+        require_importable_main(instead)
+        require_files(processes, instead)
+        self.count, self._timeout, self._instead, self._called = processes, timeout, instead, called
+        self._table = HeartbeatTable(processes)
+        self._children: list[Child] = []
+        self._starting = set(range(processes))
+        self._answers: dict[int, Any] = {}
+        self._message: Message | None = None  # the call, until all processes have started
+        self._on_message: Callable[[Any], object] | None = None
         try:
             with signals_deferred():  # child processes inherit the blocked signals: only the parent handles Ctrl-C
-                for index in range(count):
-                    self._children.append(self._start(index, threads))
+                for index in range(processes):
+                    self._children.append(
+                        start_process(_serve, index, self._table, threads, name=f"fedsim-{index}", daemon=daemon)
+                    )
+            self.expect_heartbeats(START_TIMEOUT)
         except BaseException:
             self.close()
             raise
-
-    def _start(self, index: int, threads: int) -> WorkerProcess:
-        return WorkerProcess(
-            *(_serve, index, self._table, threads, self._timeout),
-            table=self._table,
-            index=index,
-            instead=INSTEAD,
-            name=f"fedsim-{index}",
-            daemon=True,
-        )
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run `function(process, *arguments)` in every process.
@@ -85,38 +98,68 @@ class ProcessPool:
         Returns the results in the order of the processes. Raises WorkerError if a process fails, its subclass
         ProcessLostError if one dies or hangs, or the ExperimentError that one raised; the pool is closed then.
         """
-        if not self.at_work:
-            raise WorkerError("the process pool has been closed")
         try:
-            if not self._children[0].started:
-                self._collect(START_TIMEOUT)
-                for child in self._children:
-                    child.started = True
-            message = Message((function, arguments))
-            for index, child in enumerate(self._children):
-                try:
-                    child.pipe.send(message)
-                except (BrokenPipeError, ConnectionResetError):
-                    raise self._death(index) from None
-            return self._collect(self._timeout)
+            self.begin(function, *arguments)
+            while (results := self.poll(wait_for([self]))) is None:
+                continue
+            return results
         except BaseException:
             self.close()
             raise
+
+    def begin(
+        self, function: Callable[..., Any], *arguments: Any, on_message: Callable[[Any], object] | None = None
+    ) -> None:
+        """Begin a call, whose results `poll` returns; `on_message` gets what the function sends meanwhile.
+
+        If this or `poll` raises, the caller closes the pool.
+        """
+        if not self.at_work:
+            raise WorkerError("the process pool has been closed")
+        self._answers, self._on_message, self._message = {}, on_message, Message((function, arguments))
+        if not self._starting:
+            self._send()
+
+    def poll(self, ready: Collection[object]) -> list[Any] | None:
+        """The results of the call that was begun; None as long as they are not complete.
+
+        Call it after each `wait_for`, whose result is `ready`. Raises what `call` raises.
+        """
+        for index in self._pending:
+            if self._children[index].pipe in ready:
+                self._receive(index)
+        for index, child in enumerate(self._children):
+            # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
+            if child.process.sentinel in ready and (index in self._answers or not child.pipe.poll()):
+                raise self._death(index)
+        if self._message and not self._starting:
+            self._send()
+        pending = self._pending
+        if ProcessContext.monitored is not None:
+            ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
+        silent = [self._silences[index].too_long() for index in pending]  # of each, since this measures
+        if silent and all(silent):
+            raise self._silence(pending)
+        return None if pending else [self._answers[index] for index in range(self.count)]
 
     @property
     def at_work(self) -> bool:
         """Whether the pool takes calls: it was not closed, and no process has failed."""
         return bool(self._children)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether all processes have started, and have been sent a call."""
+        return self._message is None and not self._starting
+
+    def expect_heartbeats(self, timeout: float) -> None:
+        """Measure the silence of the processes from now on, with this timeout."""
+        self._silent_seconds = timeout
+        self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
+
     def close(self) -> None:
-        """End the processes: each stops at its next heartbeat, and is killed if it does not end in time."""
-        self._table.abort()
-        with signals_deferred():  # a pool that is half closed would be worse than a late signal
-            for child in self._children:
-                child.dismiss()
-            deadline = time.monotonic() + (GRACE if self._children and self._children[0].started else 0.0)
-            while self._children:
-                self._children.pop().close(deadline)
+        """End the processes; see `close_pools`."""
+        close_pools([self])
 
     def __enter__(self) -> ProcessPool:
         return self
@@ -124,96 +167,118 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self, timeout: float) -> list[Any]:
-        """Wait for one answer from every process."""
-        answers: dict[int, Any] = {}
-        children = self._children
-        for child in children:
-            child.expect_heartbeats(timeout)
-        while len(answers) < self.count:
-            pending = [index for index in range(self.count) if index not in answers]
-            pipes = {children[index].pipe: index for index in pending}
-            sentinels = {child.sentinel: index for index, child in enumerate(children)}
-            waited: list[Any] = [*pipes, *sentinels]
-            ready: list[Any] = wait(waited, timeout=children[0].look_interval)
-            for item in ready:
-                if item in pipes:
-                    answers[pipes[item]] = self._receive(pipes[item])
-            for item in ready:
-                index = sentinels.get(item)
-                # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
-                if index is not None and (index in answers or not children[index].pipe.poll()):
-                    raise self._death(index)
-            if ProcessContext.monitored is not None:
-                ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
-            waiting_for = [index for index in pending if index not in answers]
-            silent = [children[index].is_silent() for index in waiting_for]  # of each, since this measures
-            if silent and all(silent):
-                raise self._silence(waiting_for)
-        return [answers[index] for index in range(self.count)]
+    @property
+    def _pending(self) -> list[int]:
+        """The processes whose first message, or then whose answer, has not come."""
+        return sorted(self._starting) or [index for index in range(self.count) if index not in self._answers]
 
-    def _receive(self, index: int) -> Any:
+    def _send(self) -> None:
+        """Send the call to all processes."""
+        for child in self._children:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, as `poll` finds out
+                child.pipe.send(self._message)
+        self._message = None
+        self.expect_heartbeats(self._timeout)
+
+    def _receive(self, index: int) -> None:
+        """Read a message of a process."""
         child = self._children[index]
         try:
             message = child.pipe.receive()
         except (EOFError, ConnectionResetError):
             raise self._death(index) from None
         except OSError:  # the process died while it sent a message, or the system refuses to receive it
-            child.wait(GRACE)
-            if child.exitcode is None:
+            child.process.join(GRACE)
+            if child.process.exitcode is None:
                 raise
             raise self._death(index) from None
         assert message is not None  # only the parent sends the message that ends a process
         kind, content = message.load()
-        if kind == "result":
-            return content
-        if kind == "aborted":  # a peer has failed; its own message, or its sentinel, says how
-            return None
-        if kind == "waited":
-            raise self._silence(list(range(self.count)))
-        if kind == "refused":
+        if kind == "started":
+            self._starting.discard(index)
+        elif kind == "message":
+            if self._on_message:
+                self._on_message(content)
+        elif kind in ("result", "aborted"):  # a peer has failed; its own message, or its sentinel, says how
+            self._answers[index] = content
+        elif kind == "refused":
             raise content
-        worker = self._table.worker(index)
-        where = f"{worker} failed (process {index})" if worker else f"{self._named(index)}, failed"
-        raise WorkerError(f"{where}: {content}")
-
-    def _named(self, index: int) -> str:
-        return f"process {index}, {self._table.activity(index)}"
+        else:
+            worker, name = self._table.worker(index), self._called.format(index)
+            where = f"{worker} failed ({name})" if worker else f"{name}, {self._table.activity(index)}, failed"
+            raise WorkerError(f"{where}: {content}")
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
         """The error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
-        index = min(pending, key=lambda each: (self._table.read(each, ARRIVALS), self._table.read(each, WAITING)))
-        why = self._children[index].describe_silence()
-        if not self._children[index].started:
-            return self._lost(index, f"process {index} {why}", why)
+        index = min(pending, key=self._table.progress)
+        if index in self._starting:
+            return self._lost(index, f"has not started within {self._silent_seconds:g} s")
         where = self._table.worker(index) or self._table.activity(index)
-        hint = "a step that takes longer needs a larger `timeout`"
-        return self._lost(index, f"process {index} {why} ({where}); {hint}", why)
+        hint = f" ({where}); a step that takes longer needs a larger `timeout`"
+        return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
+        """The error if a process has ended, or closed its pipe."""
         child = self._children[index]
-        why = child.describe_death()
-        if child.started:
-            return self._lost(index, f"{self._named(index)}, {why}", why)
-        line = f"process {index} {why}"
-        return WorkerError(line) if child.failed_at_start else self._lost(index, line, why)
+        child.process.join(GRACE)
+        if self.has_started:
+            why = describe_exit(child.process.exitcode) + self._table.consequence(index)
+            return self._lost(index, why, f", {self._table.activity(index)},")
+        why = describe_failed_start(child.process.exitcode, self._instead)
+        if (child.process.exitcode or 0) > 0:  # by itself, as a main program that cannot be imported makes any process
+            return WorkerError(f"{self._called.format(index)} {why}")
+        return self._lost(index, why)
 
-    def _lost(self, index: int, line: str, why: str) -> ProcessLostError:
-        worker = self._table.read(index, WORKER)
-        known = None if worker in (NO_WORKER, SEVERAL_WORKERS) else worker
-        return ProcessLostError(line, why, index, known)
+    def _lost(self, index: int, why: str, activity: str = "", hint: str = "") -> ProcessLostError:
+        """The error for a process that has died or hangs, which is killed: nothing more is expected of it."""
+        self._children[index].process.kill()
+        line = f"{self._called.format(index)}{activity} {why}{hint}"
+        return ProcessLostError(line, why, index, self._table.single_worker(index))
 
 
-def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int, timeout: float) -> None:
+def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
+    """Wait until processes of these pools have sent something or ended, or until their heartbeats are to be looked at.
+
+    Returns what is ready, for `poll`, which is called for each of the pools.
+    """
+    sources, interval = list[Any](), float("inf")
+    for pool in pools:
+        sources += [pool._children[index].pipe for index in pool._pending]
+        sources += [child.process.sentinel for child in pool._children]
+        interval = min(interval, pool._silences[0].interval)
+    return wait(sources, timeout=interval)
+
+
+def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
+    """End the processes: each stops at its next heartbeat, and is killed if it does not end within `grace` seconds."""
+    for pool in pools:
+        pool._table.abort()
+    with signals_deferred():  # a pool that is half closed would be worse than a late signal
+        for pool in pools:
+            for child in pool._children:
+                with contextlib.suppress(OSError):  # it has ended
+                    child.pipe.dismiss()
+        deadline = time.monotonic() + grace
+        for pool in pools:
+            while pool._children:
+                child = pool._children.pop()
+                child.process.join(0.0 if pool._starting else max(0.0, deadline - time.monotonic()))
+                child.process.kill()
+                child.process.join()
+                child.process.close()
+                child.pipe.close()
+
+
+def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | None) -> None:
     """Run one process of a pool until the pool is closed."""
     init_child_process()
-    torch.set_num_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     gc.freeze()  # what is imported by now stays, and collections at the end of each task need not look at it
-    barrier = Barrier(table, index, timeout + GRACE)  # the parent notices a silent process first
-    process = ProcessContext(index, table.count, table, barrier)
-    channel = Channel(pipe)
+    channel, barrier = Channel(pipe), Barrier(table, index)
+    process = ProcessContext(index, table.count, table, barrier, lambda content: channel.send(("message", content)))
     with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
-        channel.send(("result", None))
+        channel.send(("started", None))
         while (message := channel.receive()) is not None:
             channel.send(_answer(process, message))
     if process.state:  # after a failure; memory of a device that is in cycles would never be closed
@@ -227,8 +292,6 @@ def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tupl
         return Message(("result", function(process, *arguments)))  # a result that cannot be pickled is a failure too
     except AbortedError:
         return "aborted", None
-    except DeadlineError:  # mostly the parent notices first
-        return "waited", None
     except ExperimentError as error:
         return "refused", error
     except FedsimError as error:

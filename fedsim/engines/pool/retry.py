@@ -30,29 +30,37 @@ def retried(
         try:
             return attempt(number)
         except ProcessLostError as loss:
-            if number > retries:
-                if number == 1:
-                    raise
-                raise WorkerError(f"{loss}; {what} {number} times (worker_retries = {retries})") from loss
+            if error := last_error(loss, number, retries, what):
+                raise error from (None if error is loss else loss)
             report(loss, number)
     raise AssertionError("there is always one more attempt")
+
+
+def last_error(loss: ProcessLostError, attempt: int, retries: int, what: str) -> WorkerError | None:
+    """The error for a loss that ended the last attempt; None if another attempt follows. Arguments as in `retried`."""
+    if attempt <= retries:
+        return None
+    return loss if attempt == 1 else WorkerError(f"{loss}; {what} {attempt} times (worker_retries = {retries})")
 
 
 def announce(
     loss: ProcessLostError,
     attempt: int,
     retries: int,
-    note: Note | None,
+    note: Note | None = None,
     *,
     round: int = 0,
+    run: str = "",
     then: str = "",
 ) -> None:
     """Warn that a process was lost and is replaced, and record the event.
 
-    `round` is the current round: 0 before the first, the last one after it.
-    `then` is what happens besides, as the middle of the sentence.
+    Args:
+        round: the current round: 0 before the first, the last one after it.
+        run: the beginning of the sentence, if there are several runs.
+        then: what happens besides, as the middle of the sentence.
     """
     often = f"{attempt} of at most {plural(retries, 'time')}"
-    warnings.warn(f"{loss}; a new one takes its place{then} ({often})", FedsimWarning, stacklevel=5)
+    warnings.warn(f"{run}{loss}; a new one takes its place{then} ({often})", FedsimWarning, stacklevel=5)
     if note:
         note("worker replaced", round=round, process=loss.process, worker=loss.worker, why=loss.why, attempt=attempt)

@@ -8,14 +8,10 @@ that it takes one file descriptor for each process, not one for each tensor.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
+import itertools
 import os
 from collections.abc import Iterable
-from multiprocessing import get_context
-from multiprocessing.reduction import DupFd
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,26 +54,24 @@ def share(tensors: Iterable[Tensor]) -> None:
     """
     once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
     on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]
-    places: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of their storages: by address, where each will lie
-    end = 0
-    for tensor in on_host:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in places:
-            places[storage.data_ptr()] = storage, end
-            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-    if not end:
+    of_tensors = (tensor.untyped_storage() for tensor in on_host)
+    storages = {storage.data_ptr(): storage for storage in of_tensors if storage.nbytes()}
+    sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages.values()]
+    if not sizes:
         return
-    require_memory(end, "what the processes share", "a smaller cohort, or engine=serial, which shares nothing")
-    block = _block(end)
+    require_memory(sum(sizes), "what the processes share", "a smaller cohort, or engine=serial, which shares nothing")
+    block = _block(sum(sizes))
     if block is None:
-        require_shared_memory(end)
+        require_shared_memory(sum(sizes))
         for tensor in on_host:
             tensor.share_memory_()
         return
-    for storage, place in places.values():
-        block[place : place + storage.nbytes()].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+    places = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # of the storages, by address
+    for address, storage in storages.items():
+        room = block[places[address] : places[address] + storage.nbytes()]
+        room.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     for tensor in on_host:
-        _, place = places.get(tensor.untyped_storage().data_ptr(), (None, 0))
+        place = places.get(tensor.untyped_storage().data_ptr(), 0)
         offset = place // tensor.element_size() + tensor.storage_offset()
         tensor.set_(block.untyped_storage(), offset, tensor.size(), tensor.stride())
 
@@ -100,39 +94,3 @@ def _no_memory(nbytes: int, reason: str, remedy: str) -> ExperimentError:
     return ExperimentError(
         f"shared memory: {show_bytes(nbytes)} cannot be had: {reason}{remedy}; or use engine=serial, which needs none"
     )
-
-
-class Counters:
-    """Integers of 64 bits in memory that processes have in common, all 0 at first.
-
-    Attributes:
-        cells: the numbers, an array of ctypes.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._descriptor = memory_file(8 * count)
-        if self._descriptor is None:
-            self.cells: Any = get_context("spawn").RawArray("q", count)
-        else:
-            self._map()
-
-    def _map(self) -> None:
-        assert self._descriptor is not None
-        self.cells = (ctypes.c_int64 * self._count).from_buffer(mmap.mmap(self._descriptor, 8 * self._count))
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._descriptor is None:
-            return self.__dict__
-        return {"_count": self._count, "_descriptor": DupFd(self._descriptor)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._descriptor is not None:
-            self._descriptor = state["_descriptor"].detach()
-            self._map()
-
-    def __del__(self) -> None:
-        descriptor = getattr(self, "_descriptor", None)
-        if descriptor is not None:
-            os.close(descriptor)

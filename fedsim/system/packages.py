@@ -1,20 +1,43 @@
-"""The import of torchvision, which only its data sets and import paths of the user need."""
+"""Packages that are imported late: the optional ones of the extras, and torchvision."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
+from fedsim.errors import DataError, MissingPackageError, one_line
 
-from fedsim.errors import DataError, one_line
-
+EXTRAS = {  # the packages of each extra that users may want; `pyproject.toml` has their versions
+    "report": ("plotly", "jinja2"),
+    "pandas": ("pandas",),
+    "yaml": ("pyyaml",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "flower": ("flwr", "flwr-datasets"),
+    "lightning": ("lightning",),
+}
 DOWNLOAD_TIMEOUT = 30.0  # seconds without a byte
 
-_missing_operators: torch.library.Library | None = None  # its declarations last as long as the object
+_missing_operators: Any = None  # a library of PyTorch, whose declarations last as long as the object
+
+
+def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Import a module. Raises MissingPackageError, which says what to install, if its package is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:  # a dependency of it is missing
+            raise
+        raise MissingPackageError(
+            f"{purpose} needs the package {package}, which is not installed: pip install 'fedsim-sgd[{extra}]'"
+        ) from None
 
 
 def import_torchvision() -> Any:
@@ -26,20 +49,17 @@ def import_torchvision() -> Any:
     fedsim does not use.
     """
     global _missing_operators
-    schemas = {
-        "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    }
     try:
         import torchvision.datasets
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name, schema in schemas.items():
+        import torch  # here, since a command that needs an extra may not need PyTorch
+
+        _missing_operators = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
             if not hasattr(torch.ops.torchvision, name):
-                library.define(schema)
-        _missing_operators = library
+                _missing_operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         import torchvision.datasets
     return torchvision
 
