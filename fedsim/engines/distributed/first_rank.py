@@ -56,7 +56,7 @@ class FirstRank:
         slots = [[slot for slot in assignment if slot in wanted] for assignment in placement.assignments]
         own = self._shared.rows[placement.rows_of(slots[group.index])]
         sizes = [len(theirs) * d if group.first else 0 for theirs in slots]
-        received = group.exchange([own] + [own[:0]] * (group.count - 1), sizes, "gather")
+        received = group.exchange([own] + [own[:0]] * (group.count - 1), sizes)
         for theirs, part in zip(slots, received, strict=True):
             if group.first:
                 self.rows[theirs] = part.view(len(theirs), d)

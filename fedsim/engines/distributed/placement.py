@@ -50,10 +50,10 @@ class Columns:
         padded[: self.d] = row
         return padded
 
-    def whole(self, group: RankGroup, row: Tensor, purpose: str) -> Tensor:
+    def whole(self, group: RankGroup, row: Tensor) -> Tensor:
         """A row [d] with the columns of every rank, from rows in which each rank has set its own columns."""
         padded = self.padded(row)
-        group.all_gather(padded, purpose)
+        group.all_gather(padded)
         return padded[: self.d]
 
 

@@ -106,7 +106,7 @@ class RankAggregator:
             if self._sent_buffer is self._global_buffer:
                 self._sent_buffer = self._global_buffer.clone()
             self._sent_buffer[own] = start
-            self._group.all_gather(self._sent_buffer, "pull_down")
+            self._group.all_gather(self._sent_buffer)
         return self._sent_buffer[:d]
 
     def begin(self, round: int, slots: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class RankAggregator:
         self._first.run(lambda root: root.attack(context))
         rows, mine = self._first.rows, slots[group.index]
         parts = [rows[theirs if group.first else []] for theirs in slots]
-        received = group.exchange(parts, [len(mine) * d] + [0] * (group.count - 1), "attack")[0]
+        received = group.exchange(parts, [len(mine) * d] + [0] * (group.count - 1))[0]
         write_attacked(self._task, self._shared, self.placement.rows_of(mine), received.view(len(mine), d))
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
@@ -159,14 +159,14 @@ class RankAggregator:
             self._whole_update, self.has_last = None, self._task.keeps_last
             return
         self._part.server_step()
-        self._group.all_gather(self._global_buffer, "aggregate")
+        self._group.all_gather(self._global_buffer)
         if self._task.solver.has("correct"):  # it may have changed the server's state, here of own columns only
             columns = self._columns
             for kept in self._shared.server_state.values():
                 if len(kept) == columns.d:
-                    kept.copy_(columns.whole(self._group, kept, "aggregate"))
+                    kept.copy_(columns.whole(self._group, kept))
         if self._task.keeps_last:
-            self._group.all_gather(self._last_buffer, "aggregate")
+            self._group.all_gather(self._last_buffer)
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         """Update the buffers from those of the whole cohort, in every rank alike."""
@@ -176,7 +176,7 @@ class RankAggregator:
         own = self.placement.places(context.slots)[self._group.index]
         buffers = shared.buffers.new_zeros(len(context.slots), shared.buffers.shape[1])
         buffers[own] = shared.buffers[self._own_row_numbers(context, own)]
-        self._group.all_reduce(buffers, "buffers")
+        self._group.all_reduce(buffers)
         combine_buffers(self._task, shared, context, excluded, buffers)
 
     def begin_with_parameters(self) -> None:
@@ -203,7 +203,7 @@ class RankAggregator:
             for name, part in state.items() if sync not in self._whole_states else ():
                 row = torch.empty_like(shared.global_row)
                 row[columns.part(self._group.index)] = part
-                tensors[f"{sync}.{name}"] = columns.whole(self._group, row, "checkpoint")
+                tensors[f"{sync}.{name}"] = columns.whole(self._group, row)
         return tensors
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
@@ -218,7 +218,7 @@ class RankAggregator:
         losses = torch.zeros(self._n_rows, dtype=torch.double)
         own = self.placement.assignments[self._group.index]
         losses[own] = self._shared.train_loss[: len(own)]
-        return self._group.all_reduce(losses, "facts")
+        return self._group.all_reduce(losses)
 
     def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
         """In the first rank all rows of an aggregation and their losses, by slot; else None."""
@@ -252,7 +252,7 @@ class RankAggregator:
         for place, slot in enumerate(context.slots):
             rank, row = self.placement.rows[slot]
             bad[place] = rank == self._group.index and row in rows
-        self._part.linear_stats(context, self._group.all_reduce(bad, "facts").nonzero().flatten().tolist())
+        self._part.linear_stats(context, self._group.all_reduce(bad).nonzero().flatten().tolist())
         assert self._task.hook is not None
         hook = f'distributed.hook = "{self._task.hook.name}"'
         what = f"the mean of the gradients is not finite, though each of them is ({hook})"
@@ -277,7 +277,7 @@ class RankAggregator:
             facts[0, [mine[row] for row in bad_rows(self._own_rows(context, places))]] = 1
         if with_losses:
             facts[1, mine] = self._shared.losses[self._own_row_numbers(context, mine)]
-        self._group.all_reduce(facts, "facts")
+        self._group.all_reduce(facts)
         if with_losses:
             self._slot_losses[list(context.slots)] = facts[1]
         return facts[0].nonzero().flatten().tolist()
@@ -292,10 +292,10 @@ class RankAggregator:
         total = self._weighted_sum(context, places, stats)
         if checks and bad_rows(self._own_rows(context, places)):
             total.fill_(math.nan)
-        self._group.all_reduce(total, "aggregate")
+        self._group.all_reduce(total)
         if checks and not math.isfinite(total.sum()) and (bad := self._exchange_facts(context, places)):
             stats = self._part.linear_stats(context, bad)
-            total = self._group.all_reduce(self._weighted_sum(context, places, stats), "aggregate")
+            total = self._group.all_reduce(self._weighted_sum(context, places, stats))
         self._whole_update = context.moment, total
         return stats
 
@@ -304,7 +304,7 @@ class RankAggregator:
         group, columns = self._group, self._columns
         stats = self._part.linear_stats(context, bad)
         parts = columns.parts(self._weighted_sum(context, places, stats))
-        received = group.exchange(parts, [columns.size(group.index)] * group.count, "aggregate")
+        received = group.exchange(parts, [columns.size(group.index)] * group.count)
         self._part.set_result(context, torch.stack(received).sum(0), bad)
         return stats
 
@@ -320,7 +320,7 @@ class RankAggregator:
         """A columnwise rule, or a rule of inner products: each rank applies it to its columns of all rows."""
         width = self._columns.size(self._group.index)
         parts = self._columns.parts(self._own_rows(context, places))
-        received = self._group.exchange(parts, [len(theirs) * width for theirs in places], "aggregate")
+        received = self._group.exchange(parts, [len(theirs) * width for theirs in places])
         for theirs, rows in zip(places, received, strict=True):
             self._column_rows[[context.slots[place] for place in theirs]] = rows.view(len(theirs), width)
         return self._part.aggregate(context, bad)
@@ -335,7 +335,7 @@ class RankAggregator:
             ((_, update),) = self._first.aggregator.result
             parts = columns.parts(update)
         sizes = [columns.size(group.index)] + [0] * (group.count - 1)
-        self._part.set_result(context, group.exchange(parts, sizes, "aggregate")[0], bad)
+        self._part.set_result(context, group.exchange(parts, sizes)[0], bad)
         return stats
 
     def _gather(self, context: AggregationContext) -> None:
@@ -347,4 +347,4 @@ class RankAggregator:
             self._first.aggregator.has_last = self.has_last
 
     def _reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        return self._group.all_reduce(values, "products", {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+        return self._group.all_reduce(values, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])

@@ -68,7 +68,7 @@ class RankExchange:
         own = values[self.index :: self.count].clone()
         values.zero_()
         values[self.index :: self.count] = own
-        self._group.all_reduce(values, "test")
+        self._group.all_reduce(values)
 
     def total(self, sent: SentUpdates) -> SentUpdates:
         return SentUpdates.total(self._group.gather_objects(sent))

@@ -129,8 +129,8 @@ def first_host(names: str) -> str | None:
     return "".join(part or "" for part in found.groups()) if found else None
 
 
-def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
-    """The store of keys and values at which the ranks meet.
+def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
+    """The store of keys and values at which the ranks meet, and its process, as errors name it.
 
     Args:
         init: `env://` (from the launcher), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
@@ -139,26 +139,18 @@ def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
     """
     limit = timedelta(seconds=timeout)
     if init.startswith("file://"):
-        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
-    host, port = meeting_address(init, place)
-    leads = place.rank == 0 and not _keeps_store_in_agent(init)
+        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0], f"the ranks' store {init}"
+    (host, port), keeper = meeting_address(init, place), "rank 0"
+    if init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        keeper = "the launcher, which keeps the ranks' store,"
+    leads = place.rank == 0 and keeper == "rank 0"
     if not leads:
         _wait_for_store(host, port, timeout)
     listening = _listen(host, port) if leads and is_loopback(host) else None
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
     )
-
-
-def store_keeper(init: str) -> str:
-    """The process of the store, as errors name it."""
-    if init.startswith("file://"):
-        return f"the ranks' store {init}"
-    return "the launcher, which keeps the ranks' store," if _keeps_store_in_agent(init) else "rank 0"
-
-
-def _keeps_store_in_agent(init: str) -> bool:
-    return init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return store, keeper
 
 
 def _wait_for_store(host: str, port: int, timeout: float) -> None:
