@@ -131,6 +131,6 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
     """Send an error of this rank to the others, in the way in which they wait for it."""
     if not preflight.settled:
         preflight.fail(error)
-    elif preflight.reached:
+    elif preflight.passed:
         line = str(error).splitlines()[0]
         group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")

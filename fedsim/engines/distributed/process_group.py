@@ -150,30 +150,22 @@ class RankGroup:
 
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or `op`) of the values [...] of all ranks, in place."""
-        with self._on_the_wire(values) as wire:
-            self._do(dist.all_reduce, wire, op=op)
-        return values
+        return self._do(dist.all_reduce, values, op=op)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The first rank's values, in place."""
-        with self._on_the_wire(values) as wire:
-            self._do(dist.broadcast, wire, 0)
-        return values
+        return self._do(dist.broadcast, values, 0)
 
     def all_gather(self, room: Tensor) -> None:
         """Give every rank all parts of `room`, [count * width], of which each rank has its own part."""
-        own = room.view(self.count, -1)[self.index].clone()
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-        with self._on_the_wire(room) as wire:
-            self._do(gather, wire, own.to(wire.device))
+        self._do(gather, room, room.view(self.count, -1)[self.index].clone())
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Send one of `parts` to each rank; returns the flat parts that the ranks send to this one, of these sizes."""
-        given = torch.cat([part.reshape(-1) for part in parts])
-        wire = given if self._carries(given) else given.cpu()
-        got = wire.new_empty(sum(sizes))
-        self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
-        return list(got.to(given.device).split(list(sizes)))
+        sent, received = torch.cat([part.reshape(-1) for part in parts]), parts[0].new_empty(sum(sizes))
+        self._do(dist.all_to_all_single, received, sent, list(sizes), [part.numel() for part in parts])
+        return list(received.split(list(sizes)))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small picklable object of every rank, in their order."""
@@ -278,22 +270,14 @@ class RankGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _carries(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" or self.backend != HOST_BACKEND
-
-    @contextlib.contextmanager
-    def _on_the_wire(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The tensor, or a copy on the host, which is copied back, if the backend cannot send the tensor."""
-        if self._carries(tensor):
-            yield tensor
-            return
-        copy = tensor.cpu()
-        yield copy
-        tensor.copy_(copy)
-
-    def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
-        """Call a collective, and wait for it."""
-        self.wait_for(lambda: [collective(wire, *arguments, group=self.group, async_op=True, **options).get_future()])
+    def _do(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Call a collective that writes to `tensor`, or to a copy on the host if the backend sends none of a device."""
+        wire, inputs = tensor, arguments
+        if self.backend == HOST_BACKEND:
+            wire = tensor.cpu()
+            inputs = tuple(value.cpu() if isinstance(value, Tensor) else value for value in arguments)
+        self.wait_for(lambda: [collective(wire, *inputs, group=self.group, async_op=True, **options).get_future()])
+        return tensor.copy_(wire)  # does nothing if they are one
 
 
 def _set(event: threading.Event, future: torch.futures.Future[Any]) -> None:
