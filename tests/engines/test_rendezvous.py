@@ -3,12 +3,14 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 
 import fedsim
 from fedsim.engines.distributed.rendezvous import (
     LOOPBACK,
     PORTS,
     RankInfo,
+    backend_for,
     first_host,
     interface_towards,
     meeting_address,
@@ -90,3 +92,19 @@ def test_the_store_listens_on_loopback_alone():
 def test_the_interface_towards_this_machine_is_its_loopback():
     assert interface_towards(LOOPBACK) in ("lo", "lo0", None)
     assert interface_towards("no.such.host.invalid") is None
+
+
+CUDA = torch.device("cuda")
+
+
+def test_nccl_is_not_used_by_ranks_that_share_a_gpu():
+    assert backend_for(None, CUDA, ["a 1", "a 2", "b 1"]) == ("nccl", None)
+    assert backend_for(None, CUDA, ["a 1", "b 1", "a 1"]) == (
+        "gloo",
+        "ranks 0, 2 share a GPU (a 1), which NCCL refuses",
+    )
+    with pytest.raises(fedsim.ExperimentError, match='"nccl": ranks 0, 1 share a GPU .* use "gloo", or as many ranks'):
+        backend_for("NCCL", CUDA, ["a 1", "a 1"])
+    assert backend_for("gloo", CUDA, ["a 1", "a 1"]) == ("gloo", None)
+    with pytest.raises(fedsim.ExperimentError, match=r'distributed.backend = "glo": .* no such backend; allowed: gloo'):
+        backend_for("glo", CUDA, [None])

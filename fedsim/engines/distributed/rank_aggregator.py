@@ -11,8 +11,9 @@ docs/explanation/scaling.md):
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -20,18 +21,84 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
-from fedsim.core.rows import new_rows
+from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.aggregator import combine_buffers, combines_buffers, write_attacked
 from fedsim.engines.deferred_check import DeferredCheck
-from fedsim.engines.distributed.first_rank import FirstRank
-from fedsim.engines.distributed.placement import Columns, RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.row_aggregator import RowAggregator
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.errors import DivergedError
+from fedsim.errors import DivergedError, ExperimentError
 from fedsim.system.devices import synchronize
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Parts of the columns of the global row, one for each rank; the last ones may have fewer columns, or none.
+
+    Attributes:
+        d: number of columns.
+        width: of a part, a multiple of a cache line.
+        count: number of parts.
+    """
+
+    d: int
+    width: int
+    count: int
+
+    @classmethod
+    def of(cls, d: int, count: int, dtype: torch.dtype) -> Columns:
+        line = ALIGNMENT // dtype.itemsize
+        return cls(d, line * math.ceil(d / count / line), count)
+
+    def part(self, rank: int) -> slice:
+        """The columns of a rank."""
+        return slice(min(self.d, rank * self.width), min(self.d, (rank + 1) * self.width))
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """The columns [..., width] of each rank, of rows [..., d]."""
+        return [rows[..., self.part(rank)] for rank in range(self.count)]
+
+    def size(self, rank: int) -> int:
+        return self.part(rank).stop - self.part(rank).start
+
+    def padded(self, row: Tensor) -> Tensor:
+        """A copy of a row [d], padded with zeros to parts of one width."""
+        padded = row.new_zeros(self.width * self.count)
+        padded[: self.d] = row
+        return padded
+
+    def whole(self, group: RankGroup, row: Tensor) -> Tensor:
+        """A row [d] with the columns of every rank, from rows in which each rank has set its own columns."""
+        padded = self.padded(row)
+        group.all_gather(padded)
+        return padded[: self.d]
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """Which rank has which slots of a cohort: `assignments[rank]`, ascending, in the order of the rank's own rows."""
+
+    assignments: list[list[int]]
+
+    @cached_property
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """For each slot, its rank and the number of its row there."""
+        return {
+            slot: (rank, row) for rank, assignment in enumerate(self.assignments) for row, slot in enumerate(assignment)
+        }
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The numbers of the rows of these slots, each in its own rank."""
+        return [self.rows[slot][1] for slot in slots]
+
+    def places(self, slots: Sequence[int]) -> list[list[int]]:
+        """For each rank, the positions in `slots` of the slots that it has."""
+        found: list[list[int]] = [[] for _ in self.assignments]
+        for place, slot in enumerate(slots):
+            found[self.rows[slot][0]].append(place)
+        return found
 
 
 class RankAggregator:
@@ -78,7 +145,8 @@ class RankAggregator:
         self._part = self._aggregator_of(
             self._reduce, global_row=self._own_columns, last=last, rows=self._column_rows, server_state=server
         )
-        self._first = FirstRank(group, task, shared, n_rows, root_slot, self._aggregator_of)
+        self._root: RowAggregator | None = None  # of all rows, in the first rank once it is needed
+        self._all_rows = shared.rows[:0]  # [n, d] by slot, in the first rank after `_gather`
         self._gathered = 0  # the number of the aggregation whose rows the first rank has
         self._number = 0  # of aggregations so far
         self._whole_update: tuple[tuple[int, ...], Tensor] | None = None  # its moment and the result, if all have it
@@ -127,8 +195,8 @@ class RankAggregator:
             [context.slots[place] for place in places if context.workers[place] in byzantine]
             for places in self.placement.places(context.slots)
         ]
-        self._first.run(lambda root: root.attack(context))
-        rows, mine = self._first.rows, slots[group.index]
+        self._run_at_first(lambda root: root.attack(context))
+        rows, mine = self._all_rows, slots[group.index]
         parts = [rows[theirs if group.first else []] for theirs in slots]
         received = group.exchange(parts, [len(mine) * d] + [0] * (group.count - 1))[0]
         write_attacked(self._task, self._shared, self.placement.rows_of(mine), received.view(len(mine), d))
@@ -181,19 +249,19 @@ class RankAggregator:
 
     def begin_with_parameters(self) -> None:
         self._part.begin_with_parameters()
-        if self._first.aggregator is not None:
-            self._first.aggregator.restore_rule({})
+        if self._root is not None:
+            self._root.restore_rule({})
 
     def rule_state(self) -> dict[str, Tensor]:
         """The states of the rule and of the attack. Those that see whole rows have a state in the first rank only."""
-        return self._part.rule_state() | (self._first.aggregator.rule_state() if self._first.aggregator else {})
+        return self._part.rule_state() | (self._root.rule_state() if self._root else {})
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
         self._part.restore_rule(state)
         if not self._task.rule.by_parts or self._task.byzantine:
-            self._first.allocate()
-        if self._first.aggregator is not None:
-            self._first.aggregator.restore_rule(state)
+            self._allocate_root()
+        if self._root is not None:
+            self._root.restore_rule(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors that one round leaves to the next, whole; the states that ranks share by columns are copies."""
@@ -223,7 +291,7 @@ class RankAggregator:
     def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
         """In the first rank all rows of an aggregation and their losses, by slot; else None."""
         self._gather(context)
-        return (self._first.rows, self._slot_losses) if self._group.first else None
+        return (self._all_rows, self._slot_losses) if self._group.first else None
 
     def linear_shares(self, context: AggregationContext) -> list[float]:
         """The share of each row in a linear rule's result, before there is one."""
@@ -329,10 +397,10 @@ class RankAggregator:
         """A rule that looks at whole rows: the first rank applies it to all of them."""
         group, columns = self._group, self._columns
         self._gather(context)
-        stats = self._first.run(lambda root: root.aggregate(context, bad).on_host())
+        stats = self._run_at_first(lambda root: root.aggregate(context, bad).on_host())
         parts = [self._global_buffer[:0]] * group.count
-        if self._first.aggregator is not None:
-            ((_, update),) = self._first.aggregator.result
+        if self._root is not None:
+            ((_, update),) = self._root.result
             parts = columns.parts(update)
         sizes = [columns.size(group.index)] + [0] * (group.count - 1)
         self._part.set_result(context, group.exchange(parts, sizes)[0], bad)
@@ -342,9 +410,37 @@ class RankAggregator:
         """Gather the rows of an aggregation in the first rank, once."""
         if self._gathered != self._number:
             self._gathered = self._number
-            self._first.gather(context, self.placement)
-        if self._first.aggregator is not None:
-            self._first.aggregator.has_last = self.has_last
+            self._allocate_root()
+            group, d, wanted = self._group, self._columns.d, {*context.slots, self._root_slot}
+            slots = [[slot for slot in assignment if slot in wanted] for assignment in self.placement.assignments]
+            own = self._shared.rows[self.placement.rows_of(slots[group.index])]
+            sizes = [len(theirs) * d if group.first else 0 for theirs in slots]
+            received = group.exchange([own] + [own[:0]] * (group.count - 1), sizes)
+            for theirs, part in zip(slots, received, strict=True):
+                if group.first:
+                    self._all_rows[theirs] = part.view(len(theirs), d)
+        if self._root is not None:
+            self._root.has_last = self.has_last
+
+    def _allocate_root(self) -> None:
+        """Allocate the rows of all ranks, in the first rank."""
+        if self._group.first and self._root is None:
+            self._all_rows = new_rows(self._n_rows, self._columns.d, self._task.dtype, self._task.device)
+            unfit = torch.zeros(self._n_rows, dtype=torch.int64)
+            self._root = self._aggregator_of(rows=self._all_rows, unfit=unfit)
+
+    def _run_at_first(self, work: Callable[[RowAggregator], Any]) -> Any:
+        """Do work in the first rank. All ranks get its result, or the ExperimentError that it raises."""
+        error = result = None
+        if self._root is not None:
+            try:
+                result = work(self._root)
+            except ExperimentError as refusal:
+                error = refusal
+        error, result = self._group.broadcast_object((error, result))
+        if error is not None:
+            raise error
+        return result
 
     def _reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
         return self._group.all_reduce(values, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])

@@ -10,9 +10,8 @@ from torch import Tensor
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.backend import put_back
 from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
-from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
-from fedsim.engines.distributed.rank_aggregator import RankAggregator
+from fedsim.engines.distributed.rank_aggregator import RankAggregator, RowPlacement
 from fedsim.engines.distributed.rank_worker_states import RankWorkerStates
 from fedsim.engines.exchange import T, balance_load
 from fedsim.engines.in_process import InProcess

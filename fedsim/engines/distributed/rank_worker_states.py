@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import State
-from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.engines.distributed.rank_aggregator import RowPlacement
 from fedsim.engines.worker_states import WorkerStates
 
 
