@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 
 import pytest
 import torch
@@ -87,6 +89,36 @@ def test_the_store_listens_on_loopback_alone():
     assert meeting_address("tcp://host:12", place) == ("host", 12)
     with pytest.raises(OSError, match="already in use"):
         open_store("env://", place, 0.2)  # it is taken
+
+
+def impostor(greet, contacts):
+    """The port of a program that greets its first connection, and keeps all silent from then on."""
+    listener = socket.create_server((LOOPBACK, 0))
+
+    def serve():
+        connections = []
+        while True:
+            connections.append(listener.accept()[0])
+            if len(connections) == 1:
+                greet(connections[0])
+            contacts.put(len(connections))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("greet", "line"),
+    [
+        (lambda connection: None, "what listens there does not answer"),
+        (socket.socket.close, "what listens there"),
+        (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request"), "what listens there"),
+    ],
+)
+def test_a_program_that_is_not_rank_0_is_no_store(greet, line):
+    place = RankInfo(1, 2, 0, (LOOPBACK, impostor(greet, queue.SimpleQueue())))
+    with pytest.raises(OSError, match=line):
+        open_store("env://", place, 0.5)
 
 
 def test_the_interface_towards_this_machine_is_its_loopback():
