@@ -330,25 +330,18 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"processes": 2}, 'the engine "distributed" does not use it'),
         ({"timeout": 5.0}, "omit it, or use distributed.timeout"),
         ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
         ({"batched": {"width": 2}}, 'the engine "distributed" does not use it'),
         ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
         ({"engine": "serial", "distributed": {"timeout": 5.0}}, "use engine=distributed"),
         ({"engine": "spawn", "sync": "gradients", "distributed": {"hook": "fp16"}}, "use engine=distributed"),
-        ({"distributed": {"hook": "fp16"}}, 'applies to gradients, and sync = "parameters" averages none'),
-        ({**BY_BF16, "aggregate": "median"}, 'aggregate.rule = "median" needs the gradient of each worker'),
         (
             {**BY_BF16, "attack": {"name": "sign_flipping", "fraction": 0.3}},
             'attack.name = "sign_flipping" needs the gradient',
         ),
         ({**BY_BF16, "aggregate": {"nonfinite": "exclude"}}, 'aggregate.nonfinite = "exclude" needs the gradient'),
         ({**BY_BF16, "records": {"updates": [1]}}, "records.updates needs the gradient of each worker; omit it"),
-        (
-            {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},
-            "distributed.hook.start_powerSGD_iter = 1: must be 2 at least with use_error_feedback or warm_start",
-        ),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )

@@ -156,11 +156,6 @@ class RankGroup:
         """The first rank's values, in place."""
         return self._do(dist.broadcast, values, 0)
 
-    def all_gather(self, room: Tensor) -> None:
-        """Give every rank all parts of `room`, [count * width], of which each rank has its own part."""
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-        self._do(gather, room, room.view(self.count, -1)[self.index].clone())
-
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Send one of `parts` to each rank; returns the flat parts that the ranks send to this one, of these sizes."""
         sent, received = torch.cat([part.reshape(-1) for part in parts]), parts[0].new_empty(sum(sizes))
@@ -169,13 +164,11 @@ class RankGroup:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small picklable object of every rank, in their order."""
-        pickled = np.frombuffer(pickle.dumps(value), np.uint8)
+        pickled = torch.from_numpy(np.frombuffer(pickle.dumps(value), np.uint8).copy())
         sizes = torch.zeros(self.count, dtype=torch.int64)
         sizes[self.index] = len(pickled)
-        room = torch.zeros(self.count, int(self.all_reduce(sizes).max()), dtype=torch.uint8)
-        room[self.index, : len(pickled)] = torch.from_numpy(pickled.copy())
-        self.all_gather(room.view(-1))
-        return [pickle.loads(row[:size].numpy()) for row, size in zip(room, sizes.tolist(), strict=True)]
+        parts = self.exchange([pickled] * self.count, self.all_reduce(sizes).tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def broadcast_object(self, value: Any) -> Any:
         """The first rank's object, in all ranks."""

@@ -63,17 +63,13 @@ class Columns:
     def size(self, rank: int) -> int:
         return self.part(rank).stop - self.part(rank).start
 
-    def padded(self, row: Tensor) -> Tensor:
-        """A copy of a row [d], padded with zeros to parts of one width."""
-        padded = row.new_zeros(self.width * self.count)
-        padded[: self.d] = row
-        return padded
-
-    def whole(self, group: RankGroup, row: Tensor) -> Tensor:
-        """A row [d] with the columns of every rank, from rows in which each rank has set its own columns."""
-        padded = self.padded(row)
-        group.all_gather(padded)
-        return padded[: self.d]
+    def complete(self, group: RankGroup, row: Tensor) -> None:
+        """Set the columns of the other ranks in a row [d] in which each rank has set its own."""
+        parts = group.exchange(
+            [row[self.part(group.index)]] * self.count, [self.size(rank) for rank in range(self.count)]
+        )
+        for rank, part in enumerate(parts):
+            row[self.part(rank)] = part
 
 
 @dataclass(frozen=True)
@@ -123,11 +119,7 @@ class RankAggregator:
         self._group, self._task, self._shared, self._n_rows, self._root_slot = group, task, shared, n_rows, root_slot
         self._columns = columns = Columns.of(len(shared.global_row), group.count, task.dtype)
         own = columns.part(group.index)
-        self._global_buffer = columns.padded(shared.global_row)
-        shared.global_row = self._global_buffer[: columns.d]
-        self._last_buffer = columns.padded(shared.last) if task.keeps_last else shared.last
-        shared.last = self._last_buffer[: len(shared.last)]
-        self._sent_buffer = self._global_buffer
+        self._sent = shared.global_row  # what the members of the round have started from
         # With a hook every rank has the mean gradient, and moves the whole row.
         self._whole_states = {"gradients"} if task.hook else set()
         shared.states = {
@@ -166,21 +158,18 @@ class RankAggregator:
         self._part.has_last = value
 
     def sent_row(self, round: int) -> Tensor:
-        d, own = self._columns.d, self._columns.part(self._group.index)
         start = self._part.sent_row(round)
-        if start is self._own_columns:
-            self._sent_buffer = self._global_buffer
-        else:
-            if self._sent_buffer is self._global_buffer:
-                self._sent_buffer = self._global_buffer.clone()
-            self._sent_buffer[own] = start
-            self._group.all_gather(self._sent_buffer)
-        return self._sent_buffer[:d]
+        self._sent = self._shared.global_row
+        if start is not self._own_columns:
+            self._sent = torch.empty_like(self._sent)
+            self._sent[self._columns.part(self._group.index)] = start
+            self._columns.complete(self._group, self._sent)
+        return self._sent
 
     def begin(self, round: int, slots: Sequence[int]) -> None:
         self._number += 1
         if self._task.sync_in(round) == "parameters":
-            self._shared.rows -= self._sent_buffer[: self._columns.d]
+            self._shared.rows -= self._sent
 
     def rows_processed(self, slots: Sequence[int]) -> None:
         self._gathered = 0  # the first rank may have the rows as they were before
@@ -227,14 +216,14 @@ class RankAggregator:
             self._whole_update, self.has_last = None, self._task.keeps_last
             return
         self._part.server_step()
-        self._group.all_gather(self._global_buffer)
+        columns, shared = self._columns, self._shared
+        columns.complete(self._group, shared.global_row)
         if self._task.solver.has("correct"):  # it may have changed the server's state, here of own columns only
-            columns = self._columns
-            for kept in self._shared.server_state.values():
+            for kept in shared.server_state.values():
                 if len(kept) == columns.d:
-                    kept.copy_(columns.whole(self._group, kept))
+                    columns.complete(self._group, kept)
         if self._task.keeps_last:
-            self._group.all_gather(self._last_buffer)
+            columns.complete(self._group, shared.last)
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         """Update the buffers from those of the whole cohort, in every rank alike."""
@@ -271,7 +260,8 @@ class RankAggregator:
             for name, part in state.items() if sync not in self._whole_states else ():
                 row = torch.empty_like(shared.global_row)
                 row[columns.part(self._group.index)] = part
-                tensors[f"{sync}.{name}"] = columns.whole(self._group, row)
+                columns.complete(self._group, row)
+                tensors[f"{sync}.{name}"] = row
         return tensors
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
@@ -398,7 +388,7 @@ class RankAggregator:
         group, columns = self._group, self._columns
         self._gather(context)
         stats = self._run_at_first(lambda root: root.aggregate(context, bad).on_host())
-        parts = [self._global_buffer[:0]] * group.count
+        parts = [self._shared.global_row[:0]] * group.count
         if self._root is not None:
             ((_, update),) = self._root.result
             parts = columns.parts(update)
