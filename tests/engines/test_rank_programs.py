@@ -18,7 +18,7 @@ import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
-from tests.engines.test_rendezvous import impostor
+from tests.engines.test_rendezvous import impostor, ping
 
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -203,9 +203,9 @@ def test_a_rank_leaves_the_group_and_ends_its_threads_before_the_program_ends(tm
 def test_joining_a_program_that_is_not_rank_0_ends_in_time_or_by_a_signal(number, tmp_path):
     """It greets like rank 0; then PyTorch's own client waits without a timeout for its answer."""
     contacts = queue.SimpleQueue()
-    port = impostor(lambda connection: connection.sendall(connection.recv(100)[-4:]), contacts)
+    port = impostor(ping, contacts)
     words = ["engine=distributed", "data=tests.plugs:tiny", f"distributed.timeout={60 if number else 1}"]
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
     process = start(ROOT / "run_experiment.py", *words, cwd=tmp_path, **environment)
     for _ in range(2):
         contacts.get(timeout=60)
