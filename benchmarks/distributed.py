@@ -3,7 +3,7 @@
 Workers train `2nn` on random images of MNIST's size, in batches of 10, one thread to a process; a round's time is that
 of its phases without the test, the median of all rounds but the first. Strong scaling: 8 workers on 1, 2 and 4 ranks.
 Weak: 4 workers for each rank. Against: the engine `spawn` with as many processes. Then rounds of `sync = "gradients"`,
-averaged by DistributedDataParallel with each hook, against the same mean of rows of single workers. Before anything is
+averaged with each hook, against the same mean of rows of single workers. Before anything is
 timed, the rows of the ranks are compared with those of `serial`.
 
 Bytes are the kernel's counts at the loopback interface of a new network namespace (Linux, as root): those of a run of
@@ -140,13 +140,12 @@ def formula(rule: str, n: int, d: int, ranks: int) -> float:
 
 
 def formula_of_hook(hook: str, shapes: list[tuple[int, ...]], ranks: int) -> float:
-    """The same of a step in which gradients of these shapes are averaged by DistributedDataParallel."""
+    """The same of a step in which gradients of these shapes are averaged."""
     d = sum(map(math.prod, shapes))
-    used = 8 * (ranks - 1) * (len(shapes) + 1)  # for each tensor, and one more
     if hook == "powersgd":
         factors = sum(RANK * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
-        return 2 * (ranks - 1) * factors * 4 + used
-    return 2 * (ranks - 1) * d * (2 if hook == "fp16" else 4) + used
+        return 2 * (ranks - 1) * factors * 4
+    return 2 * (ranks - 1) * d * (2 if hook == "fp16" else 4)
 
 
 def measured_bytes(changes: dict[str, Any], ranks: int, inside: list[str]) -> tuple[float, list[tuple[int, ...]]]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fedsim
@@ -289,33 +288,6 @@ def with_nan_at(where):
 def in_blocks(labels, n_workers):
     """The samples as they lie: the first to the first worker."""
     return np.array_split(np.arange(len(labels)), n_workers)
-
-
-def plain_mean(process_group, bucket):
-    """A communication hook that gives the mean as it is."""
-    part = bucket.buffer() / process_group.size()
-    return dist.all_reduce(part, group=process_group, async_op=True).get_future().then(lambda sent: sent.value()[0])
-
-
-plain_mean.exact = True
-
-
-@dataclass(frozen=True)
-class Shrunk:
-    """A communication hook with a state: a part of the mean, and how many buckets there have been."""
-
-    factor: float = 1.0
-
-    def start(self, process_group, seed):
-        assert isinstance(seed, int)
-        return {"group": process_group, "buckets": 0}
-
-    def __call__(self, state, bucket):
-        state["buckets"] += 1
-        part = bucket.buffer() * (self.factor / state["group"].size())
-        return (
-            dist.all_reduce(part, group=state["group"], async_op=True).get_future().then(lambda sent: sent.value()[0])
-        )
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from fedsim.config.local_schema import Amount, Count, ServerSchedule
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.objects import Name
 from fedsim.core.registry import Plug
+from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
-from fedsim.engines.distributed.hooks import BoundHook, bind_hook, hook
+from fedsim.engines.distributed.hooks import BoundHook, hook
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
@@ -224,14 +225,21 @@ class Batched(Table):
 
 
 class Hook(PlugTable):
-    """How gradients are sent that DistributedDataParallel averages: with `sync = "gradients"`, a mean and no attack."""
+    """How ranks send the gradients that they average: with `sync = "gradients"`, a mean and no attack."""
 
     place, named_by, registry = "distributed.hook", "name", hook
 
     name: Name = "allreduce"
 
+    def check_parameters(self) -> None:
+        if self.name not in (names := self.registry.names()):
+            raise ExperimentError(
+                f"{self.place}.name = {show(self.name)}: no such communication hook; {nearest(self.name, names)}"
+            )
+        super().check_parameters()
+
     def bind(self) -> BoundHook:
-        return bind_hook(self.plug, self.params)
+        return BoundHook(self.name, self.plug.bind(self.params))
 
 
 class Distributed(Table):
@@ -246,7 +254,7 @@ class Distributed(Table):
     inner: Literal["serial", "batched"] = "serial"
     """Whether a rank trains its rows one by one or stacked."""
     hook: Hook = Hook()
-    """How gradients are sent that DistributedDataParallel averages."""
+    """How ranks send the gradients that they average."""
 
 
 class WorkerEvaluation(Table):

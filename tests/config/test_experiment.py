@@ -49,8 +49,9 @@ WRONG = [
     ("engine=serial timeout=5.0", 'timeout = 5.0: the engine "serial" does not use it; omit it'),
     ('aggregate.rule=["nnm","mean"] aggregate.f=1 aggregate.root_samples=50', "aggregate.root_samples = 50: the "),
     ("checkpoint.every=0 checkpoint.keep=5", "checkpoint.keep = 5: with checkpoint.every = 0 there are no checkpoint"),
-    ("engine=distributed distributed.hook=tests.plugs:plain_mean", 'distributed.hook = "tests.plugs:plain_mean": app'),
-    ("engine=distributed sync=gradients aggregate=median distributed.hook=tests.plugs:plain_mean", "distributed.hook"),
+    ("engine=distributed distributed.hook=fp16", 'distributed.hook = "fp16": applies to gradients, and sync = "param'),
+    ("engine=distributed distributed.hook=tests.plugs:mean", 'distributed.hook.name = "tests.plugs:mean": no such com'),
+    ("engine=distributed sync=gradients aggregate=median distributed.hook=fp16", "distributed.hook"),
     ("engine=spawn batched.width=3", 'batched.width = 3: the engine "spawn" does not use it; omit it, or use engine='),
     ("engine=fedsim.errors:FedsimError", 'engine = "fedsim.errors:FedsimError": cannot be used: has no signature; wr'),
     ({"model": {"name": "tests.models:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
@@ -128,7 +129,7 @@ def test_an_error_survives_pickling():
         {"worker_retries": 0, "processes": 1},  # `auto` may choose one process
         {"worker_retries": 0, "engine": "batched"},
         {"worker_retries": 2, "engine": "serial"},  # defaults
-        {"engine": "distributed", "sync": "gradients", "distributed": {"hook": "tests.plugs:plain_mean"}},
+        {"engine": "distributed", "sync": "gradients", "distributed": {"hook": "bf16"}},
         {"workers": 8, "attack": {"fraction": 0.25}, "aggregate": "krum"},
         {"aggregate": {"rule": "mean", "f": 1}},  # `fedsim replay` uses f
         {"rounds": 3, "records": {"updates": [7]}},  # the run may be continued to more rounds

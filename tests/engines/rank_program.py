@@ -46,16 +46,14 @@ def main(cases: Path, out: Path) -> None:
 def outcome(tables: dict, folder: Path, measured: bool) -> dict:
     with fedsim.Session() as session:
         settings: list = []
-        before, wire = dict(RankGroup.joined.sent) if RankGroup.joined else {}, acknowledged()
+        before = acknowledged()
         kept = folder if tables.get("records") else None
         result = fedsim.run(tables, out=kept, session=session, on_start=settings.append)
-        sent = {what: count - before.get(what, 0) for what, count in RankGroup.joined.sent.items()}
         return {
             "row": result.global_row,
             "state": result.model.state_dict(),
             "history": result.history,
-            "sent": sent,
-            "wire": acknowledged() - wire,
+            "wire": acknowledged() - before,
             "how": settings[0].how,
             "shapes": shapes(tables, session) if measured else None,
         }

@@ -94,7 +94,7 @@ OF_FOUR = (
     *("worker state and messages", "scaffold", "feddyn", "personal parameters", "a rule on columns", "rows left out"),
     *("a rule that asks for losses", "an attack on data"),
 )
-GRADIENTS = (  # averaged by DistributedDataParallel
+GRADIENTS = (  # averaged during the backward pass
     *("uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights", "buffers averaged"),
     *("buffers kept by workers", "state that no row holds", "shared and unused parameters"),
 )
@@ -136,7 +136,6 @@ HOOKS = {
     "hook fp16": {"name": "fp16"},
     "hook bf16": {"name": "bf16"},
     "hook powersgd": {"name": "powersgd", "matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
-    "a hook of one's own": {"name": "tests.plugs:Shrunk", "factor": 0.5},
 }
 NOT_FINITE = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "sync": "gradients"}
 
@@ -236,14 +235,10 @@ def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(count, g
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_pytorch_averages_gradients_unless_rows_are_needed(count, groups):
+def test_gradients_are_averaged_in_one_row_unless_rows_are_needed(count, groups):
     left = groups(count)[0][0]
     for name in (*GRADIENTS, *FURTHER_GRADIENTS):
-        assert left[f"{name}, by gradients"]["how"]["gradients"].startswith("DistributedDataParallel, hook "), name
-        assert (
-            "aggregate" not in left[f"{name}, by gradients"]["sent"]
-            or not left[f"{name}, by gradients"]["sent"]["aggregate"]
-        )
+        assert left[f"{name}, by gradients"]["how"]["gradients"].startswith("averaged during the backward pass"), name
     reasons = {name: left[f"{name}, by gradients"]["how"]["gradients"] for name in ROWS_OF_GRADIENTS}
     assert (
         reasons["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
@@ -261,7 +256,7 @@ def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
     d, steps = len(plain["row"]), 3 * 2 * 6
     losses = {name: ranks[0][name]["history"][-1]["train_loss"] for name in HOOKS}
     for name, table in HOOKS.items():
-        assert ranks[0][name]["how"]["gradients"] == f"DistributedDataParallel, hook {table['name']}"
+        assert ranks[0][name]["how"]["gradients"] == f"averaged during the backward pass, hook {table['name']}"
         assert torch.equal(ranks[0][name]["row"], ranks[1][name]["row"])
         assert losses[name] < ranks[0][name]["history"][0]["train_loss"] / 1.5
     for name in ("hook fp16", "hook bf16"):
@@ -278,13 +273,6 @@ def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
         assert wire[name] - once == pytest.approx(2 * 4 * count, rel=0.05), name
 
 
-def test_an_imported_hook_gets_its_arguments(groups, serial):
-    """Half of the mean is half of the learning rate."""
-    halved = serial({**LEARNING, "local": {**LEARNING["local"], "lr": 0.05}})
-    row = groups(2)[0][0]["a hook of one's own"]["row"]
-    assert torch.allclose(row, halved.global_row, rtol=0, atol=1e-5)
-
-
 def test_post_local_equals_pytorchs_own_optimizer(groups, serial):
     """With equal shards and plain SGD: PostLocalSGDOptimizer over a PeriodicModelAverager, behind its hook of DDP."""
     ranks, _ = groups(2)
@@ -293,7 +281,7 @@ def test_post_local_equals_pytorchs_own_optimizer(groups, serial):
     assert torch.allclose(serial(TABLES).global_row, reference, rtol=0, atol=ROUNDING)
 
 
-def test_no_trainer_of_distributed_data_parallel_outlives_its_run(groups):
+def test_no_trainer_outlives_its_run(groups):
     assert [left["trainers left"] for left in groups(2)[0]] == [0, 0]
 
 
@@ -305,20 +293,20 @@ def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, s
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_send_the_bytes_of_the_formulas(count, groups):
-    """Of float64 rows, in bytes, all ranks together; docs/explanation/scaling.md has these."""
+    """In numbers of a row, all ranks together; docs/explanation/scaling.md has these."""
     ranks, _ = groups(count)
     d, rounds = len(ranks[0]["uneven shards"]["row"]), 2
 
-    def sent(name, what="aggregate"):
-        return sum(left[name]["sent"].get(what, 0) for left in ranks)
+    def sent(name):
+        return sum(left[name]["wire"] for left in ranks) / 8 / d - (count - 1)  # without the row at the start
 
-    assert sent("uneven shards") == pytest.approx(rounds * 2 * (count - 1) * d * 8, rel=0.05)
-    assert sent("an adaptive server") == pytest.approx(3 * 2 * (count - 1) * d * 8, rel=0.05)
-    moved = 5 * d * (count - 1) / count + (count - 1) * d
-    assert sent("trimmed mean") == pytest.approx(rounds * moved * 8, rel=0.05)
-    assert sent("geometric median, weighted") == pytest.approx(rounds * moved * 8, rel=0.05)
-    products = sent("geometric median, weighted", "products")
-    assert 0 < products <= rounds * 2 * (count - 1) * (5 * 5 + 5 + 2 * 25) * 8
+    if not ranks[0]["uneven shards"]["wire"]:
+        pytest.skip("this system does not count what a connection has sent")
+    by_columns = rounds * (5 * (count - 1) / count + (count - 1))
+    assert sent("uneven shards") == pytest.approx(rounds * 2 * (count - 1), rel=0.1)
+    assert sent("an adaptive server") == pytest.approx(3 * 2 * (count - 1), rel=0.1)
+    assert sent("trimmed mean") == pytest.approx(by_columns, rel=0.1)
+    assert sent("geometric median, weighted") == pytest.approx(by_columns, rel=0.1)
 
 
 def test_the_first_rank_keeps_the_updates_of_all(groups):
@@ -342,25 +330,18 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"processes": 2}, 'the engine "distributed" does not use it'),
         ({"timeout": 5.0}, "omit it, or use distributed.timeout"),
         ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
         ({"batched": {"width": 2}}, 'the engine "distributed" does not use it'),
         ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
         ({"engine": "serial", "distributed": {"timeout": 5.0}}, "use engine=distributed"),
         ({"engine": "spawn", "sync": "gradients", "distributed": {"hook": "fp16"}}, "use engine=distributed"),
-        ({"distributed": {"hook": "fp16"}}, 'applies to gradients, and sync = "parameters" averages none'),
-        ({**BY_BF16, "aggregate": "median"}, 'aggregate.rule = "median" needs the gradient of each worker'),
         (
             {**BY_BF16, "attack": {"name": "sign_flipping", "fraction": 0.3}},
             'attack.name = "sign_flipping" needs the gradient',
         ),
         ({**BY_BF16, "aggregate": {"nonfinite": "exclude"}}, 'aggregate.nonfinite = "exclude" needs the gradient'),
         ({**BY_BF16, "records": {"updates": [1]}}, "records.updates needs the gradient of each worker; omit it"),
-        (
-            {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},
-            "distributed.hook.start_powerSGD_iter = 1: must be 2 at least with use_error_feedback or warm_start",
-        ),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )

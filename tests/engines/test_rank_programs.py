@@ -7,10 +7,8 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import uuid
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 from tests.commands import ROOT, ended, free_port, read_until, start, start_python, start_ranks
+from tests.engines.test_rendezvous import impostor, ping
 
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -186,71 +185,30 @@ with fedsim.Session() as session:
     for seed in range(2):
         fedsim.run(tables, seed=seed, session=session)
 try:
-    fedsim.run(tables, on_round=FAIL)
+    fedsim.run(tables, on_round=fail)
 except (AssertionError, fedsim.WorkerError):
     pass
 gc.collect()
 """
 
 
-@pytest.mark.parametrize("on_round", ["None", "fail"])
-def test_a_rank_leaves_the_group_and_ends_its_threads_before_the_program_ends(on_round, tmp_path):
+def test_a_rank_leaves_the_group_and_ends_its_threads_before_the_program_ends(tmp_path):
     """One that returned from C++ after the end of the interpreter would abort the process."""
-    codes, outs, errors = ended(start_ranks(2, "-c", LEAVING.replace("FAIL", on_round), cwd=tmp_path))
+    codes, outs, errors = ended(start_ranks(2, "-c", LEAVING, cwd=tmp_path))
     assert (codes, errors) == ([0, 0], ["", ""])
     assert outs == ["False [] []\n"] * 2
 
 
-class Impostor:
-    """A program at the address of rank 0: it answers the first connection as told, and no other."""
-
-    def __init__(self, greet):
-        self.contacts, self._greet = queue.SimpleQueue(), greet
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = str(self._listener.getsockname()[1])
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        connections = []
-        while True:
-            connection, _ = self._listener.accept()
-            if not connections:
-                self._greet(connection)
-            connections.append(connection)
-            self.contacts.put(len(connections))
-
-
-def silence(connection):
-    pass
-
-
-def garbage(connection):
-    connection.sendall(b"HTTP/1.1 400 Bad Request")
-
-
-def ping(connection):
-    """Greet like rank 0; then PyTorch's own client waits without a timeout for its answer."""
-    connection.sendall(connection.recv(100)[-4:])
-
-
-@pytest.mark.parametrize(
-    ("greet", "contacts", "number"),
-    [
-        (silence, 1, None),
-        (socket.socket.close, 1, None),
-        (garbage, 1, None),
-        (ping, 2, None),
-        (ping, 2, signal.SIGINT),
-        (ping, 2, signal.SIGTERM),
-    ],
-)
-def test_joining_a_program_that_is_not_rank_0_ends_in_time_or_by_a_signal(greet, contacts, number, tmp_path):
-    impostor = Impostor(greet)
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
+def test_joining_a_program_that_is_not_rank_0_ends_in_time_or_by_a_signal(number, tmp_path):
+    """It greets like rank 0; then PyTorch's own client waits without a timeout for its answer."""
+    contacts = queue.SimpleQueue()
+    port = impostor(ping, contacts)
     words = ["engine=distributed", "data=tests.plugs:tiny", f"distributed.timeout={60 if number else 1}"]
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": impostor.port}
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}
     process = start(ROOT / "run_experiment.py", *words, cwd=tmp_path, **environment)
-    for _ in range(contacts):
-        impostor.contacts.get(timeout=60)
+    for _ in range(2):
+        contacts.get(timeout=60)
     if number:
         process.send_signal(number)
     codes, _, [error] = ended([process], timeout=30)
@@ -258,9 +216,7 @@ def test_joining_a_program_that_is_not_rank_0_ends_in_time_or_by_a_signal(greet,
         assert (codes, error) == ([128 + number], "interrupted\n" if number == signal.SIGINT else "terminated\n")
     else:
         assert codes == [1]
-        assert error.startswith(
-            f"error: rank 1 of 2: did not join the other ranks at 127.0.0.1:{impostor.port} within 1 s"
-        )
+        assert error.startswith(f"error: rank 1 of 2: did not join the other ranks at 127.0.0.1:{port} within 1 s")
         assert error.count("\n") == 1
 
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 
 import pytest
+import torch
 
 import fedsim
 from fedsim.engines.distributed.rendezvous import (
     LOOPBACK,
     PORTS,
     RankInfo,
+    backend_for,
     first_host,
     interface_towards,
     meeting_address,
@@ -76,7 +80,8 @@ def test_the_store_listens_on_loopback_alone():
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
     place = RankInfo(0, 1, 0, (LOOPBACK, port))
-    store = open_store("env://", place, 5.0)
+    store, keeper = open_store("env://", place, 5.0)
+    assert keeper == "rank 0"
     store.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(OSError, match="refused"):
@@ -86,6 +91,61 @@ def test_the_store_listens_on_loopback_alone():
         open_store("env://", place, 0.2)  # it is taken
 
 
+def silence(connection):
+    pass
+
+
+def garbage(connection):
+    connection.sendall(b"HTTP/1.1 400 Bad Request")
+
+
+def ping(connection):
+    """Greet like rank 0; then PyTorch's own client waits without a timeout for its answer."""
+    connection.sendall(connection.recv(100)[-4:])
+
+
+GREETINGS = silence, garbage, ping, socket.socket.close
+
+
+def impostor(greet, contacts):
+    """The port of a program that greets its first connection, and answers no other one."""
+    listener = socket.create_server((LOOPBACK, 0))
+
+    def serve():
+        connections = []
+        while True:
+            connections.append(listener.accept()[0])
+            if len(connections) == 1:
+                greet(connections[0])
+            contacts.put(len(connections))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return str(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("greet", [silence, garbage, socket.socket.close])
+def test_a_program_that_is_not_rank_0_is_no_store(greet):
+    place = RankInfo(1, 2, 0, (LOOPBACK, int(impostor(greet, queue.SimpleQueue()))))
+    with pytest.raises(OSError, match="what listens there"):
+        open_store("env://", place, 0.5)
+
+
 def test_the_interface_towards_this_machine_is_its_loopback():
     assert interface_towards(LOOPBACK) in ("lo", "lo0", None)
     assert interface_towards("no.such.host.invalid") is None
+
+
+CUDA = torch.device("cuda")
+
+
+def test_nccl_is_not_used_by_ranks_that_share_a_gpu():
+    assert backend_for(None, CUDA, ["a 1", "a 2", "b 1"]) == ("nccl", None)
+    assert backend_for(None, CUDA, ["a 1", "b 1", "a 1"]) == (
+        "gloo",
+        "ranks 0, 2 share a GPU (a 1), which NCCL refuses",
+    )
+    with pytest.raises(fedsim.ExperimentError, match='"nccl": ranks 0, 1 share a GPU .* use "gloo", or as many ranks'):
+        backend_for("NCCL", CUDA, ["a 1", "a 1"])
+    assert backend_for("gloo", CUDA, ["a 1", "a 1"]) == ("gloo", None)
+    with pytest.raises(fedsim.ExperimentError, match=r'distributed.backend = "glo": .* no such backend; allowed: gloo'):
+        backend_for("glo", CUDA, [None])

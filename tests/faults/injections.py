@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import random
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ from fedsim.cli.main import app
 from fedsim.comparison import load_comparison
 from fedsim.errors import FedsimError, warnings_as_lines
 from tests.commands import free_port, start
-from tests.engines.test_rank_programs import Impostor, garbage, ping, silence
+from tests.engines.test_rendezvous import GREETINGS, impostor
 from tests.faults.ways import POOLS, RANKS, WAYS, FaultError, Trial, Wholes
 from tests.hostile.mutations import EXTREMES, OPERATIONS, mutated
 from tests.runs.test_resuming import broken_off
@@ -96,7 +96,7 @@ def signalled(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 def lonely_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
     """Start one of two ranks, perhaps where a program listens that is not the other one, and perhaps interrupt it."""
     rank, number = rng.choice(["0", "1", "1"]), rng.choice([None, signal.SIGINT, signal.SIGTERM])
-    port = free_port() if rank == "0" else Impostor(rng.choice([silence, garbage, ping, socket.socket.close])).port
+    port = free_port() if rank == "0" else impostor(rng.choice(GREETINGS), queue.SimpleQueue())
     trial.folder.mkdir(parents=True)
     words = ("-m", "fedsim", "run", "data=tests.plugs:tiny", "engine=distributed", "distributed.timeout=2")
     trial.programs = [start(*words, cwd=trial.folder, RANK=rank, WORLD_SIZE="2", MASTER_PORT=port)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from fedsim.engines.distributed.parallel_trainer import ParallelTrainer, model_to_share
+from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
 from fedsim.engines.distributed.preflight import Preflight
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.distributed.rank_backend import InRank
@@ -83,21 +82,20 @@ class DistributedEngine(Engine):
 
     def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
         self.backend.n_rows = cohort + task.rule.accepts("root")
-        self._model, self._refusal = model_to_share(task, data[0], self._group) if task.hook else (None, None)
-        return SharedState.allocate(self._adapted(task), cohort, *data, ranks=self._group.count)
+        return SharedState.allocate(task, cohort, *data, ranks=self._group.count)
 
     def begin(self, task: TaskSpec, shared: SharedState, make: MakeExecutor = Executor) -> None:
         assert self._preflight is not None
-        self._task = task = self._adapted(task)
+        self._task = task
         self._preflight.settle(shared.train, shared.test)
         for row in (shared.global_row, shared.global_buffers):  # machines may initialise a model differently
-            self._group.broadcast(row, "start")
+            self._group.broadcast(row)
         super().begin(task, shared, make)
 
     def facts(self) -> dict[str, Any]:
         facts, task = {**super().facts(), **self._group.facts()}, self._task
         if task.hook is not None:
-            facts["gradients"] = f"DistributedDataParallel, hook {task.hook.name}"
+            facts["gradients"] = f"averaged during the backward pass, hook {task.hook.name}"
         elif task.gradient_rounds:
             facts["gradients"] = f"rows of single workers, by the rule: {task.rows_for}"
         return facts
@@ -105,19 +103,11 @@ class DistributedEngine(Engine):
     def broadcast(self, value: Any) -> Any:
         return self._group.broadcast_object(value)
 
-    def leave(self) -> None:
-        super().leave()
-        self._model = None
-
-    def _adapted(self, task: TaskSpec) -> TaskSpec:
-        """The task without a hook if DistributedDataParallel cannot train the model."""
-        return replace(task, hook=None, rows_for=self._refusal) if self._refusal else task
-
     def _trainers_of(
         self, task: TaskSpec, shared: SharedState, processes: int, threads: int
     ) -> tuple[MakeTrainer, dict[str, Any]]:
-        if self._model is not None and task.hook is not None:
-            return partial(ParallelTrainer, ranks=self._group, model=self._model), {}
+        if task.hook is not None:
+            return partial(ParallelTrainer, ranks=self._group), {}
         if task.inner == "serial":
             return one_by_one(task, shared, processes, threads)
         probe = StackingProbe.of(task, shared)
@@ -129,6 +119,6 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
     """Send an error of this rank to the others, in the way in which they wait for it."""
     if not preflight.settled:
         preflight.fail(error)
-    elif preflight.reached:
+    elif preflight.passed:
         line = str(error).splitlines()[0]
         group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")

@@ -1,28 +1,20 @@
-"""Communication hooks: how ranks send the gradients that DistributedDataParallel averages.
+"""Communication hooks: how ranks send the gradients that they average.
 
-A hook is a function that begins the exchange of one bucket of gradients, a flat tensor `bucket.buffer()`, and gives a
-Future of their mean over the ranks, of the same shape. This is PyTorch's signature, so the import path of any DDP
-communication hook works. Its positional parameters receive, by name,
+A hook begins the exchange of one bucket of gradients and returns a Future of their mean over the ranks, which it also
+writes to the bucket. The hooks are those of PyTorch's DistributedDataParallel. Their positional parameters receive
 
-    process_group  the ranks
-    bucket         torch.distributed.GradBucket: this rank's share of the average, times the number of ranks
-    state          what the hook's method `start(process_group, seed)` has given at the start of the run, for hooks that
-                   keep something; such a hook is a frozen dataclass
+    state   what `start(process_group, seed)` of the hook returned at the start of the run; without this method, the
+            process group
+    bucket  a `Bucket`: this rank's share of the average, times the number of ranks
 
-and what is keyword-only, or a field, is its configuration.
-
-A resumed run starts the state again, with a warning.
-
-`@hook(name, exact=True)` declares that it returns the exact mean; with other hooks, results depend on the number of
-ranks and on the assignment of workers to ranks. `at_once=True` declares that it begins to send all parts of a bucket
-before it returns. Otherwise (P, then Q of PowerSGD) gloo, which begins later parts in its own threads, would mix up the
-parts of two buckets; so the next bucket waits for the end of the one before.
+and the fields of a hook are its configuration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -31,27 +23,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 
-
-class HookRegistry(Registry):
-    """A Registry whose decorator also takes `exact` and `at_once`."""
-
-    def __call__(
-        self, name: str, *, exact: bool = False, at_once: bool = False
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        register = super().__call__(name)
-
-        def mark(target: Callable[..., Any]) -> Any:
-            for mark in ["exact"] * exact + ["at_once"] * at_once:
-                setattr(target, mark, True)  # a user's imported hook can set it too
-            return register(target)
-
-        return mark
-
-
-hook = HookRegistry("communication hook", given=("process_group", "bucket", "state"))
+hook = Registry("communication hook", given=("state", "bucket"))
 
 Mean = torch.futures.Future[Tensor]
 Count = Annotated[int, Field(ge=0)]
@@ -59,69 +34,75 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
+class Bucket:
+    """Consecutive parameters of a gradient row, with the methods of torch.distributed.GradBucket that hooks call.
+
+    Args:
+        columns: of the row [d].
+        shapes: of the parameters in these columns.
+    """
+
+    def __init__(self, number: int, last: bool, columns: Tensor, shapes: list[torch.Size]) -> None:
+        self._number, self._last, self._columns = number, last, columns
+        parts = columns.split([shape.numel() for shape in shapes])
+        self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def index(self) -> int:
+        return self._number
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def buffer(self) -> Tensor:
+        return self._columns
+
+    def gradients(self) -> list[Tensor]:
+        return self._gradients
+
+
 @dataclass(frozen=True)
 class BoundHook:
     """A hook with its parameters, which can be pickled to other processes."""
 
-    function: Any
     name: str
-    takes: tuple[str, ...]
-    exact: bool = False
-    at_once: bool = False
+    function: Any
 
     @property
     def keeps(self) -> bool:
         """Whether it has a state."""
-        return "state" in self.takes
+        return hasattr(self.function, "start")
 
-    def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[dist.GradBucket], Mean]:
+    def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[Bucket], Mean]:
         """Make the function that begins to send a bucket, for a run."""
-        state = self.function.start(process_group, seed) if self.keeps else None
-
-        def send(bucket: dist.GradBucket) -> Mean:
-            given = {"process_group": process_group, "state": state, "bucket": bucket}
-            return self.function(**{name: given[name] for name in self.takes})
-
-        return send
+        return partial(self.function, self.function.start(process_group, seed) if self.keeps else process_group)
 
 
-def bind_hook(plug: Plug, params: dict[str, Any]) -> BoundHook:
-    """The hook `plug` with checked `params`."""
-    return BoundHook(
-        plug.bind(params),
-        plug.name,
-        tuple(plug.takes),
-        exact=getattr(plug.target, "exact", False),
-        at_once=getattr(plug.target, "at_once", False),
-    )
-
-
-@hook("allreduce", exact=True, at_once=True)
-def allreduce(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
+@hook("allreduce")
+def allreduce(state: dist.ProcessGroup, bucket: Any) -> Mean:
     """The mean, sent in the rows' own type: the same global rows as elsewhere, up to rounding.
 
     Sent by all ranks together: 2 (P - 1) d s bytes a step, as of one all-reduce.
     """
-    return default_hooks.allreduce_hook(process_group, bucket)
+    return default_hooks.allreduce_hook(state, bucket)
 
 
-@hook("fp16", at_once=True)
-def fp16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
+@hook("fp16")
+def fp16(state: dist.ProcessGroup, bucket: Any) -> Mean:
     """The mean, summed and sent as float16: half of the bytes of float32.
 
     Each rank divides by P before it rounds, so that sums stay in range; what is above 65,504 becomes infinite all the
     same, which ends the run, and what is below 6e-8 vanishes. PyTorch's `fp16_compress_hook`.
     """
-    return default_hooks.fp16_compress_hook(process_group, bucket)
+    return default_hooks.fp16_compress_hook(state, bucket)
 
 
-@hook("bf16", at_once=True)
-def bf16(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Mean:
+@hook("bf16")
+def bf16(state: dist.ProcessGroup, bucket: Any) -> Mean:
     """The mean, summed and sent as bfloat16: half of the bytes of float32, its range, and 8 bits of precision.
 
     PyTorch's `bf16_compress_hook`; with NCCL from 2.10 on.
     """
-    return default_hooks.bf16_compress_hook(process_group, bucket)
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 @hook("powersgd")
@@ -158,16 +139,7 @@ class PowerSGD:
             )
 
     def start(self, process_group: dist.ProcessGroup, seed: int) -> powerSGD_hook.PowerSGDState:
-        return powerSGD_hook.PowerSGDState(
-            process_group,
-            matrix_approximation_rank=self.matrix_approximation_rank,
-            start_powerSGD_iter=self.start_powerSGD_iter,
-            min_compression_rate=self.min_compression_rate,
-            use_error_feedback=self.use_error_feedback,
-            warm_start=self.warm_start,
-            orthogonalization_epsilon=self.orthogonalization_epsilon,
-            random_seed=seed,
-        )
+        return powerSGD_hook.PowerSGDState(process_group, random_seed=seed, **asdict(self))
 
-    def __call__(self, state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket) -> Mean:
+    def __call__(self, state: powerSGD_hook.PowerSGDState, bucket: Any) -> Mean:
         return powerSGD_hook.powerSGD_hook(state, bucket)

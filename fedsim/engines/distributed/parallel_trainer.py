@@ -1,181 +1,109 @@
-"""Synchronous SGD by PyTorch's DistributedDataParallel: the mean over ranks, computed during the backward pass.
+"""Synchronous SGD on ranks with a mean: the gradients of all workers add up in one row, which the ranks average.
 
-Every worker has a module of its own, with its buffers and other state, but the parameters of a rank's modules are the
-same tensors: views of the global row. So the gradients of the rank's workers add up in one row, each worker's loss
-multiplied by its share in the mean. The last worker's backward pass starts the exchange, bucket by bucket; a rank
-without a worker in a step sends zeros. There are no rows of single workers.
+The modules of a rank's workers are bound to the same rows: their parameters are views of the global row, and their
+gradients views of one gradient row. Each worker's loss is multiplied by its share in the mean. During the backward pass
+of the last worker, each bucket of gradients is sent as soon as it is complete, as PyTorch's DistributedDataParallel
+does. There are no rows of single workers.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
-from fedsim.core.randomness import draw_key, preserve_random_state, seed_everything
-from fedsim.data import TensorData
-from fedsim.engines.distributed.hooks import Mean
+from fedsim.core.randomness import draw_key
+from fedsim.core.rows import Layout
+from fedsim.engines.distributed.hooks import Bucket, Mean
 from fedsim.engines.distributed.process_group import RankGroup
-from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.row_module import RowModule
-from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
-from fedsim.errors import ExperimentError, one_line, show
-from fedsim.system.devices import synchronize
+from fedsim.engines.trainers.sequential import RowTrainer
 
-SAMPLES = 8  # of the trial that copies of a model can share its parameters
-ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest number, by the type of rows
-
-
-class SharedModel:
-    """Modules that share their trainable parameters, and nothing else.
-
-    Args:
-        make: returns the module at its start, always the same.
-    """
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        self._make, self._pattern = make, make()
-        self.parameters = [parameter for parameter in self._pattern.parameters() if parameter.requires_grad]
-
-    def new_module(self) -> nn.Module:
-        """Another module: the model at its start, except that it has the current values of the shared parameters."""
-        return copy.deepcopy(self._pattern, {id(parameter): parameter for parameter in self.parameters})
-
-    def refusal(self, task: TaskSpec, inputs: Tensor, targets: Tensor) -> str | None:
-        """Why a step of such modules on a few samples differs from that of separate ones; None if it does not."""
-
-        def step(module: nn.Module) -> list[Tensor]:
-            seed_everything(task.device, task.seed, "forward")
-            loss = task.objective(module.train(), inputs, targets)
-            trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            gradients = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True)
-            return [loss.detach(), *gradients, *module.buffers()]
-
-        with preserve_random_state(task.device), task.precision.training(task.device):
-            try:
-                expected = step(self._make())
-            except Exception:  # training will fail too, and name the worker
-                return None
-            try:
-                found = step(self.new_module())
-            except Exception as error:
-                return f"the model's parameters cannot be shared by copies of it: {one_line(error)}"
-        if any(not _alike(one, other, task.dtype) for one, other in zip(found, expected, strict=True)):
-            return "copies of the model that share its parameters train otherwise"
-        return None
-
-
-def model_to_share(task: TaskSpec, train: TensorData, ranks: RankGroup) -> tuple[SharedModel | None, str | None]:
-    """The model for DistributedDataParallel and None; or None and the reason to average rows of single workers.
-
-    Raises ExperimentError if rows would not give the numbers of the hook.
-    """
-    assert task.hook is not None
-    model, refusal = None, None
-    if not ranks.sums_where_rows_lie:
-        refusal = f"{ranks.backend} sums no tensors of {ranks.device.type}"
-    else:
-        model = SharedModel(task.new_module)
-        samples = train.to(task.device, task.dtype).gather(torch.arange(min(SAMPLES, len(train))))
-        refusal = model.refusal(task, *samples)
-    if refusal and not task.hook.exact:
-        raise ExperimentError(f"distributed.hook = {show(task.hook.name)}: {refusal}")
-    return (None, refusal) if refusal else (model, None)
-
-
-class PrecomputedLoss(nn.Module):
-    """The module of DistributedDataParallel: the parameters, and a loss that has been computed already.
-
-    PyTorch warns if it looks for parameters without a gradient and finds none, so there is one more, in no loss.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self.none = nn.Parameter(parameters[0].new_zeros(1))
-        self.parameters_of_workers = nn.ParameterList(parameters)
-
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss
+BUCKET = 25 * 2**20  # bytes; that of DistributedDataParallel
 
 
 class BucketSender:
-    """Begins to send each bucket of gradients, in order, as soon as it is complete.
-
-    PyTorch keeps it until the program ends, so it refers to no tensors of a run.
+    """Begins to send each bucket of a gradient row when its parameters' gradients are complete, in the same order.
 
     Args:
+        row: the gradient row [d].
         send: the hook of the run.
-        one_by_one: whether a bucket waits for the exchange of the one before.
-
-    Attributes:
-        waits: set while this rank only waits for the others.
+        most: numbers in a bucket.
     """
 
-    def __init__(self, send: Callable[[GradBucket], Mean], *, one_by_one: bool) -> None:
-        self._send, self._one_by_one = send, one_by_one
-        self._before: Mean | None = None
-        self.waits = threading.Event()
+    def __init__(self, row: Tensor, layout: Layout, send: Callable[[Bucket], Mean], most: int) -> None:
+        self._send, self._buckets, self._names = send, list[Bucket](), list[list[str]]()
+        # A backward pass completes the last parameters first.
+        for _, group in groupby(reversed(layout.parameters), lambda entry: (layout.d - entry.span.stop) // most):
+            entries = [*group][::-1]
+            columns = row[entries[0].offset : entries[-1].span.stop]
+            is_last = entries[0] is layout.parameters[0]
+            self._buckets.append(Bucket(len(self._buckets), is_last, columns, [entry.shape for entry in entries]))
+            self._names.append([entry.name for entry in entries])
+        self._bucket_of = {name: number for number, names in enumerate(self._names) for name in names}
+        self._missing: list[set[str]] | None = None  # parameters without a gradient, by bucket; None: nothing is sent
+        self._sent: list[Mean] = []
 
-    def begin(self, bucket: GradBucket) -> Mean:
-        last = True  # also after an error
-        try:
-            if self._before is not None:
-                self.waits.set()
-                self._before.wait()
-                self.waits.clear()
-            mean = self._send(bucket)
-            last = bucket.is_last()
-            self._before = mean if self._one_by_one and not last else None
-            return mean
-        finally:
-            if last:
-                self.waits.set()
+    def watch(self, module: nn.Module) -> nn.Module:
+        """Count the gradients of a module from now on; returns the module."""
+        for name, parameter in module.named_parameters():
+            if name in self._bucket_of:
+                parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
+        return module
+
+    def begin(self) -> None:
+        """Send what the next backward pass completes."""
+        self._missing, self._sent = [set(names) for names in self._names], []
+
+    def finish(self) -> list[Mean]:
+        """Send all that has not been sent; returns what to wait for."""
+        if self._missing is None:
+            self.begin()
+        self._send_complete(len(self._buckets))
+        self._missing = None
+        return self._sent
+
+    def _complete(self, name: str, parameter: Tensor) -> None:
+        if self._missing is None:
+            return
+        number = self._bucket_of[name]
+        if number < len(self._sent):
+            raise RuntimeError(f"{name} gets a gradient twice in a backward pass, after the first has been sent")
+        self._missing[number].discard(name)
+        self._send_complete(next((place for place, names in enumerate(self._missing) if names), len(self._buckets)))
+
+    def _send_complete(self, count: int) -> None:
+        while len(self._sent) < count:
+            self._sent.append(self._send(self._buckets[len(self._sent)]))
 
 
 class ParallelTrainer(RowTrainer):
     """Trains rows one after another, and averages gradients by `mean_gradient`."""
 
-    def __init__(
-        self,
-        process: ProcessContext,
-        task: TaskSpec,
-        shared: SharedState,
-        batch_source: BatchSource,
-        *,
-        ranks: RankGroup,
-        model: SharedModel,
-    ) -> None:
-        super().__init__(process, task, shared, batch_source)
+    def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
+        super().__init__(*arguments)
+        task, layout, self._ranks = self._task, self._modules[0].layout, ranks
         assert task.hook is not None
-        self._ranks, self._model = ranks, model
-        self._sharing: list[RowModule] = []  # one for each member
-        self._module_of(0).load(shared.global_row, self._gradient, shared.global_buffers)  # binds the parameters
-        self._exchanged = PrecomputedLoss(model.parameters)
-        self._active: list[SyncParticipant] = []  # in the current step
-        self.hook = task.hook.start(ranks.group_of_hooks, draw_key(task.seed, "hook") % 2**32)
-        self._sending = sending = BucketSender(self.hook, one_by_one=not (task.hook.at_once or ranks.in_order))
-        self._parallel = DistributedDataParallel(
-            self._exchanged,
-            process_group=ranks.group,
-            init_sync=False,  # the ranks have the same global row already, and come here at different times
-            find_unused_parameters=True,  # which may be others in every rank and step
-        )
-        self._parallel.register_comm_hook(None, lambda state, bucket: sending.begin(bucket))
+        # A row that the backend cannot sum is copied to the host, and sent after the backward pass.
+        self._wire = self._gradient if ranks.sums_where_rows_lie else self._gradient.cpu()
+        self.hook = task.hook.start(ranks.group, draw_key(task.seed, "hook") % 2**32)
+        # Gloo would mix up the parts of two buckets of a hook that sends them one after another.
+        most = layout.d if task.hook.keeps else BUCKET // self._wire.element_size()
+        self._sender = BucketSender(self._wire, layout, self.hook, most)
+        self._modules = [self._new_row_module()]
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         shared = self._shared
         self._batch_source.announce(members)
+        while len(self._modules) < len(members):
+            self._modules.append(self._new_row_module())
         self._participants = []
-        for place, member in enumerate(members):
-            module = self._module_of(place)
+        for member, module in zip(members, self._modules, strict=False):
             module.load(shared.global_row, self._gradient, shared.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
@@ -197,41 +125,23 @@ class ParallelTrainer(RowTrainer):
                 with torch.set_grad_enabled(shares[slot] != 0):  # a share of 0 still updates the buffers
                     loss = self._loss_of(participant, step)
                 participant.count(loss.detach())
-                if slot == last:
-                    self._exchange(loss * (shares[slot] * self._ranks.count))
-                elif shares[slot]:
-                    with self._parallel.no_sync():
-                        (loss * (shares[slot] * self._ranks.count)).backward()
-        if last is None:
-            self._exchange(self._exchanged.none.sum() * 0)
-        return self._gradient
+                if slot == last and self._wire is self._gradient:
+                    self._sender.begin()
+                if shares[slot]:
+                    (loss * (shares[slot] * self._ranks.count)).backward()
+        self._wire.copy_(self._gradient)  # does nothing if they are one
+        self._ranks.wait_for(self._sender.finish)
+        return self._gradient.copy_(self._wire)
 
     def not_finite(self, step: int) -> list[int]:
         """The slots of members whose gradients of this step, computed again, are not finite."""
         slots = []
         for participant in self._active:
             self._gradient.zero_()
-            with self._parallel.no_sync():
-                self._loss_of(participant, step).backward()
+            self._loss_of(participant, step).backward()
             if not self._gradient.isfinite().all():
                 slots.append(participant.member.slot)
         return slots
 
-    def _module_of(self, place: int) -> RowModule:
-        while len(self._sharing) <= place:
-            self._sharing.append(RowModule(partial(self._dropout.new_module, self._model.new_module)))
-        return self._sharing[place]
-
-    def _exchange(self, loss: Tensor) -> None:
-        """A backward pass that adds the gradients of the other ranks."""
-        self._sending.waits.clear()
-
-        def backward() -> None:
-            self._parallel(loss).backward()
-            synchronize(self._task.device)
-
-        self._ranks.supervised(backward, self._sending.waits)
-
-
-def _alike(one: Tensor, other: Tensor, rows: torch.dtype) -> bool:
-    return not one.numel() or bool((one - other).abs().max() <= ALIKE[rows] * max(1.0, float(other.abs().max())))
+    def _new_row_module(self) -> RowModule:
+        return RowModule(lambda: self._sender.watch(self._dropout.new_module()))

@@ -24,13 +24,20 @@ Claims = dict[str, dict[str, Any]]  # facts of a rank, by kind and key
 
 
 class Preflight:
-    """The check of one run. Each rank takes part once, with its facts or with the error that ends it."""
+    """The check of one run. Each rank takes part once, with its facts or with the error that ends it.
+
+    Attributes:
+        settled: whether this rank has taken part.
+        passed: whether the ranks are alike.
+    """
 
     def __init__(self, ranks: RankGroup, description: Mapping[str, Any]) -> None:
         self._ranks = ranks
+        versions = {"fedsim": __version__, "torch": str(torch.__version__), "numpy": np.__version__}
+        versions["python"] = ".".join(platform.python_version_tuple()[:2])
         shared = {key: value for key, value in leaves_of(description) if key not in OWN}
-        self._claims: Claims = {"versions": _versions(), "the experiment": shared}
-        self.settled = self.reached = False
+        self._claims: Claims = {"versions": versions, "the experiment": shared}
+        self.settled = self.passed = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
         """Compare with the other ranks. Raises ExperimentError if one differs or has failed."""
@@ -40,34 +47,33 @@ class Preflight:
             for part, tensor in zip(("inputs", "targets"), split.tensors, strict=True)
         }
         self.settled = True
-        said = self._ranks.gather_objects((None, {**self._claims, "the data": data}))
-        failed = [f"rank {rank}: {line}" for rank, (lines, _) in enumerate(said) for line in lines or ()]
-        if failed:
-            raise ExperimentError(*failed)
-        difference = difference_of([claims for _, claims in said])
-        if difference:
-            raise ExperimentError(difference)
-        self.reached = True
+        answers = self._ranks.gather_objects((None, {**self._claims, "the data": data}))
+        lines = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
+        if lines or (lines := difference_of([claims for _, claims in answers])):
+            raise ExperimentError(*lines)
+        self.passed = True
 
     def fail(self, error: FedsimError) -> None:
         """Tell the others, in their check, the error of this rank."""
         self.settled = True
-        self._ranks.gather_objects((str(error).splitlines()[:1], None))
+        self._ranks.gather_objects((str(error).splitlines()[0], None))
 
 
-def difference_of(claims: list[Claims]) -> str | None:
-    """The first difference of a rank from rank 0, in one line with both values."""
+def difference_of(claims: list[Claims]) -> list[str]:
+    """The first difference of a rank from rank 0, in one line with both values; no line if there is none."""
+
+    def shown(rank: int, kind: str, key: str) -> str:
+        values = claims[rank][kind]
+        return f"{show(values[key]) if key in values else 'not set'} on rank {rank}"
+
     for rank, theirs in enumerate(claims):
         for kind, ours in claims[0].items():
-            differing = [key for key in {**ours, **theirs[kind]} if ours.get(key) != theirs[kind].get(key)]
-            if differing:
-                values = ", ".join(
-                    f"{key} = {_said(ours, key)} on rank 0 and {_said(theirs[kind], key)} on rank {rank}"
-                    for key in differing[:SHOWN]
-                )
-                more = f" (and {len(differing) - SHOWN} more)" if len(differing) > SHOWN else ""
-                return f"the ranks differ in {kind}: {values}{more}"
-    return None
+            keys = [key for key in {**ours, **theirs[kind]} if ours.get(key) != theirs[kind].get(key)]
+            if keys:
+                values = [f"{key} = {shown(0, kind, key)} and {shown(rank, kind, key)}" for key in keys[:SHOWN]]
+                more = f" (and {len(keys) - SHOWN} more)" if len(keys) > SHOWN else ""
+                return [f"the ranks differ in {kind}: {', '.join(values)}{more}"]
+    return []
 
 
 def digest(tensor: Tensor) -> str:
@@ -76,12 +82,3 @@ def digest(tensor: Tensor) -> str:
     state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     state.update(values.flatten().view(torch.uint8).numpy().data)
     return state.hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"fedsim": __version__, "torch": str(torch.__version__), "numpy": np.__version__}
-    return {**versions, "python": ".".join(platform.python_version_tuple()[:2])}
-
-
-def _said(claims: Mapping[str, Any], key: str) -> str:
-    return show(claims[key]) if key in claims else "not set"

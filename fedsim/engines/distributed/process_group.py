@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -12,15 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fedsim.engines.distributed import rendezvous
 from fedsim.engines.distributed.rendezvous import HOST_BACKEND, RankInfo
-from fedsim.engines.distributed.watchdog import GRACE, Watchdog, always, ranks, wait_for_all
+from fedsim.engines.distributed.watchdog import GRACE, Watchdog, ranks, wait_for_all
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line, show
 from fedsim.system.background import SingleThreadExecutor
 from fedsim.system.devices import device_of_rank, gloo_can_sum, gpu_id
@@ -35,18 +38,16 @@ def no_heartbeats() -> int:
 
 
 class RankGroup:
-    """PyTorch's process group, with counts of the bytes sent and errors in one line.
+    """PyTorch's process group, with errors in one line. All ranks call every method that communicates.
 
-    Made once in a process, by `join`. All ranks call every method that communicates. A thread makes the calls that may
-    block forever, so that time-outs and signals always reach the main thread.
+    Made once in a process, by `join`. No call blocks the main thread, so that time-outs and signals always reach it.
 
     Attributes:
         index, count: number of this rank, and number of ranks.
         device: of this rank.
         backend: of the exchange of rows.
         reason: why this is not the default backend of the device; None if it is.
-        sent: bytes that this rank has sent by these methods, by purpose.
-        group, group_of_hooks: PyTorch's process groups, for code that sends by itself; see `supervised`.
+        group: PyTorch's process group, for code that sends by itself; see `wait_for`.
     """
 
     joined: ClassVar[RankGroup | None] = None
@@ -56,10 +57,9 @@ class RankGroup:
         self.index, self.count = place.rank, place.count
         self.device = device_of_rank(device, place.local_rank)
         self.heartbeats: Callable[[], int] = no_heartbeats
-        self.sent: dict[str, int] = {}
         self._spoilt: str | None = "this rank has not joined the others"
         self._watchdog: Watchdog
-        self._background = SingleThreadExecutor(self.device)
+        self._background = SingleThreadExecutor(self.device)  # of calls that may block forever
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
@@ -83,7 +83,6 @@ class RankGroup:
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device.index)
         joining = self._background.begin(lambda: self._meet(place, init, backend, time.monotonic() + self.timeout))
-        address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
         try:
             if not wait([joining], self.timeout + LINGER).done:
                 raise TimeoutError("the other ranks do not answer")
@@ -92,6 +91,7 @@ class RankGroup:
             raise
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             why = one_line(error).removeprefix("OSError: ")[:300]
+            address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
             raise WorkerError(
                 f"rank {self.index} of {self.count}: did not join the other ranks at {address} within "
                 f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, and give each job "
@@ -100,17 +100,39 @@ class RankGroup:
         self._spoilt = None
 
     def _meet(self, place: RankInfo, init: str, backend: str | None, deadline: float) -> None:
-        """Join the other ranks."""
-        store = rendezvous.open_store(init, place, deadline - time.monotonic())
-        self._store = dist.PrefixStore(f"fedsim/{place.attempt}", store)
-        keeper = rendezvous.store_keeper(init)
-        self._watchdog = Watchdog(self._store, keeper, self.index, self.count, lambda: self.heartbeats(), self.timeout)
-        missing = wait_for_all(self._store, self.count, deadline - time.monotonic())
-        if missing:
+        """Join the other ranks. A first process group, which is not used later, checks that they are connected."""
+        opened, keeper = rendezvous.open_store(init, place, deadline - time.monotonic())
+        store = self._store = dist.PrefixStore(f"fedsim/{place.attempt}", opened)
+        self._watchdog = Watchdog(store, keeper, self.index, self.count, lambda: self.heartbeats(), self.timeout)
+        self._watchdog.start()
+        if missing := wait_for_all(store, self.count, deadline - time.monotonic()):
             raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {self.timeout:g} s")
-        self._identities = self._exchange_identities()
-        self.backend, self.reason = rendezvous.backend_for(backend, self.device, [gpu for *_, gpu in self._identities])
-        self.group, self.group_of_hooks = self._start(place, init, deadline)
+        if name := rendezvous.interface_towards(rendezvous.meeting_address(init, place)[0]):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo listens at the address of the host name
+        limit = timedelta(seconds=max(LINGER, deadline - time.monotonic()))
+        self.backend = HOST_BACKEND
+        try:
+            dist.init_process_group(
+                HOST_BACKEND,
+                store=dist.PrefixStore("group", store),
+                rank=self.index,
+                world_size=self.count,
+                timeout=limit,
+            )
+            identities: list[Any] = [None] * self.count
+            dist.all_gather_object(identities, (socket.gethostname(), gpu_id(self.device)))
+            self._hosts = [host for host, _ in identities]
+            gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
+            self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
+            own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
+            own = HOST_BACKEND if self.backend == HOST_BACKEND else own
+            self.group = dist.new_group(backend=own, timeout=FOREVER)
+        except FedsimError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"backend {self.backend}: the ranks do not reach each other: {one_line(error)[:300]}"
+            ) from error
 
     @property
     def first(self) -> bool:
@@ -119,85 +141,75 @@ class RankGroup:
     @property
     def neighbours(self) -> int:
         """The number of ranks on this host, this one included."""
-        return sum(host == self._identities[self.index][0] for host, *_ in self._identities)
+        return self._hosts.count(self._hosts[self.index])
 
     def facts(self) -> dict[str, Any]:
         """For the run record."""
-        hosts = list(dict.fromkeys(host for host, *_ in self._identities))
         reason = {"backend_reason": self.reason} if self.reason else {}
-        return {"ranks": self.count, "hosts": hosts, "backend": self.backend, **reason}
+        return {"ranks": self.count, "hosts": list(dict.fromkeys(self._hosts)), "backend": self.backend, **reason}
 
-    def all_reduce(self, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum (or `op`) of the values [...] of all ranks, in place."""
-        self._count(what, 2 * (self.count - 1) * values.nbytes / self.count)
-        with self._on_the_wire(values) as wire:
-            self._do(dist.all_reduce, wire, op=op)
-        return values
+        return self._do(dist.all_reduce, values, op=op)
 
-    def broadcast(self, values: Tensor, what: str) -> Tensor:
+    def broadcast(self, values: Tensor) -> Tensor:
         """The first rank's values, in place."""
-        self._count(what, values.nbytes * (self.count - 1) / self.count)
-        with self._on_the_wire(values) as wire:
-            self._do(dist.broadcast, wire, 0)
-        return values
+        return self._do(dist.broadcast, values, 0)
 
-    def all_gather(self, room: Tensor, what: str) -> None:
-        """Give every rank all parts of `room`, [count * width], of which each rank has its own part."""
-        part = len(room) // self.count
-        own = room[self.index * part : (self.index + 1) * part].clone()
-        self._count(what, (self.count - 1) * own.nbytes)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-        with self._on_the_wire(room) as wire:
-            self._do(gather, wire, own.to(wire.device))
-
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int], what: str) -> list[Tensor]:
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Send one of `parts` to each rank; returns the flat parts that the ranks send to this one, of these sizes."""
-        self._count(what, sum(part.nbytes for rank, part in enumerate(parts) if rank != self.index))
-        given = torch.cat([part.reshape(-1) for part in parts])
-        wire = given if self._carries(given) else given.cpu()
-        got = wire.new_empty(sum(sizes))
-        self._do(dist.all_to_all_single, got, wire, list(sizes), [part.numel() for part in parts])
-        return list(got.to(given.device).split(list(sizes)))
+        sent, received = torch.cat([part.reshape(-1) for part in parts]), parts[0].new_empty(sum(sizes))
+        self._do(dist.all_to_all_single, received, sent, list(sizes), [part.numel() for part in parts])
+        return list(received.split(list(sizes)))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small picklable object of every rank, in their order."""
-        values: list[Any] = [None] * self.count
-        self.supervised(lambda: dist.all_gather_object(values, value, group=self.group))
-        return values
+        pickled = torch.from_numpy(np.frombuffer(pickle.dumps(value), np.uint8).copy())
+        sizes = torch.zeros(self.count, dtype=torch.int64)
+        sizes[self.index] = len(pickled)
+        parts = self.exchange([pickled] * self.count, self.all_reduce(sizes).tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def broadcast_object(self, value: Any) -> Any:
         """The first rank's object, in all ranks."""
-        values = [value]
-        self.supervised(lambda: dist.broadcast_object_list(values, 0, group=self.group))
-        return values[0]
-
-    @property
-    def in_order(self) -> bool:
-        """Whether all ranks begin their work in the same order, as on the queue of a device."""
-        return self.backend != HOST_BACKEND
+        return self.gather_objects(value if self.first else None)[0]
 
     @property
     def sums_where_rows_lie(self) -> bool:
         """Whether the backend sums tensors of this device, and not copies of them on the host."""
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
-    def supervised(self, work: Callable[[], Any], waits: threading.Event | None = None) -> Any:
-        """The result of `work`, which communicates with the other ranks and may wait for them without a timeout.
-
-        It runs in another thread, while this one checks the heartbeats of the others.
-
-        Args:
-            waits: the work sets it when all that it still does is wait for the others; None: it only waits.
-        """
+    def wait_for(self, begin: Callable[[], Sequence[torch.futures.Future[Any]]]) -> None:
+        """Begin to send, and wait for the end and for this rank's device while the others send heartbeats."""
         self.require_usable()
-        done, now = self._background.begin(work), waits.is_set if waits else always
-        with self._translated(), self._watchdog.waiting(now) as silences:
-            while not wait([done], self._watchdog.interval).done:
-                if cause := silences.look():
-                    raise WorkerError(cause)
-            if now():
-                return done.result()
-        return done.result()  # it failed before it waited, so the cause is in this rank
+        pause, cause = self._watchdog.interval, self._watchdog.silences()
+        self._watchdog.waits = True
+        try:
+            for future in begin():
+                done = threading.Event()
+                future.add_done_callback(partial(_set, done))
+                while not done.wait(pause):
+                    self._end_for(cause())
+                future.wait()  # raises its error
+            if self.device.type != "cpu":  # its own wait has no timeout
+                event, deadline = torch.get_device_module(self.device).Event(), time.monotonic() + pause
+                event.record()
+                while not event.query():
+                    if time.monotonic() > deadline:
+                        self._end_for(cause())
+                        deadline = time.monotonic() + pause
+                    time.sleep(0)
+        except WorkerError:
+            raise
+        except RuntimeError as error:
+            lost = f"the connection to another rank was lost: {one_line(error)[:200]}"
+            raise WorkerError(self.give_up(self.cause() or lost)) from error
+        finally:
+            self._watchdog.waits = False
+
+    def _end_for(self, cause: str | None) -> None:
+        if cause:
+            raise WorkerError(self.give_up(cause))
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -217,11 +229,11 @@ class RankGroup:
     def give_up(self, why: str) -> str:
         """Tell the others why this rank ends; returns the cause of the first rank that has ended."""
         self._spoilt = self._spoilt or why
-        return self._watchdog.note(why)
+        return self._watchdog.say(why)
 
     def cause(self) -> str | None:
         """Why another rank has ended, if that is known."""
-        return self._watchdog.said() or self._gone()
+        return self._watchdog.find_cause()
 
     def end_program(self, code: int) -> None:
         """End a program that has failed at once; it could wait for other ranks without end."""
@@ -240,110 +252,26 @@ class RankGroup:
         type(self).joined = None
         watchdog = vars(self).pop("_watchdog", None)
         self._background.begin(self._destroy)
-        if not (self._background.end(GRACE) and (watchdog is None or watchdog.stop(GRACE))):
+        if not (self._background.end(GRACE) and (watchdog is None or watchdog.end(GRACE))):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def _destroy(self) -> None:
-        for name in ("group", "group_of_hooks", "_store"):  # the last references to them, or nearly
+        for name in ("group", "_store"):  # the last references to them, or nearly
             vars(self).pop(name, None)
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _exchange_identities(self) -> list[tuple[str, int, str | None]]:
-        """Host, process and GPU of every rank, through the store."""
-        gpu = gpu_id(self.device)
-        self._store.set(f"who/{self.index}", "\n".join([socket.gethostname(), str(os.getpid()), gpu or ""]))
-        identities = []
-        for rank in range(self.count):
-            host, pid, gpu = self._store.get(f"who/{rank}").decode().split("\n")
-            identities.append((host, int(pid), f"{host} {gpu}" if gpu else None))
-        return identities
+    def _do(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Call a collective that writes to `tensor`, or to a copy on the host if the backend sends none of a device."""
+        wire, inputs = tensor, arguments
+        if self.backend == HOST_BACKEND:
+            wire = tensor.cpu()
+            inputs = tuple(value.cpu() if isinstance(value, Tensor) else value for value in arguments)
+        self.wait_for(lambda: [collective(wire, *inputs, group=self.group, async_op=True, **options).get_future()])
+        return tensor.copy_(wire)  # does nothing if they are one
 
-    def _start(self, place: RankInfo, init: str, deadline: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The process groups. A first one, which is not used later, checks that the ranks are connected.
 
-        Gloo matches messages by their order in a group, so other threads have a group of their own.
-        """
-        host = rendezvous.meeting_address(init, place)[0]
-        if name := rendezvous.interface_towards(host):  # else gloo listens at the address of the host name
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
-        backend = HOST_BACKEND if self.backend == HOST_BACKEND else own
-        try:
-            dist.init_process_group(
-                HOST_BACKEND,
-                store=dist.PrefixStore("group", self._store),
-                rank=self.index,
-                world_size=self.count,
-                timeout=timedelta(seconds=max(LINGER, deadline - time.monotonic())),
-            )
-            group = dist.new_group(backend=backend, timeout=FOREVER)
-            return group, group if self.in_order else dist.new_group(backend=backend, timeout=FOREVER)
-        except (RuntimeError, ValueError) as error:
-            raise WorkerError(
-                f"backend {self.backend}: the ranks do not reach each other: {one_line(error)[:300]}"
-            ) from error
-
-    def _carries(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" or self.backend != HOST_BACKEND
-
-    @contextlib.contextmanager
-    def _on_the_wire(self, tensor: Tensor) -> Iterator[Tensor]:
-        """The tensor, or a copy on the host, which is copied back, if the backend cannot send the tensor."""
-        if self._carries(tensor):
-            yield tensor
-            return
-        copy = tensor.cpu()
-        yield copy
-        tensor.copy_(copy)
-
-    def _do(self, collective: Callable[..., Any], wire: Tensor, *arguments: Any, **options: Any) -> None:
-        """Call a collective, and wait for it while the others send heartbeats."""
-        with self._translated():
-            work = collective(wire, *arguments, group=self.group, async_op=True, **options)
-            done = self._done if wire.device.type == "cpu" else self._done_on_device
-            with self._watchdog.waiting() as silences:
-                while not done(work):
-                    if cause := silences.look():
-                        raise WorkerError(cause)
-
-    def _done(self, work: Any) -> bool:
-        """Wait for an interval; whether the work is done."""
-        try:
-            work.wait(timedelta(seconds=self._watchdog.interval))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # raises its error, if it has failed
-        return True
-
-    def _done_on_device(self, work: Any) -> bool:
-        """Wait for work of a device; whether it is done in time. The device's own wait has no timeout."""
-        deadline = time.monotonic() + self._watchdog.interval
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0)
-        work.wait()
-        return True
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn errors into a WorkerError with their cause."""
-        self.require_usable()
-        try:
-            yield
-        except WorkerError as error:
-            raise WorkerError(self.give_up(str(error))) from None
-        except RuntimeError as error:
-            cause = self.cause() or f"the connection to another rank was lost: {one_line(error)[:200]}"
-            raise WorkerError(self.give_up(cause)) from error
-
-    def _gone(self) -> str | None:
-        missing = self._watchdog.missing({rank: (host, pid) for rank, (host, pid, _) in enumerate(self._identities)})
-        return f"{ranks(missing)} of {self.count} ended without a word" if missing else None
-
-    def _count(self, what: str, nbytes: float) -> None:
-        self.sent[what] = self.sent.get(what, 0) + int(nbytes)
+def _set(event: threading.Event, future: torch.futures.Future[Any]) -> None:
+    event.set()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,18 +22,80 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
-from fedsim.core.rows import new_rows
+from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.aggregator import combine_buffers, combines_buffers, write_attacked
 from fedsim.engines.deferred_check import DeferredCheck
-from fedsim.engines.distributed.first_rank import FirstRank
-from fedsim.engines.distributed.placement import Columns, RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.row_aggregator import RowAggregator
 from fedsim.engines.task import SharedState, TaskSpec
-from fedsim.errors import DivergedError, FedsimWarning, show
+from fedsim.errors import DivergedError, ExperimentError, FedsimWarning, show
 from fedsim.system.devices import synchronize
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Parts of the columns of the global row, one for each rank; the last ones may have fewer columns, or none.
+
+    Attributes:
+        d: number of columns.
+        width: of a part, a multiple of a cache line.
+        count: number of parts.
+    """
+
+    d: int
+    width: int
+    count: int
+
+    @classmethod
+    def of(cls, d: int, count: int, dtype: torch.dtype) -> Columns:
+        line = ALIGNMENT // dtype.itemsize
+        return cls(d, line * math.ceil(d / count / line), count)
+
+    def part(self, rank: int) -> slice:
+        """The columns of a rank."""
+        return slice(min(self.d, rank * self.width), min(self.d, (rank + 1) * self.width))
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """The columns [..., width] of each rank, of rows [..., d]."""
+        return [rows[..., self.part(rank)] for rank in range(self.count)]
+
+    def size(self, rank: int) -> int:
+        return self.part(rank).stop - self.part(rank).start
+
+    def complete(self, group: RankGroup, row: Tensor) -> None:
+        """Set the columns of the other ranks in a row [d] in which each rank has set its own."""
+        parts = group.exchange(
+            [row[self.part(group.index)]] * self.count, [self.size(rank) for rank in range(self.count)]
+        )
+        for rank, part in enumerate(parts):
+            row[self.part(rank)] = part
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """Which rank has which slots of a cohort: `assignments[rank]`, ascending, in the order of the rank's own rows."""
+
+    assignments: list[list[int]]
+
+    @cached_property
+    def rows(self) -> dict[int, tuple[int, int]]:
+        """For each slot, its rank and the number of its row there."""
+        return {
+            slot: (rank, row) for rank, assignment in enumerate(self.assignments) for row, slot in enumerate(assignment)
+        }
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The numbers of the rows of these slots, each in its own rank."""
+        return [self.rows[slot][1] for slot in slots]
+
+    def places(self, slots: Sequence[int]) -> list[list[int]]:
+        """For each rank, the positions in `slots` of the slots that it has."""
+        found: list[list[int]] = [[] for _ in self.assignments]
+        for place, slot in enumerate(slots):
+            found[self.rows[slot][0]].append(place)
+        return found
 
 
 class RankAggregator:
@@ -57,11 +120,7 @@ class RankAggregator:
         self._group, self._task, self._shared, self._n_rows, self._root_slot = group, task, shared, n_rows, root_slot
         self._columns = columns = Columns.of(len(shared.global_row), group.count, task.dtype)
         own = columns.part(group.index)
-        self._global_buffer = columns.padded(shared.global_row)
-        shared.global_row = self._global_buffer[: columns.d]
-        self._last_buffer = columns.padded(shared.last) if task.keeps_last else shared.last
-        shared.last = self._last_buffer[: len(shared.last)]
-        self._sent_buffer = self._global_buffer
+        self._sent = shared.global_row  # what the members of the round have started from
         # With a hook every rank has the mean gradient, and moves the whole row.
         self._whole_states = {"gradients"} if task.hook else set()
         shared.states = {
@@ -79,7 +138,8 @@ class RankAggregator:
         self._part = self._aggregator_of(
             self._reduce, global_row=self._own_columns, last=last, rows=self._column_rows, server_state=server
         )
-        self._first = FirstRank(group, task, shared, n_rows, root_slot, self._aggregator_of)
+        self._root: RowAggregator | None = None  # of all rows, in the first rank once it is needed
+        self._all_rows = shared.rows[:0]  # [n, d] by slot, in the first rank after `_gather`
         self._gathered = 0  # the number of the aggregation whose rows the first rank has
         self._number = 0  # of aggregations so far
         self._whole_update: tuple[tuple[int, ...], Tensor] | None = None  # its moment and the result, if all have it
@@ -99,21 +159,18 @@ class RankAggregator:
         self._part.has_last = value
 
     def sent_row(self, round: int) -> Tensor:
-        d, own = self._columns.d, self._columns.part(self._group.index)
         start = self._part.sent_row(round)
-        if start is self._own_columns:
-            self._sent_buffer = self._global_buffer
-        else:
-            if self._sent_buffer is self._global_buffer:
-                self._sent_buffer = self._global_buffer.clone()
-            self._sent_buffer[own] = start
-            self._group.all_gather(self._sent_buffer, "pull_down")
-        return self._sent_buffer[:d]
+        self._sent = self._shared.global_row
+        if start is not self._own_columns:
+            self._sent = torch.empty_like(self._sent)
+            self._sent[self._columns.part(self._group.index)] = start
+            self._columns.complete(self._group, self._sent)
+        return self._sent
 
     def begin(self, round: int, slots: Sequence[int]) -> None:
         self._number += 1
         if self._task.sync_in(round) == "parameters":
-            self._shared.rows -= self._sent_buffer[: self._columns.d]
+            self._shared.rows -= self._sent
 
     def rows_processed(self, slots: Sequence[int]) -> None:
         self._gathered = 0  # the first rank may have the rows as they were before
@@ -128,10 +185,10 @@ class RankAggregator:
             [context.slots[place] for place in places if context.workers[place] in byzantine]
             for places in self.placement.places(context.slots)
         ]
-        self._first.run(lambda root: root.attack(context))
-        rows, mine = self._first.rows, slots[group.index]
+        self._run_at_first(lambda root: root.attack(context))
+        rows, mine = self._all_rows, slots[group.index]
         parts = [rows[theirs if group.first else []] for theirs in slots]
-        received = group.exchange(parts, [len(mine) * d] + [0] * (group.count - 1), "attack")[0]
+        received = group.exchange(parts, [len(mine) * d] + [0] * (group.count - 1))[0]
         write_attacked(self._task, self._shared, self.placement.rows_of(mine), received.view(len(mine), d))
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
@@ -160,14 +217,14 @@ class RankAggregator:
             self._whole_update, self.has_last = None, self._task.keeps_last
             return
         self._part.server_step()
-        self._group.all_gather(self._global_buffer, "aggregate")
+        columns, shared = self._columns, self._shared
+        columns.complete(self._group, shared.global_row)
         if self._task.solver.has("correct"):  # it may have changed the server's state, here of own columns only
-            columns = self._columns
-            for kept in self._shared.server_state.values():
+            for kept in shared.server_state.values():
                 if len(kept) == columns.d:
-                    kept.copy_(columns.whole(self._group, kept, "aggregate"))
+                    columns.complete(self._group, kept)
         if self._task.keeps_last:
-            self._group.all_gather(self._last_buffer, "aggregate")
+            columns.complete(self._group, shared.last)
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         """Update the buffers from those of the whole cohort, in every rank alike."""
@@ -177,24 +234,24 @@ class RankAggregator:
         own = self.placement.places(context.slots)[self._group.index]
         buffers = shared.buffers.new_zeros(len(context.slots), shared.buffers.shape[1])
         buffers[own] = shared.buffers[self._own_row_numbers(context, own)]
-        self._group.all_reduce(buffers, "buffers")
+        self._group.all_reduce(buffers)
         combine_buffers(self._task, shared, context, excluded, buffers)
 
     def begin_with_parameters(self) -> None:
         self._part.begin_with_parameters()
-        if self._first.aggregator is not None:
-            self._first.aggregator.restore_rule({})
+        if self._root is not None:
+            self._root.restore_rule({})
 
     def rule_state(self) -> dict[str, Tensor]:
         """The states of the rule and of the attack. Those that see whole rows have a state in the first rank only."""
-        return self._part.rule_state() | (self._first.aggregator.rule_state() if self._first.aggregator else {})
+        return self._part.rule_state() | (self._root.rule_state() if self._root else {})
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
         self._part.restore_rule(state)
         if not self._task.rule.by_parts or self._task.byzantine:
-            self._first.allocate()
-        if self._first.aggregator is not None:
-            self._first.aggregator.restore_rule(state)
+            self._allocate_root()
+        if self._root is not None:
+            self._root.restore_rule(state)
 
     def states_by_columns(self) -> dict[str, Tensor]:
         shared, columns, tensors = self._shared, self._columns, {}
@@ -202,7 +259,8 @@ class RankAggregator:
             for name, part in state.items() if sync not in self._whole_states else ():
                 row = torch.empty_like(shared.global_row)
                 row[columns.part(self._group.index)] = part
-                tensors[f"{sync}.{name}"] = columns.whole(self._group, row, "checkpoint")
+                columns.complete(self._group, row)
+                tensors[f"{sync}.{name}"] = row
         return tensors
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
@@ -219,12 +277,12 @@ class RankAggregator:
         losses = torch.zeros(self._n_rows, dtype=torch.double)
         own = self.placement.assignments[self._group.index]
         losses[own] = self._shared.train_loss[: len(own)]
-        return self._group.all_reduce(losses, "facts")
+        return self._group.all_reduce(losses)
 
     def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
         """In the first rank all rows of an aggregation and their losses, by slot; else None."""
         self._gather(context)
-        return (self._first.rows, self._slot_losses) if self._group.first else None
+        return (self._all_rows, self._slot_losses) if self._group.first else None
 
     def linear_shares(self, context: AggregationContext) -> list[float]:
         """The share of each row in a linear rule's result, before there is one."""
@@ -253,7 +311,7 @@ class RankAggregator:
         for place, slot in enumerate(context.slots):
             rank, row = self.placement.rows[slot]
             bad[place] = rank == self._group.index and row in rows
-        self._part.linear_stats(context, self._group.all_reduce(bad, "facts").nonzero().flatten().tolist())
+        self._part.linear_stats(context, self._group.all_reduce(bad).nonzero().flatten().tolist())
         assert self._task.hook is not None
         hook = f'distributed.hook = "{self._task.hook.name}"'
         what = f"the mean of the gradients is not finite, though each of them is ({hook})"
@@ -278,7 +336,7 @@ class RankAggregator:
             facts[0, [mine[row] for row in bad_rows(self._own_rows(context, places))]] = 1
         if with_losses:
             facts[1, mine] = self._shared.losses[self._own_row_numbers(context, mine)]
-        self._group.all_reduce(facts, "facts")
+        self._group.all_reduce(facts)
         if with_losses:
             self._slot_losses[list(context.slots)] = facts[1]
         return facts[0].nonzero().flatten().tolist()
@@ -293,10 +351,10 @@ class RankAggregator:
         total = self._weighted_sum(context, places, stats)
         if checks and bad_rows(self._own_rows(context, places)):
             total.fill_(math.nan)
-        self._group.all_reduce(total, "aggregate")
+        self._group.all_reduce(total)
         if checks and not math.isfinite(total.sum()) and (bad := self._exchange_facts(context, places)):
             stats = self._part.linear_stats(context, bad)
-            total = self._group.all_reduce(self._weighted_sum(context, places, stats), "aggregate")
+            total = self._group.all_reduce(self._weighted_sum(context, places, stats))
         self._whole_update = context.moment, total
         return stats
 
@@ -305,7 +363,7 @@ class RankAggregator:
         group, columns = self._group, self._columns
         stats = self._part.linear_stats(context, bad)
         parts = columns.parts(self._weighted_sum(context, places, stats))
-        received = group.exchange(parts, [columns.size(group.index)] * group.count, "aggregate")
+        received = group.exchange(parts, [columns.size(group.index)] * group.count)
         self._part.set_result(context, torch.stack(received).sum(0), bad)
         return stats
 
@@ -321,7 +379,7 @@ class RankAggregator:
         """A columnwise rule, or a rule of inner products: each rank applies it to its columns of all rows."""
         width = self._columns.size(self._group.index)
         parts = self._columns.parts(self._own_rows(context, places))
-        received = self._group.exchange(parts, [len(theirs) * width for theirs in places], "aggregate")
+        received = self._group.exchange(parts, [len(theirs) * width for theirs in places])
         for theirs, rows in zip(places, received, strict=True):
             self._column_rows[[context.slots[place] for place in theirs]] = rows.view(len(theirs), width)
         return self._part.aggregate(context, bad)
@@ -330,22 +388,50 @@ class RankAggregator:
         """A rule that looks at whole rows: the first rank applies it to all of them."""
         group, columns = self._group, self._columns
         self._gather(context)
-        stats = self._first.run(lambda root: root.aggregate(context, bad).on_host())
-        parts = [self._global_buffer[:0]] * group.count
-        if self._first.aggregator is not None:
-            ((_, update),) = self._first.aggregator.result
+        stats = self._run_at_first(lambda root: root.aggregate(context, bad).on_host())
+        parts = [self._shared.global_row[:0]] * group.count
+        if self._root is not None:
+            ((_, update),) = self._root.result
             parts = columns.parts(update)
         sizes = [columns.size(group.index)] + [0] * (group.count - 1)
-        self._part.set_result(context, group.exchange(parts, sizes, "aggregate")[0], bad)
+        self._part.set_result(context, group.exchange(parts, sizes)[0], bad)
         return stats
 
     def _gather(self, context: AggregationContext) -> None:
         """Gather the rows of an aggregation in the first rank, once."""
         if self._gathered != self._number:
             self._gathered = self._number
-            self._first.gather(context, self.placement)
-        if self._first.aggregator is not None:
-            self._first.aggregator.has_last = self.has_last
+            self._allocate_root()
+            group, d, wanted = self._group, self._columns.d, {*context.slots, self._root_slot}
+            slots = [[slot for slot in assignment if slot in wanted] for assignment in self.placement.assignments]
+            own = self._shared.rows[self.placement.rows_of(slots[group.index])]
+            sizes = [len(theirs) * d if group.first else 0 for theirs in slots]
+            received = group.exchange([own] + [own[:0]] * (group.count - 1), sizes)
+            for theirs, part in zip(slots, received, strict=True):
+                if group.first:
+                    self._all_rows[theirs] = part.view(len(theirs), d)
+        if self._root is not None:
+            self._root.has_last = self.has_last
+
+    def _allocate_root(self) -> None:
+        """Allocate the rows of all ranks, in the first rank."""
+        if self._group.first and self._root is None:
+            self._all_rows = new_rows(self._n_rows, self._columns.d, self._task.dtype, self._task.device)
+            unfit = torch.zeros(self._n_rows, dtype=torch.int64)
+            self._root = self._aggregator_of(rows=self._all_rows, unfit=unfit)
+
+    def _run_at_first(self, work: Callable[[RowAggregator], Any]) -> Any:
+        """Do work in the first rank. All ranks get its result, or the ExperimentError that it raises."""
+        error = result = None
+        if self._root is not None:
+            try:
+                result = work(self._root)
+            except ExperimentError as refusal:
+                error = refusal
+        error, result = self._group.broadcast_object((error, result))
+        if error is not None:
+            raise error
+        return result
 
     def _reduce(self, values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        return self._group.all_reduce(values, "products", {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+        return self._group.all_reduce(values, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])

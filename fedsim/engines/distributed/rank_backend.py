@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
-from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
-from fedsim.engines.distributed.rank_aggregator import RankAggregator
+from fedsim.engines.distributed.rank_aggregator import RankAggregator, RowPlacement
 from fedsim.engines.distributed.rank_worker_states import RankWorkerStates
 from fedsim.engines.group import Group, T, balance_load
 from fedsim.engines.in_process import InProcess
@@ -73,7 +72,7 @@ class Ranks:
         own = values[self.index :: self.count].clone()
         values.zero_()
         values[self.index :: self.count] = own
-        self._group.all_reduce(values, "test")
+        self._group.all_reduce(values)
 
     def describe_failure(self) -> str:
         worker = self.process.table.worker(0)

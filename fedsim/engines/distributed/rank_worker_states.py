@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import State
-from fedsim.engines.distributed.placement import RowPlacement
 from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.engines.distributed.rank_aggregator import RowPlacement
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
-
-PURPOSE = "worker state"  # of what travels, in the count of bytes sent
 
 
 class RankWorkerStates(WorkerStates):
@@ -44,7 +42,7 @@ class RankWorkerStates(WorkerStates):
             self.load([cohort[slot] for slot in of_rank], part, range(len(of_rank)))
         for name, initial in self.initial.items():
             got = self._ranks.exchange(
-                [part[name] for part in parts], [len(slots) * len(initial) for slots in received], PURPOSE
+                [part[name] for part in parts], [len(slots) * len(initial) for slots in received]
             )
             rows[name][:] = initial
             for slots, their in zip(received, got, strict=True):
@@ -58,7 +56,7 @@ class RankWorkerStates(WorkerStates):
         self.add([cohort[slot] for of_rank in received for slot in of_rank])
         for name, initial in self.initial.items():
             parts = [rows[name][[places[slot] for slot in of_rank]] for of_rank in sent]
-            got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received], PURPOSE)
+            got = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in received])
             for of_rank, part in zip(received, got, strict=True):
                 kept = self.rows[name]
                 kept[self._indices(cohort, of_rank)] = part.view(-1, len(initial)).to(kept.device)
@@ -66,7 +64,7 @@ class RankWorkerStates(WorkerStates):
     def sums(self, messages: State, slots: Sequence[int]) -> State:
         placed = self._placement().rows
         mine = [row for rank, row in (placed[slot] for slot in slots) if rank == self._ranks.index]
-        return {name: self._ranks.all_reduce(rows[mine].sum(0), PURPOSE) for name, rows in messages.items()}
+        return {name: self._ranks.all_reduce(rows[mine].sum(0)) for name, rows in messages.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The state of all ranks in the first one; in the others, what they own."""
@@ -80,7 +78,7 @@ class RankWorkerStates(WorkerStates):
                 tensor = tensor.to(self.initial[name.removeprefix("rows.")].device)
             sizes = [count * tensor[:1].numel() if self._ranks.first else 0 for count in counts]
             parts = [tensor] + [tensor[:0]] * (self._ranks.count - 1)
-            whole[name] = torch.cat(self._ranks.exchange(parts, sizes, "checkpoint")).view(-1, *tensor.shape[1:])
+            whole[name] = torch.cat(self._ranks.exchange(parts, sizes)).view(-1, *tensor.shape[1:])
         if not self._ranks.first:
             return own
         ascending = whole["workers"].argsort()

@@ -19,11 +19,6 @@ import torch.distributed as dist
 from fedsim.engines.distributed.watchdog import ranks
 from fedsim.errors import ExperimentError, show
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 HOST_BACKEND = "gloo"  # for tensors on the host
 RETRY = 0.05  # seconds
@@ -100,7 +95,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
     """Host and port of the rendezvous: MASTER_ADDR and MASTER_PORT, else SLURM's first host, else this host."""
     host = environ.get("MASTER_ADDR")
-    if host is None and "RANK" not in environ and "SLURM_PROCID" in environ and _slurm_hosts(environ) != 1:
+    slurm_hosts = [_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environ]
+    if host is None and "RANK" not in environ and "SLURM_PROCID" in environ and slurm_hosts[:1] not in ([], [1]):
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
     if host is None and local_count is not None and local_count in environ and _number(environ, local_count) < count:
         raise ExperimentError(
@@ -116,21 +112,14 @@ def _address(environ: Mapping[str, str], count: int, local_count: str | None) ->
     return host or LOOPBACK, PORTS[digest % len(PORTS)]
 
 
-def _slurm_hosts(environ: Mapping[str, str]) -> int:
-    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
-        if name in environ:
-            return _number(environ, name)
-    return 1
-
-
 def first_host(names: str) -> str | None:
     """The first of SLURM's list of hosts: `node03` of `node[03-07,9],other`."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", names)
     return "".join(part or "" for part in found.groups()) if found else None
 
 
-def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
-    """The store of keys and values at which the ranks meet.
+def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
+    """The store of keys and values at which the ranks meet, and its process, as errors name it.
 
     Args:
         init: `env://` (from the launcher), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
@@ -139,26 +128,19 @@ def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
     """
     limit = timedelta(seconds=timeout)
     if init.startswith("file://"):
-        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
-    host, port = meeting_address(init, place)
-    leads = place.rank == 0 and not _keeps_store_in_agent(init)
+        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0], f"the ranks' store {init}"
+    (host, port), keeper = meeting_address(init, place), "rank 0"
+    if init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        keeper = "the launcher, which keeps the ranks' store,"
+    leads = place.rank == 0 and keeper == "rank 0"
     if not leads:
         _wait_for_store(host, port, timeout)
-    listening = _listen(host, port) if leads and is_loopback(host) else None
-    return dist.TCPStore(
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
+    listening = _listen(host, port) if leads and is_loopback else None
+    store = dist.TCPStore(
         host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
     )
-
-
-def store_keeper(init: str) -> str:
-    """The process of the store, as errors name it."""
-    if init.startswith("file://"):
-        return f"the ranks' store {init}"
-    return "the launcher, which keeps the ranks' store," if _keeps_store_in_agent(init) else "rank 0"
-
-
-def _keeps_store_in_agent(init: str) -> bool:
-    return init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return store, keeper
 
 
 def _wait_for_store(host: str, port: int, timeout: float) -> None:
@@ -188,58 +170,41 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether other machines cannot reach this address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def _listen(host: str, port: int) -> int:
     """A socket that listens at this address only; PyTorch's own would listen at all of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK if host == "localhost" else host, port))
-        listener.listen(2_048)
-    except OSError:
-        listener.close()
-        raise
-    return listener.detach()
+    address = LOOPBACK if host == "localhost" else host, port
+    return socket.create_server(address, family=family, backlog=2_048).detach()
 
 
 def interface_towards(host: str) -> str | None:
     """The name of the network interface by which this machine reaches a host; None if unknown."""
-    if fcntl is None:
-        return None
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl  # not on Windows
+
         probe.connect((host, 9))  # of datagrams: nothing is sent
-        own = probe.getsockname()[0]
+        address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == own:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
 
 
 def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
     """The backend for rows, and the reason if it is not the default of the device."""
-    own = str(dist.get_default_backend_for_device(device))
+    chosen = (name or str(dist.get_default_backend_for_device(device))).lower()
     shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
-    sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared] if shared else []
-    if name is None:
-        if own == "nccl" and shared:
-            return HOST_BACKEND, f"{ranks(sharing)} share a GPU ({shared}), which NCCL refuses"
-        return own, None
-    if name == "nccl" and shared:
+    if chosen == "nccl" and shared:
+        sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared]
+        reason = f"{ranks(sharing)} share a GPU ({shared}), which NCCL refuses"
+        if name is None:
+            return HOST_BACKEND, reason
+        raise ExperimentError(f'distributed.backend = "nccl": {reason}; use "{HOST_BACKEND}", or as many ranks as GPUs')
+    if chosen not in dist.Backend.backend_list:
+        allowed = ", ".join(backend for backend in dist.Backend.backend_list if backend not in ("undefined", "mpi"))
         raise ExperimentError(
-            f'distributed.backend = "nccl": {ranks(sharing)} share a GPU ({shared}), which NCCL refuses; use '
-            f'"{HOST_BACKEND}", or as many ranks as GPUs'
+            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: {allowed}"
         )
-    known = dist.Backend.backend_list
-    if name.lower() not in known:
-        raise ExperimentError(
-            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: "
-            f"{', '.join(each for each in known if each not in ('undefined', 'mpi'))}"
-        )
-    return name.lower(), None
+    return chosen, None

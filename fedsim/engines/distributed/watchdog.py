@@ -2,249 +2,160 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from fedsim.errors import plural
 
 PULSES = 20  # at least, within a timeout
-SLOWEST = 1.0  # seconds from one to the next
-PATIENCE = 3.0  # seconds to find out which rank is gone
-AT_ONCE = 0.5  # seconds within which a dead process of this host is found
+SLOWEST = 0.5  # seconds from one to the next; less than the first rank lingers after an error
+STILL = 2  # intervals without a tick after which a rank has ended, if a connection was lost
 GRACE = 5.0  # seconds for a rank to end by itself after another one has ended
-LOOK = 0.02  # seconds between two checks for missing ranks
+ANSWER = 1.0  # seconds to wait for an answer of the store
+LOOK = 0.02  # seconds between two checks of an answer
 TERMINATED = "a rank was terminated"
 END = "end"  # key of the reason why the first rank ended
 
-
-def always() -> bool:
-    return True
+Pulses = dict[int, tuple[int, int, bool]]
 
 
-def never() -> bool:
-    return False
+class Watchdog(threading.Thread):
+    """Publishes the pulse of this rank in the store, reads those of the others, and judges who has failed.
 
-
-@dataclass(frozen=True)
-class StoreView:
-    """The last answer of the store.
-
-    Attributes:
-        answers: number of answers so far.
-        cause: why the first rank ended, if any has.
-        pulses: ticks, heartbeats, and whether it waits, of each other rank.
-    """
-
-    answers: int
-    cause: str | None
-    pulses: dict[int, tuple[int, int, bool]]
-
-
-class Watchdog:
-    """Publishes the pulse of this rank in the store, and reads those of the others.
-
-    A pulse is `ticks heartbeats waits`: ticks count while the process lives, heartbeats while it works.
-
-    If the process of the store is stopped, a call to the store never returns. So one thread makes all these calls, and
-    no other thread waits for it: without an answer, the store is silent. A second thread ends the process if a rank has
-    ended, or the store is silent, and this rank does not end by itself.
+    A pulse is `ticks steps waits`: ticks count while the process lives, steps while it works. PyTorch's time-outs do
+    not replace it: they count a rank that works for long as lost, and a call to the store of a stopped process never
+    returns. So a thread makes these calls, and the main thread never waits for it without a limit.
 
     Args:
         keeper: the process of the store, as errors name it: `rank 0`.
-        heartbeats: returns the number of steps of this rank.
-        timeout: seconds without a tick, or without a heartbeat of any rank, after which a rank counts as lost.
+        steps: returns the number of steps of this rank.
+        timeout: seconds without a tick, or without a step of any rank while one waits, after which a rank counts as
+            lost.
 
     Attributes:
-        on_duty: whether the other ranks depend on this one now, as they do during a run; only then the second thread
-            ends the process.
+        waits: whether this rank waits for others; set by the caller.
+        on_duty: whether the other ranks depend on this one, as they do during a run; only then the thread ends the
+            process if another rank has failed and this one does not end by itself.
+        cause: why the first rank has ended, or which rank has been silent for too long; None if all is well.
+        pulses: ticks, steps, and whether it waits, of each rank that has joined.
     """
 
     def __init__(
-        self, store: dist.Store, keeper: str, rank: int, count: int, heartbeats: Callable[[], int], timeout: float
+        self, store: dist.Store, keeper: str, rank: int, count: int, steps: Callable[[], int], timeout: float
     ) -> None:
-        self.interval, self.keeper, self.on_duty = min(SLOWEST, timeout / PULSES), keeper, False
-        self._store, self._rank, self._timeout = store, rank, timeout
-        self._heartbeats, self._ticks, self._waits = heartbeats, 0, never
-        self._others = [other for other in range(count) if other != rank]
-        self._seen, self._asked, self._note = StoreView(0, None, {}), 0, ""
-        self._broken = False  # whether the last call to the store failed
-        self._stop, self._wake, self._answered = threading.Event(), threading.Event(), threading.Condition()
-        self._threads = [
-            threading.Thread(target=each, name="fedsim-watchdog", daemon=True) for each in (self._exchange, self._watch)
-        ]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(name="fedsim-watchdog", daemon=True)
+        self.interval, self.waits, self.on_duty = min(SLOWEST, timeout / PULSES), False, False
+        self.cause: str | None = None
+        self.pulses: Pulses = {}
+        self._store, self._keeper, self._rank, self._count = store, keeper, rank, count
+        self._steps, self._timeout, self._note = steps, timeout, ""
+        self._asked = self._answered = self._ticks = 0
+        self._silent, self._idle = dict.fromkeys(range(count), 0), 0  # intervals without a tick, without any step
+        self._leaving, self._wake = threading.Event(), threading.Event()
 
-    def stop(self, seconds: float = GRACE) -> bool:
-        """End the threads. Returns whether they have ended in time; a call to a stopped store never returns."""
-        self._stop.set()
+    def end(self, seconds: float = GRACE) -> bool:
+        """End the thread. Returns whether it has ended in time; a call to a stopped store never returns."""
+        self._leaving.set()
         self._wake.set()
-        for thread in self._threads:
-            thread.join(seconds)
-        return not any(thread.is_alive() for thread in self._threads)
+        self.join(seconds)
+        return not self.is_alive()
 
-    @contextlib.contextmanager
-    def waiting(self, now: Callable[[], bool] = always) -> Iterator[HeartbeatMonitor]:
-        """In the block, this rank waits for others as soon as `now()` is true; their silence counts from then on."""
-        self._waits = now
-        try:
-            yield HeartbeatMonitor(self, self._others, self._timeout)
-        finally:
-            self._waits = never
+    def silences(self) -> Callable[[], str | None]:
+        """A function to be called once an interval: why another rank has failed, or that the store is silent."""
+        answered, looks = self._answered, 0
 
-    @property
-    def waits(self) -> bool:
-        """Whether this rank waits for others."""
-        return self._waits()
+        def look() -> str | None:
+            nonlocal answered, looks
+            answered, looks = self._answered, looks + 1 if self._answered == answered else 0
+            return self.cause or (self._silence(self._keeper) if self._too_long(looks) else None)
 
-    def seen(self) -> StoreView:
-        """The last answer of the store, at most one interval old while it answers."""
-        return self._seen
+        return look
 
-    def note(self, cause: str) -> str:
+    def say(self, cause: str) -> str:
         """Publish why this rank ends; returns the cause of the first rank that has ended."""
         self._note = cause
-        return self.said() or cause
+        self._ask()
+        return self.cause or cause
 
-    def said(self) -> str | None:
-        """Why the first rank has ended, if any has. Takes a second if the store does not answer."""
-        return self._ask().cause
+    def find_cause(self) -> str | None:
+        """Why another rank has ended, or which ranks have ended without a word; takes some intervals."""
+        self._ask()
+        before, answered = self.pulses, self._answered
+        for _ in range(STILL):
+            if self.cause is None:
+                time.sleep(self.interval)
+                self._ask()
+        gone = [rank for rank, pulse in self.pulses.items() if before.get(rank) == pulse]
+        if self.cause is None and gone and self._answered > answered:
+            return f"{ranks(gone)} of {self._count} ended without a word"
+        return self.cause
 
-    def missing(self, processes: dict[int, tuple[str, int]]) -> list[int]:
-        """The ranks that are gone; takes some seconds for those on other hosts.
+    def _ask(self) -> None:
+        """Wait for an answer of the store to a question from now on, a second at most."""
+        asked, deadline = self._asked, time.monotonic() + ANSWER
+        self._wake.set()
+        while self._answered <= asked and time.monotonic() < deadline:
+            time.sleep(LOOK)
 
-        Args:
-            processes: host and process of each rank.
-        """
-        host = processes[self._rank][0]
-        near = {rank: pid for rank, (where, pid) in processes.items() if where == host}
-        deadline = time.monotonic() + AT_ONCE  # connections end a moment before their process
-        while not (dead := [rank for rank, pid in near.items() if not _lives(pid)]) and time.monotonic() < deadline:
-            time.sleep(AT_ONCE / 50)
-        if dead or len(near) == len(processes):
-            return dead
-        before = self._ask()
-        time.sleep(PATIENCE)
-        after = self._ask()
-        if before.answers == after.answers:  # the store does not say
-            return []
-        return [
-            rank for rank, pulse in after.pulses.items() if rank in before.pulses and pulse[0] == before.pulses[rank][0]
-        ]
-
-    def _ask(self) -> StoreView:
-        """The answer of the store to a question now, or its last answer if it takes more than a second."""
-        with self._answered:
-            asked = self._asked  # an open question may have been asked too early
-            self._wake.set()
-            self._answered.wait_for(lambda: self._seen.answers > asked or self._broken, timeout=SLOWEST)
-        return self._seen
-
-    def _exchange(self) -> None:
-        """The thread that calls the store."""
-        while not self._stop.is_set():
+    def run(self) -> None:
+        waited = 0.0
+        while not self._leaving.is_set():
             self._wake.clear()
             self._asked += 1
             try:
-                self._publish()
-                seen, self._broken = StoreView(self._asked, self._read_end(), self._read_pulses()), False
-            except RuntimeError:  # its process has ended
-                seen, self._broken = self._seen, True
-            with self._answered:
-                self._seen = seen
-                self._answered.notify_all()
+                self.cause = self._exchange() or self.cause
+            except RuntimeError:
+                self.cause = self.cause or f"{self._keeper} ended without a word"
+            self._answered = self._asked
+            waited = waited + self.interval if self.cause and self.on_duty else 0.0
+            if waited > GRACE:
+                print(f"error: {self.cause}", file=sys.stderr, flush=True)
+                os._exit(1)
             self._wake.wait(self.interval)
 
-    def _read_end(self) -> str | None:
-        if self._note:
-            return self._store.compare_set(END, "", self._note).decode()
-        return self._store.get(END).decode() if self._store.check([END]) else None
-
-    def _read_pulses(self) -> dict[int, tuple[int, int, bool]]:
-        """The pulses of the ranks that have joined."""
-        keys = {other: _key(other) for other in self._others}
-        if not all(other in self._seen.pulses for other in keys):
-            keys = {other: key for other, key in keys.items() if self._store.check([key])}
-        values = (
-            self._store.multi_get([*keys.values()])
-            if self._store.has_extended_api()  # type: ignore[attr-defined]
-            else map(self._store.get, keys.values())
-        )
-        found = {}
-        for other, value in zip(keys, values, strict=True):
-            ticks, heartbeats, waits = map(int, value.decode().split())
-            found[other] = ticks, heartbeats, bool(waits)
-        return found
-
-    def _watch(self) -> None:
-        """The thread that ends the process."""
-        silences, waited = HeartbeatMonitor(self, [], self._timeout), 0.0
-        while not self._stop.wait(self.interval):
-            cause = silences.look()
-            if self._broken:
-                cause = cause or f"{self.keeper} is gone"
-            waited = waited + self.interval if cause and self.on_duty else 0.0
-            if waited > GRACE:
-                print(f"error: {cause}", file=sys.stderr, flush=True)
-                os._exit(1)
-
-    def _publish(self) -> None:
+    def _exchange(self) -> str | None:
+        """Publish the pulse of this rank and read those of all; returns why a rank has failed."""
+        store, before = self._store, self.pulses
         self._ticks += 1
-        self._store.set(_key(self._rank), f"{self._ticks} {self._heartbeats()} {int(self.waits)}")
+        store.set(_key(self._rank), f"{self._ticks} {self._steps()} {int(self.waits)}")
+        if self._note:
+            return store.compare_set(END, "", self._note).decode()
+        if store.check([END]):
+            return store.get(END).decode()
+        keys = {rank: _key(rank) for rank in range(self._count) if rank in before or store.check([_key(rank)])}
+        extended = store.has_extended_api()  # type: ignore[attr-defined]
+        values = store.multi_get([*keys.values()]) if extended else map(store.get, keys.values())
+        self.pulses = {}
+        for rank, value in zip(keys, values, strict=True):
+            ticks, steps, waits = map(int, value.decode().split())
+            self.pulses[rank] = ticks, steps, bool(waits)
+        return self._judge(before, self.pulses)
 
-
-class HeartbeatMonitor:
-    """Measures how long the store and the other ranks have been silent. Call `look` once an interval."""
-
-    def __init__(self, watchdog: Watchdog, others: list[int], timeout: float) -> None:
-        self._watchdog, self._timeout = watchdog, timeout
-        self._since: dict[int, list[float]] = {other: [0.0, 0.0] for other in others}  # seconds without tick, heartbeat
-        self._before: dict[int, tuple[int, int, bool]] = {}
-        self._answers, self._unanswered = -1, 0.0  # of the store, and seconds since the last one
-        self._looked = time.monotonic()
-
-    def look(self) -> str | None:
-        """Why a rank has ended, or which rank has been silent for too long; None if all is well."""
-        seen, now = self._watchdog.seen(), time.monotonic()
-        seconds = min(2 * self._watchdog.interval, now - self._looked)  # this process may have been suspended
-        self._looked = now
-        if seen.cause:
-            return seen.cause
-        self._unanswered += seconds
-        if seen.answers == self._answers:
-            if self._unanswered > self._timeout:
-                return f"{self._watchdog.keeper} gave no sign of life for {self._timeout:g} s (distributed.timeout)"
-            return None  # nothing is known about the other ranks
-        seconds = min(2 * self._watchdog.interval, self._unanswered)
-        self._answers, self._unanswered = seen.answers, 0.0
-        return self._too_long(seen.pulses, seconds)
-
-    def _too_long(self, pulses: dict[int, tuple[int, int, bool]], seconds: float) -> str | None:
-        """Missing steps count from the time when this rank waits for them."""
-        for rank, since in self._since.items():
-            for place, counts in ((0, True), (1, self._watchdog.waits)):
-                known = rank in pulses and rank in self._before
-                same = counts and known and self._before[rank][place] == pulses[rank][place]
-                since[place] = since[place] + seconds if same else 0.0
-        self._before = pulses
-        gone = [rank for rank, (without_tick, _) in self._since.items() if without_tick > self._timeout]
-        if gone:
-            return f"{ranks(gone)} gave no sign of life for {self._timeout:g} s (distributed.timeout)"
-        if self._since and all(without_heartbeat > self._timeout for _, without_heartbeat in self._since.values()):
-            busy = [rank for rank, (*_, waits) in pulses.items() if not waits] or list(pulses)
+    def _judge(self, before: Pulses, now: Pulses) -> str | None:
+        for rank, pulse in now.items():
+            self._silent[rank] = self._silent[rank] + 1 if before.get(rank) == pulse else 0
+        steps = [{rank: pulse[1] for rank, pulse in pulses.items()} for pulses in (before, now)]
+        waiting = {rank for rank, (*_, waits) in now.items() if waits}
+        self._idle = self._idle + 1 if waiting and steps[0] == steps[1] else 0
+        if gone := [rank for rank, looks in self._silent.items() if self._too_long(looks)]:
+            return self._silence(ranks(gone))
+        if self._too_long(self._idle):
             return (
-                f"{ranks(busy)} made no step for {self._timeout:g} s; a step that takes longer needs a larger "
-                "distributed.timeout"
+                f"{ranks([rank for rank in now if rank not in waiting] or [*now])} made no step for "
+                f"{self._timeout:g} s; a step that takes longer needs a larger distributed.timeout"
             )
         return None
+
+    def _too_long(self, intervals: int) -> bool:
+        return intervals * self.interval > self._timeout
+
+    def _silence(self, name: str) -> str:
+        return f"{name} gave no sign of life for {self._timeout:g} s (distributed.timeout)"
 
 
 def ranks(numbers: list[int]) -> str:
@@ -262,15 +173,3 @@ def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
 
 def _key(rank: int) -> str:
     return f"pulse/{rank}"
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # dead, though not yet reaped
-    return True
