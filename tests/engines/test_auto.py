@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import AutoEngine, auto, plan
+from fedsim.engines import AutoEngine, auto
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.backend import InPool
@@ -54,7 +54,7 @@ def test_the_choice_and_its_reason_are_in_the_run_folder(tables, tmp_path):
 def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     assert stacks(tables)
     assert not stacks(tables, workers=3)
-    assert not stacks(tables, local={"batch_size": plan.LARGEST_BATCH + 1})
+    assert not stacks(tables, local={"batch_size": auto.LARGEST_BATCH + 1})
     assert not stacks(tables, batched={"width": 2})
 
 
@@ -105,7 +105,7 @@ def one_process_called_several(processes, threads, timeout):
 def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypatch):
     monkeypatch.setattr(auto, "InPool", one_process_called_several)
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     how = how_it_was_done({**tables, "processes": 2})
     assert (how["engine"], how["processes"]) == ("spawn", 2)  # two rows for each process are too few for a stack
     how = how_it_was_done({**tables, "workers": 8, "processes": 2})
@@ -113,7 +113,7 @@ def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypa
 
 
 def test_processes_give_the_bits_of_one(tables, monkeypatch):
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     settings = []
     found = fedsim.run({**tables, "processes": 2}, on_start=settings.append)
     assert (settings[0].how["engine"], settings[0].how["processes"]) == ("spawn", 2)
@@ -135,7 +135,7 @@ def test_if_the_chosen_way_is_refused_one_process_trains_rows_and_one_line_says_
         raise fedsim.ExperimentError("shared memory: there is none")
 
     monkeypatch.setattr(refusing, "__init__" if refusing is StackTrainer else "begin", refuse)
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     settings = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -175,7 +175,7 @@ def told_and_done(tables):
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_so(failure, tables, monkeypatch):
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     monkeypatch.setattr(InPool, "begin", fail_with(FAILURES[failure]))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": 2})
@@ -189,7 +189,7 @@ def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables, monkeypatch):
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     monkeypatch.setattr(InPool, "begin", fail_with(FAILURES["failed"]))
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FAILURES["full"]))
@@ -207,7 +207,7 @@ def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables
 
 
 def test_a_failed_way_leaves_no_processes_and_no_rows_behind(tables, monkeypatch):
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FAILURES["full"]))
     events = []
@@ -249,8 +249,8 @@ def test_models_by_import_path_are_told_apart(tables, monkeypatch):
 )
 def test_a_plan_shows_in_the_results_by_no_more_than_rounding(case, sync, tiny_experiment, monkeypatch):
     tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
-    monkeypatch.setattr(plan, "SMALLEST_STACK", 1)
-    monkeypatch.setattr(plan, "ACTIVATION_BYTES", 1e9)
+    monkeypatch.setattr(auto, "SMALLEST_STACK", 1)
+    monkeypatch.setattr(auto, "ACTIVATION_BYTES", 1e9)
     settings = []
     serial = fedsim.run(tables)
     chosen = fedsim.run({**tables, "engine": "auto", "processes": 1}, on_start=settings.append)

@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import fedsim
 from fedsim.core.philox import blocks
 from fedsim.core.randomness import draw_key
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.trainers import sequential
 from fedsim.engines.trainers.batches import BatchSource
 from fedsim.engines.trainers.dropout import (
     BLOCKS_OF_A_STACK,
-    DrawnDropout,
+    Dropout,
     FactorsAhead,
     RowDropout,
-    StepDropout,
     dropout_factors,
     layer_key,
     recorded_calls,
@@ -136,9 +134,10 @@ CALLS = {
 def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
     function, inputs, shape = CALLS[name]
     task, shared = prepared("dropout")
+    task = replace(task, model=lambda: Mixed(functional=True))
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
     given = inputs.clone(memory_format=torch.preserve_format)
-    with DrawnDropout(StepDropout(dropout, 3, [])):
+    with dropout.at(3, len(inputs)):
         found = function(given, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
@@ -151,8 +150,9 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
 @pytest.mark.parametrize("p", [1.5, -0.5])
 def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
     task, shared = prepared("dropout")
+    task = replace(task, model=lambda: Mixed(functional=True))
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
-    with pytest.raises(ValueError, match="has to be between 0 and 1"), DrawnDropout(StepDropout(dropout, 0, [])):
+    with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
         F.dropout(torch.ones(4, 5), p)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fedsim.clients import OuterProductGrad
-from fedsim.engines.stacking.merged_operations import DataDependenceCheck, LeftProducts, MergedBatch, NotMergeableError
+from fedsim.engines.stacking.operations import DataDependenceCheck, MergedBatch, NotMergeableError
 from fedsim.engines.stacking.stacked_module import StackedModule
 
 K, BATCH, INPUTS, OUTPUTS = 3, 4, 5, 2
@@ -33,12 +33,12 @@ def row_by_row(inputs, weight, bias):
 
 
 def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
-    products = LeftProducts(0)
+    products = [[], []]
     with MergedBatch((), stacks, K * BATCH, products):
         found = F.linear(inputs, *stacks)
     weight, bias = torch.autograd.grad(found.square().sum(), stacks, allow_unused=True)
     expected = torch.autograd.grad(row_by_row(inputs, *stacks).square().sum(), stacks)
-    (product,) = products.of(0)
+    (product,) = products[0]
     assert weight is None
     torch.testing.assert_close(product.computed(), expected[0])
     torch.testing.assert_close(bias, expected[1])
@@ -142,8 +142,8 @@ def test_an_index_out_of_range_does_not_read_another_row(word):
 def test_probes_do_not_import_the_compiler():
     """Which takes more than a second, and makes a folder among the temporary files."""
     program = (
-        "import sys, torch; from fedsim.engines.stacking.merged_operations import DataDependenceCheck\n"
-        "from fedsim.engines.operation_check import FlopCount\n"
+        "import sys, torch; from fedsim.engines.stacking.operations import DataDependenceCheck\n"
+        "from fedsim.engines.auto import FlopCount\n"
         "with DataDependenceCheck(): torch.ones(2).detach()\n"
         "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
         "assert 'torch._dynamo' not in sys.modules"

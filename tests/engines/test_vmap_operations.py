@@ -13,7 +13,8 @@ from torch import nn
 from torch.func import vmap
 
 from fedsim.core.randomness import preserve_random_state
-from fedsim.engines.stacking.vmap_operations import Recording, VmapOverrides
+from fedsim.engines.stacking.operations import VmapOverrides
+from fedsim.engines.trainers.dropout import Recording
 from fedsim.errors import ExperimentError
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
-from fedsim.engines.stacking.merged_operations import DataDependenceCheck
+from fedsim.engines.stacking.operations import OTHER_DROPOUTS, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.stacking.vmap_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.dropout import Dropout, Recording
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
 from fedsim.errors import ExperimentError, one_line, show

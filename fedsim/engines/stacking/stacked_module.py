@@ -16,8 +16,7 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import Entry, Layout
 from fedsim.core.training import Objective
 from fedsim.data.tensors import in_order
-from fedsim.engines.stacking.merged_operations import LeftProducts, MergedBatch, NotMergeableError
-from fedsim.engines.stacking.vmap_operations import VmapOverrides, not_stackable
+from fedsim.engines.stacking.operations import MergedBatch, NotMergeableError, VmapOverrides, not_stackable
 
 DEFAULT = Objective()
 
@@ -45,7 +44,7 @@ class StackedModule:
         make: gives the module at its start.
         objective: the loss of a row, and the precision of the forward pass.
         merged: whether to run it on the merged batch of all rows, which only some modules can be (see
-            `merged_operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
+            `operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
     """
 
     def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
@@ -101,8 +100,11 @@ class StackedModule:
             term: added to the losses of samples.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-        left = None if leave_products is None or self._precision.autocast is not None else LeftProducts(leave_products)
-        forward = partial(self._forward_merged, products=left) if self._merged else vmap(self._forward_one)
+        least = leave_products if self._precision.autocast is None else None
+        products: list[list[OuterProductGrad] | None] = [
+            [] if least is not None and leaf.nbytes >= least else None for leaf in leaves
+        ]
+        forward = partial(self._forward_merged, products=products) if self._merged else vmap(self._forward_one)
         if term is not None:
             at_points = [self._features(self.views(point), buffers, inputs, factors) for point in term.points]
         with torch.enable_grad():
@@ -114,8 +116,8 @@ class StackedModule:
             losses = (losses * weights).sum(1)
             found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
         gradients = [
-            _total(parameter, gradient, left.of(place) if left else [])
-            for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))
+            _total(parameter, gradient, left or [])
+            for parameter, gradient, left in zip(parameters, found, products, strict=True)
         ]
         return losses.detach(), _owned(gradients)
 
@@ -124,7 +126,7 @@ class StackedModule:
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
         """The features [k, batch, f] of other rows on the same batches; the buffers stay as they are."""
-        forward = partial(self._forward_merged, products=None) if self._merged else vmap(self._forward_one)
+        forward = partial(self._forward_merged, products=()) if self._merged else vmap(self._forward_one)
         copies = [buffer.clone() for buffer in buffers]
         with self._precision.forward(inputs.device), self._recording(True):
             (features,) = forward(list(parameters), copies, inputs.clone(), list(factors))[2]
@@ -146,7 +148,7 @@ class StackedModule:
         inputs: Tensor,
         factors: list[Tensor],
         *,
-        products: LeftProducts | None,
+        products: Sequence[list[OuterProductGrad] | None],
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         self._hold(parameters, buffers)
         merged = in_order(inputs.flatten(0, 1))

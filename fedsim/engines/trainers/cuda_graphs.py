@@ -19,11 +19,10 @@ from torch import Tensor
 from fedsim.core.rows import new_rows
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.client_rounds import ClientRounds
-from fedsim.engines.trainers.dropout import FactorsAhead
+from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
 from fedsim.engines.trainers.stack import Block, Stack
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import index_of
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import TaskSpec
 from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItem
-from fedsim.engines.trainers.dropout import FactorsAhead, layer_key
+from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_key
 from fedsim.system.devices import wide_dtype
 
 STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
