@@ -90,7 +90,7 @@ def test_batches_of_one_size_lose_their_padding():
 
 def test_batches_of_several_sizes_are_split_by_size():
     whole = batch_of([4, 2, 4, 1, 2])
-    step_batches = whole.by_size()
+    step_batches = list(whole.by_size())
     assert [step_batch.members for step_batch in step_batches] == [[3], [1, 4], [0, 2]]
     for step_batch, size in zip(step_batches, (1, 2, 4), strict=True):
         assert step_batch.sizes.tolist() == step_batch.counts.tolist() == [size] * len(step_batch.members)

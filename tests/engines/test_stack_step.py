@@ -78,7 +78,7 @@ def test_members_that_lie_side_by_side_are_held_by_views_and_others_are_copied_b
     picked.rows += 10
     picked.solver_state["momentum"] += 5
     assert torch.equal(ours.rows, before)
-    ours.take_back(picked)
+    ours.take_back(picked, moved=True)
     assert torch.equal(ours.rows, before + torch.tensor([[0.0], [10], [0], [10]]))
     assert ours.solver_state["momentum"][:, 0].tolist() == [2, 7, 0, 5]
 
@@ -103,7 +103,7 @@ def test_state_that_a_solver_replaces_or_begins_late_is_kept_where_it_is(places,
     stacks = module.views(torch.full_like(theirs.rows, 3.0))
     for _ in range(2):
         move(Replacing(), theirs, list(zip(module.layout.parameters, stacks, strict=True)))
-    ours.take_back(theirs)
+    ours.take_back(theirs, moved=True)
     chosen = torch.zeros(K, 1, dtype=torch.bool)
     chosen[places] = True
     assert ours.solver_state["steps"].data_ptr() == lies

@@ -23,7 +23,7 @@ from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
-from fedsim.engines.trainers.stack import Block, Stack
+from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 
@@ -181,7 +181,7 @@ class CapturedSteps:
         self._loss_sums.zero_()
         self._step_number.zero_()
 
-    def _load(self, block: Block) -> None:
+    def _load(self, block: StepBatch) -> None:
         """Put the batches of a block of steps where the graphs read them."""
         steps, members = block.sizes.shape
         for room, given in (

@@ -84,22 +84,23 @@ class StackState:
         buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
         return StackState(self._module, self.rows[places], state, buffers, beside, places)
 
-    def take_back(self, theirs: StackState) -> None:
-        """Copy the state of the members at some places back, as far as it does not share memory."""
-        self.take_back_buffers(theirs)
+    def take_back(self, theirs: StackState, *, moved: bool) -> None:
+        """Copy the buffers of the members at some places back, and if they `moved` all their state.
+
+        What shares memory is not copied.
+        """
         copied = isinstance(theirs.places, Tensor)
+        if copied:
+            ours, new = self.buffers + self.buffers_beside, theirs.buffers + theirs.buffers_beside
+            for buffer, values in zip(ours, new, strict=True):
+                buffer[theirs.places] = values
+        if not moved:
+            return
         if copied:
             self.rows[theirs.places] = theirs.rows
         for name, tensor in theirs.solver_state.items():
             if copied or name not in self.solver_state:
                 self.state_of(name)[theirs.places] = tensor
-
-    def take_back_buffers(self, theirs: StackState) -> None:
-        """The same of the buffers alone."""
-        if isinstance(theirs.places, Tensor):
-            ours, new = self.buffers + self.buffers_beside, theirs.buffers + theirs.buffers_beside
-            for buffer, values in zip(ours, new, strict=True):
-                buffer[theirs.places] = values
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
         """Views of some columns of the rows and of the solver's state; the dictionary may be written to."""
