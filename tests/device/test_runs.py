@@ -35,8 +35,6 @@ from tests.device.agreement import (
 )
 from tests.device.pretend import download, pretend_gpu, upload
 from tests.engines.test_contract import CASES, REFUSED
-from tests.engines.test_cuda_graphs import CASES as CAPTURED
-from tests.engines.test_cuda_graphs import UNSAFE
 from tests.matrix import in_turn
 
 
@@ -89,30 +87,6 @@ def test_the_contract_of_engines(case, engine):
 def test_rounds_of_gradients(case, engine):
     tables = {**TINY, "local": {"batch_size": 8, "steps": 3}, **CASES[case], "sync": "gradients"}
     assert_agrees_with_the_cpu(with_small_data(tables), engine)
-
-
-# By default only there, or in tests/engines/test_cuda_graphs.py, which has all cases without a GPU.
-CAPTURED_ELSEWHERE = {
-    *("uneven shards, short batches", "partial cohorts", "local steps"),  # see test_captured_steps.py
-    *("fedprox", "adamw", "rounds after rounds of gradients", "an attack on updates", "token numbers"),
-}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in CAPTURED_ELSEWHERE else ()) for case in CAPTURED]
-)
-def test_captured_steps(case):
-    tables = with_small_data({**TINY, **CAPTURED[case]})
-    with_graphs, without = ({**tables, "cuda_graphs": captured} for captured in (True, False))
-    found, counts = run_on_gpu(with_graphs, **ENGINES["batched"])
-    assert counts.graph_launches > 0
-    assert_same_results(run_on_gpu(without, **ENGINES["batched"])[0], found, 1e-12)
-
-
-@pytest.mark.parametrize("reason", UNSAFE)
-def test_steps_that_cannot_be_captured(reason):
-    counts = assert_agrees_with_the_cpu(with_small_data({**TINY, **UNSAFE[reason]}), "batched")
-    assert counts.graph_launches == 0
 
 
 @with_engines("plug", solver)

@@ -30,26 +30,6 @@ def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
     assert settings[0].how == {"processes": 1, "width": width}
 
 
-@pytest.mark.parametrize(
-    ("width", "message"),
-    [
-        (0, "batched.width = 0: must be greater than 0"),
-        (-3, "batched.width = -3: must be greater than 0"),
-        (2.5, "batched.width = 2.5: must be a valid integer"),
-        ("wide", 'batched.width = "wide": must be a valid integer'),
-    ],
-)
-def test_an_impossible_width_is_one_line(width, message):
-    with pytest.raises(fedsim.ExperimentError) as refusal:
-        fedsim.Experiment(batched={"width": width})
-    assert str(refusal.value) == message
-
-
-def test_a_misspelt_width_is_told_of():
-    with pytest.raises(fedsim.ExperimentError, match=r'batched.widht = 3: .*did you mean "width"\?'):
-        fedsim.Experiment(batched={"widht": 3})
-
-
 @pytest.fixture
 def width_for(monkeypatch):
     """Return the stack width for an experiment, given the processes and the bytes of memory."""

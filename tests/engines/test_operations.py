@@ -1,0 +1,281 @@
+"""The operations of stacks: what takes the place of PyTorch's own under vmap, and what a merged batch refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import vmap
+
+from fedsim.clients import OuterProductGrad
+from fedsim.engines.stacking.operations import DataDependenceCheck, MergedBatch, NotMergeableError, VmapOverrides
+from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.engines.trainers.dropout import Recording
+from fedsim.errors import ExperimentError
+
+IMAGES = (3, 4, 6, 5)
+K, BATCH, INPUTS, OUTPUTS = 3, 4, 5, 2
+
+
+@pytest.fixture
+def stacks():
+    generator = torch.Generator().manual_seed(1)
+    shapes = (K, OUTPUTS, INPUTS), (K, OUTPUTS)
+    return [torch.randn(shape, generator=generator, dtype=torch.double, requires_grad=True) for shape in shapes]
+
+
+@pytest.fixture
+def inputs():
+    return torch.randn(K * BATCH, INPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.double)
+
+
+def row_by_row(inputs, weight, bias):
+    return torch.cat([F.linear(x, w, b) for x, w, b in zip(inputs.chunk(K), weight, bias, strict=True)])
+
+
+def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
+    products = [[], []]
+    with MergedBatch((), stacks, K * BATCH, products):
+        found = F.linear(inputs, *stacks)
+    weight, bias = torch.autograd.grad(found.square().sum(), stacks, allow_unused=True)
+    expected = torch.autograd.grad(row_by_row(inputs, *stacks).square().sum(), stacks)
+    (product,) = products[0]
+    assert weight is None
+    torch.testing.assert_close(product.computed(), expected[0])
+    torch.testing.assert_close(bias, expected[1])
+    assert not product.left.requires_grad
+    assert not product.right.requires_grad
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
+    """Left as a product where it is used once."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2, dtype=torch.double)
+
+        def forward(self, x):
+            return self.layer(torch.tanh(self.layer(x))) if twice else self.layer(x)
+
+    module = StackedModule(Twice, merged=True)
+    rows = torch.randn(K, 6, dtype=torch.double, generator=torch.Generator().manual_seed(3))
+    inputs, targets = torch.linspace(-1, 1, K * BATCH * 2).double().view(K, BATCH, 2), torch.ones(K, BATCH).long()
+    given = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
+    losses, (weight, bias) = module.gradients(*given, leave_products=0)
+    expected_losses, (expected, expected_bias) = module.gradients(*given)
+    assert isinstance(weight, OuterProductGrad) == (not twice)
+    torch.testing.assert_close(weight if twice else weight.computed(), expected)
+    torch.testing.assert_close((losses, bias), (expected_losses, expected_bias))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, weight, bias: x + bias,
+        lambda x, weight, bias: torch.cat([x, weight]),
+        lambda x, weight, bias: x.matmul(weight.mT),
+        lambda x, weight, bias: F.linear(x, weight, torch.ones(OUTPUTS)),
+        lambda x, weight, bias: F.linear(x, torch.ones(OUTPUTS, INPUTS), bias),
+        lambda x, weight, bias: F.linear(x[0], weight, bias),
+        lambda x, weight, bias: F.linear(x[: K * BATCH // 2], weight, bias),
+        lambda x, weight, bias: F.conv1d(x[0], weight),
+    ],
+)
+def test_other_operations_on_stacks_are_refused(use, stacks, inputs):
+    with MergedBatch((), stacks, K * BATCH), pytest.raises(NotMergeableError):
+        use(inputs, *stacks)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x.sum().item(),
+        lambda x: float(x.sum()),
+        lambda x: int(x.argmax()),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.allclose(x),
+        lambda x: 0.5 in x,
+        lambda x: [0, 1][x.argmax() > 100],
+    ],
+)
+def test_data_dependent_control_flow_is_refused(read, stacks, inputs):
+    with MergedBatch((), stacks, K * BATCH), pytest.raises(NotMergeableError):
+        read(inputs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x[x[:, 0] > 0],
+        lambda x: x[(x[:, 0] > 0).nonzero()[:, 0]],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.round().unique(),
+        lambda x: x.repeat_interleave((x[:, 0] > 0).long(), 0),
+        lambda x: x[:, : (x > 0).sum()],
+        lambda x: x * x.abs().max().item(),
+        lambda x: F.one_hot(x.abs().long()),
+    ],
+)
+def test_shapes_that_depend_on_values_are_refused_in_a_probe(use, inputs):
+    with DataDependenceCheck(), pytest.raises(NotMergeableError):
+        use(inputs)
+
+
+def test_integer_indices_are_allowed_in_a_probe(inputs):
+    with DataDependenceCheck():
+        assert len(inputs[torch.tensor([2, 0])]) == 2
+
+
+@pytest.mark.parametrize("word", [INPUTS, -1])
+def test_an_index_out_of_range_does_not_read_another_row(word):
+    words = torch.zeros(K * BATCH, dtype=torch.long)
+    words[BATCH] = word
+    table = torch.randn(K, INPUTS, OUTPUTS)
+    with MergedBatch((), [table], K * BATCH), pytest.raises(RuntimeError, match="out of range"):
+        F.embedding(words, table)
+
+
+def test_probes_do_not_import_the_compiler():
+    """Which takes more than a second, and makes a folder among the temporary files."""
+    program = (
+        "import sys, torch; from fedsim.engines.stacking.operations import DataDependenceCheck\n"
+        "from fedsim.engines.auto import FlopCount\n"
+        "with DataDependenceCheck(): torch.ones(2).detach()\n"
+        "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Under vmap
+
+
+class Dropping(nn.Module):
+    """Dropouts of elements and of channels, and some that do nothing."""
+
+    def forward(self, images):
+        images = F.dropout2d(images, 0.5, self.training)
+        images = F.dropout(F.dropout(images, 0.9, training=False), p=0.0)
+        return F.dropout(images.flatten(1), 0.2, self.training)
+
+
+def test_a_recording_notes_the_dropouts_leaves_them_out_and_draws_nothing():
+    images, state = torch.rand(IMAGES), torch.get_rng_state()
+    with Recording() as recording:
+        outputs = Dropping()(images)
+    assert torch.equal(outputs, images.flatten(1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [(d.function, d.p, d.shape) for d in recording.dropouts] == [
+        (F.dropout2d, 0.5, (4, 1, 1)),
+        (F.dropout, 0.2, (120,)),
+    ]
+    assert recording.samples == [3, 3]
+    with Recording() as recording:
+        Dropping().eval()(images)
+    assert recording.dropouts == []
+
+
+def stacked(function, *tensors, factors=()):
+    """Under vmap with substitutes, as a StackedModule calls it."""
+
+    def one(factors, *tensors):
+        with VmapOverrides(factors) as substitutes:
+            outputs = function(*tensors)
+        substitutes.require_all_used()
+        return outputs
+
+    return vmap(one)(list(factors), *tensors)
+
+
+def test_each_dropout_multiplies_by_factors_of_its_own():
+    images = torch.rand(2, *IMAGES)
+    first, second = torch.rand(2, 3, 4, 1, 1), torch.rand(2, 3, 120)
+    outputs = stacked(Dropping(), images, factors=[first, second])
+    assert torch.equal(outputs, (images * first).flatten(2) * second)
+
+
+@pytest.mark.parametrize("shapes", [[], [(3, 7)] * 2, [(4, 7)]], ids=["too few", "too many", "other samples"])
+def test_factors_that_do_not_fit_the_calls_are_refused(shapes):
+    with pytest.raises(ExperimentError, match="which dropouts it calls is not always the same; use engine=spawn"):
+        stacked(F.dropout, torch.ones(2, 3, 7), factors=[torch.ones(2, *shape) for shape in shapes])
+
+
+def test_what_was_refused_is_kept_nowhere():
+    inputs = torch.ones(3, 7)
+    kept = weakref.ref(inputs)
+    with contextlib.suppress(ExperimentError), VmapOverrides([]):
+        F.dropout(inputs)
+    del inputs
+    gc.collect()
+    assert kept() is None
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.double, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def channels_last(images):
+    return images.flatten(0, 1).contiguous(memory_format=torch.channels_last).view(images.shape)
+
+
+TOKENS = torch.arange(24).view(2, 3, 4) % 6
+OPERATIONS = {
+    "linear": (F.linear, (random(2, 5, 7), random(2, 3, 7), random(2, 3))),
+    "linear without bias": (F.linear, (random(2, 5, 7), random(2, 3, 7))),
+    "linear over more dimensions": (F.linear, (random(2, 5, 4, 7), random(2, 3, 7), random(2, 3))),
+    "linear of a single sample": (F.linear, (random(2, 7), random(2, 3, 7), random(2, 3))),
+    "embedding": (lambda weight: F.embedding(TOKENS[0], weight), (random(2, 6, 5),)),
+    "embedding with padding": (lambda weight: F.embedding(TOKENS[0], weight, padding_idx=2), (random(2, 6, 5),)),
+    "padding from behind": (lambda weight: F.embedding(TOKENS[0], weight, padding_idx=-1), (random(2, 6, 5),)),
+    "group norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (random(2, *IMAGES), random(2, 4), random(2, 4))),
+    "group norm, channels_last": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        (channels_last(random(2, *IMAGES)), random(2, 4), random(2, 4)),
+    ),
+}
+
+
+def has_weights_to_learn(name):
+    """Whether the operation has tensors besides its inputs, and PyTorch a derivative for these alone."""
+    return len(OPERATIONS[name][1]) > 1 and name != "group norm, channels_last"  # at which PyTorch 2.13 crashes
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *(pytest.param(name, False, id=name) for name in OPERATIONS),
+        *(pytest.param(name, True, id=f"{name}, fixed inputs") for name in filter(has_weights_to_learn, OPERATIONS)),
+    ],
+)
+def test_an_operation_gives_each_row_the_result_and_the_gradients_it_has_alone(name, frozen):
+    function, tensors = OPERATIONS[name]
+    leaves = [tensor.clone().requires_grad_(not (frozen and place == 0)) for place, tensor in enumerate(tensors)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    outputs = stacked(function, *leaves)
+    towards = random(*outputs.shape)
+    found = torch.autograd.grad(outputs, wanted, towards)
+    for k in range(2):
+        row = [leaf.detach()[k].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        expected = function(*row)
+        assert torch.allclose(outputs[k], expected, rtol=0, atol=1e-12)
+        gradients = torch.autograd.grad(expected, [tensor for tensor in row if tensor.requires_grad], towards[k])
+        for of_all, gradient in zip(found, gradients, strict=True):
+            assert torch.allclose(of_all[k], gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
+def test_an_embedding_of_a_sort_that_is_not_computed_is_refused(option):
+    with pytest.raises(ExperimentError, match="an embedding with max_norm, scale_grad_by_freq or sparse; use engine"):
+        stacked(lambda weight: F.embedding(TOKENS[0], weight, **option), random(2, 6, 5))
