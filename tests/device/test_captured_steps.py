@@ -33,16 +33,11 @@ UNEVEN = {"partition": "tests.plugs:uneven"}
 CASES = {
     "even shards": {},
     "uneven shards, short batches": {"partition": "tests.plugs:uneven"},
-    "partial cohorts": {"workers": 7, "cohort": 5, "rounds": 3, "partition": "tests.plugs:uneven"},
     "local steps": {"local": {"steps": 5, "batch_size": 16, "momentum": 0.9}},
     "weight decay": {
         "partition": "tests.plugs:uneven",
         "local": {"epochs": 2, "batch_size": 16, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     },
-    "fedprox": {"local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.9}, "partition": "tests.plugs:uneven"},
-    "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
-    "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
-    "adagrad": {"local": {"solver": "adagrad", "lr_decay": 0.1}, "partition": "tests.plugs:uneven"},
     "worker state and messages": {
         **{"local": {"solver": "tests.plugs:Counting", "batch_size": 16}, "partition": "tests.plugs:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
@@ -50,9 +45,6 @@ CASES = {
     "rounds after rounds of gradients": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
     "a convolutional network with dropout": {"model": "net", "partition": "tests.plugs:uneven"},
     "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
-    "an attack on updates": {"workers": 7, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "median"},
-    "shared and unused parameters": {"model": "tests.models:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
-    "token numbers": {"model": "tests.models:Embedded", "data": "tests.plugs:tokens"},
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
     "more members than the width": {**UNEVEN, "workers": 5, "batched": {"width": 3}},
     "a model with buffers": {"model": "tests.device.test_captured_steps:Counting", **UNEVEN},
@@ -123,18 +115,7 @@ def differing(found, expected):
     ]
 
 
-# By default the contract of engines has these solvers and attacks, without a GPU.
-SLOW = {
-    "fedprox",
-    "adamw",
-    "rounds after rounds of gradients",
-    "an attack on updates",
-    "token numbers",
-    "partial cohorts",
-}
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_captured_steps_agree_with_the_ordinary_path(case):
     tables = with_small_data({**TINY, **ENGINES["batched"], **CASES[case]})
     found, counts = run_on_gpu({**tables, "cuda_graphs": True})

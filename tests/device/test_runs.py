@@ -165,12 +165,6 @@ def test_a_precision(precision, tolerance, sync, engine):
     assert torch.allclose(expected.global_row, found.global_row, rtol=0, atol=tolerance)
 
 
-def test_the_engine_auto():
-    tables = {**TINY, "model": {"name": "2nn", "hidden": 20}}
-    expected = fedsim.run({**tables, "device": "cpu", "engine": "serial"})
-    assert_same_results(expected, run_on_gpu(tables, engine="auto")[0])
-
-
 RESUMED = {
     "rounds": {"aggregate": "centered_clipping", "server": "adam"},
     "clock": {"mode": "clock", "policy": "fedbuff"},

@@ -11,13 +11,11 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
 from fedsim.engines.stacking.operations import DataDependenceCheck, MergedBatch, NotMergeableError, VmapOverrides
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.trainers.dropout import Recording
 from fedsim.errors import ExperimentError
 
 IMAGES = (3, 4, 6, 5)
@@ -34,24 +32,6 @@ def stacks():
 @pytest.fixture
 def inputs():
     return torch.randn(K * BATCH, INPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.double)
-
-
-def row_by_row(inputs, weight, bias):
-    return torch.cat([F.linear(x, w, b) for x, w, b in zip(inputs.chunk(K), weight, bias, strict=True)])
-
-
-def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
-    products = [[], []]
-    with MergedBatch((), stacks, K * BATCH, products):
-        found = F.linear(inputs, *stacks)
-    weight, bias = torch.autograd.grad(found.square().sum(), stacks, allow_unused=True)
-    expected = torch.autograd.grad(row_by_row(inputs, *stacks).square().sum(), stacks)
-    (product,) = products[0]
-    assert weight is None
-    torch.testing.assert_close(product.computed(), expected[0])
-    torch.testing.assert_close(bias, expected[1])
-    assert not product.left.requires_grad
-    assert not product.right.requires_grad
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -162,31 +142,6 @@ def test_probes_do_not_import_the_compiler():
 # Under vmap
 
 
-class Dropping(nn.Module):
-    """Dropouts of elements and of channels, and some that do nothing."""
-
-    def forward(self, images):
-        images = F.dropout2d(images, 0.5, self.training)
-        images = F.dropout(F.dropout(images, 0.9, training=False), p=0.0)
-        return F.dropout(images.flatten(1), 0.2, self.training)
-
-
-def test_a_recording_notes_the_dropouts_leaves_them_out_and_draws_nothing():
-    images, state = torch.rand(IMAGES), torch.get_rng_state()
-    with Recording() as recording:
-        outputs = Dropping()(images)
-    assert torch.equal(outputs, images.flatten(1))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [(d.function, d.p, d.shape) for d in recording.dropouts] == [
-        (F.dropout2d, 0.5, (4, 1, 1)),
-        (F.dropout, 0.2, (120,)),
-    ]
-    assert recording.samples == [3, 3]
-    with Recording() as recording:
-        Dropping().eval()(images)
-    assert recording.dropouts == []
-
-
 def stacked(function, *tensors, factors=()):
     """Under vmap with substitutes, as a StackedModule calls it."""
 
@@ -197,13 +152,6 @@ def stacked(function, *tensors, factors=()):
         return outputs
 
     return vmap(one)(list(factors), *tensors)
-
-
-def test_each_dropout_multiplies_by_factors_of_its_own():
-    images = torch.rand(2, *IMAGES)
-    first, second = torch.rand(2, 3, 4, 1, 1), torch.rand(2, 3, 120)
-    outputs = stacked(Dropping(), images, factors=[first, second])
-    assert torch.equal(outputs, (images * first).flatten(2) * second)
 
 
 @pytest.mark.parametrize("shapes", [[], [(3, 7)] * 2, [(4, 7)]], ids=["too few", "too many", "other samples"])
@@ -273,9 +221,3 @@ def test_an_operation_gives_each_row_the_result_and_the_gradients_it_has_alone(n
         gradients = torch.autograd.grad(expected, [tensor for tensor in row if tensor.requires_grad], towards[k])
         for of_all, gradient in zip(found, gradients, strict=True):
             assert torch.allclose(of_all[k], gradient, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_an_embedding_of_a_sort_that_is_not_computed_is_refused(option):
-    with pytest.raises(ExperimentError, match="an embedding with max_norm, scale_grad_by_freq or sparse; use engine"):
-        stacked(lambda weight: F.embedding(TOKENS[0], weight, **option), random(2, 6, 5))

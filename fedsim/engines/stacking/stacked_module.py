@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from fedsim.engines.stacking.operations import MergedBatch, NotMergeableError, V
 DEFAULT = Objective()
 
 Places = list[tuple[nn.Module, str]]
+Stacks = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]  # of parameters, buffers, inputs, factors of dropouts
 
 OTHERWISE = "it treats batches differently (splits large ones, or depends on their values)"
 
@@ -49,7 +49,7 @@ class StackedModule:
 
     def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
         self._objective, self._precision, self._merged = objective, objective.precision, merged
-        self._module, self._records = make().train(), False
+        self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
@@ -104,12 +104,11 @@ class StackedModule:
         products: list[list[OuterProductGrad] | None] = [
             [] if least is not None and leaf.nbytes >= least else None for leaf in leaves
         ]
-        forward = partial(self._forward_merged, products=products) if self._merged else vmap(self._forward_one)
         if term is not None:
             at_points = [self._features(self.views(point), buffers, inputs, factors) for point in term.points]
         with torch.enable_grad():
-            with self._precision.forward(inputs.device), self._recording(term is not None):
-                outputs, buffers[:], features = forward(leaves, list(buffers), inputs, list(factors))
+            stacks = leaves, list(buffers), inputs, list(factors)
+            outputs, buffers[:], *features = self._forward(stacks, products, records=term is not None)
             losses = self._objective.losses(outputs, targets, weights)
             if term is not None:
                 losses = losses + term.loss(self._precision.widened(features[0]), at_points)
@@ -123,60 +122,48 @@ class StackedModule:
 
     @torch.no_grad()
     def _features(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
+        self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
         """The features [k, batch, f] of other rows on the same batches; the buffers stay as they are."""
-        forward = partial(self._forward_merged, products=()) if self._merged else vmap(self._forward_one)
-        copies = [buffer.clone() for buffer in buffers]
-        with self._precision.forward(inputs.device), self._recording(True):
-            (features,) = forward(list(parameters), copies, inputs.clone(), list(factors))[2]
+        stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
+        *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
 
-    @contextlib.contextmanager
-    def _recording(self, on: bool) -> Iterator[None]:
-        """In the block, forward passes give features too, if `on`."""
-        self._records = on
-        try:
-            yield
-        finally:
-            self._records = False
-
-    def _forward_merged(
-        self,
-        parameters: list[Tensor],
-        buffers: list[Tensor],
-        inputs: Tensor,
-        factors: list[Tensor],
-        *,
-        products: Sequence[list[OuterProductGrad] | None],
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        self._hold(parameters, buffers)
-        merged = in_order(inputs.flatten(0, 1))
-        try:
-            with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
-                outputs, features = self._outputs(merged)
-        except NotMergeableError as error:
-            raise not_stackable(OTHERWISE) from error
+    def _forward(
+        self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
+    ) -> list[Any]:
+        """The outputs [k, batch, ...] of the rows, their new buffers, and, if it `records` them, their features."""
+        parameters, buffers, inputs, factors = stacks
+        with self._precision.forward(inputs.device):
+            if not self._merged:
+                return vmap(partial(self._forward_one, records=records))(*stacks)
+            self._hold(parameters, buffers)
+            merged = in_order(inputs.flatten(0, 1))
+            try:
+                with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
+                    results = self._outputs(merged, records)
+            except NotMergeableError as error:
+                raise not_stackable(OTHERWISE) from error
         batch.require_all_used()
-        outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in (outputs, *features))
-        return outputs, buffers, features
+        outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in results)
+        return [outputs, buffers, *features]
 
     def _forward_one(
-        self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor], *, records: bool
+    ) -> list[Any]:
         self._hold(parameters, buffers)
         with VmapOverrides(factors) as substitutes:
-            outputs, features = self._outputs(inputs)
+            outputs, *features = self._outputs(inputs, records)
         substitutes.require_all_used()
-        return outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], features
+        return [outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], *features]
 
-    def _outputs(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _outputs(self, inputs: Tensor, records: bool) -> list[Tensor]:
         """The outputs of the module, and, if they are recorded, its features."""
-        if not self._records:
-            return self._module(inputs), []
+        if not records:
+            return [self._module(inputs)]
         with recorded_features(self._module) as recorded:
             outputs = self._module(inputs)
-        return outputs, [recorded.of(len(inputs))]
+        return [outputs, recorded.of(len(inputs))]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Replace the module's parameters and buffers."""

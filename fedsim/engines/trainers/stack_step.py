@@ -179,11 +179,6 @@ class StackStep:
         solver.step_rows(state.rows, gradients, state.solver_state, gradient_at)
         return losses
 
-    def along(self, state: StackState, gradients: Tensor, moment: tuple[int, int]) -> None:
-        """Move the rows of a state along gradients [m, d], which this clips, in a round and a step of the solver."""
-        clip_rows(gradients, self._task.clip_norm)
-        move_rows(self._task.solver_at(*moment), state, gradients)
-
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""
         losses, of_parameters = self.gradients(state, batch, active)

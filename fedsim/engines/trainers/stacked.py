@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fedsim.core.rows import new_rows
+from fedsim.core.rows import clip_rows, new_rows
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
@@ -20,7 +20,7 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
-from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, side_by_side
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows, side_by_side
 
 
 class StackedGradientState(NamedTuple):
@@ -58,8 +58,8 @@ class StackTrainer:
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
         sizes = sizes_of_stacks(min(width, max(1, len(shared.rows))), usual)
-        steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, self._client_rounds)
-        self.replays = CUDAGraphCache(steps, usual, refusal=refusal, warns=process.index == 0)
+        steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, usual, self._client_rounds)
+        self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
 
@@ -173,7 +173,8 @@ class StackTrainer:
             if going_on < len(whole.members):  # the last of the members, since those with most steps come first
                 stepping = slice(going_on, len(whole.members))
                 theirs = state.of(stepping)
-                self._step.along(theirs, total[stepping].div_(count), (stack.members[0].round, number))
+                clip_rows(mean := total[stepping].div_(count), self._task.clip_norm)
+                move_rows(self._task.solver_at(stack.members[0].round, number), theirs, mean)
                 state.take_back(theirs, moved=True)
                 total[stepping] = 0
 
