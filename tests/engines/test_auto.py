@@ -23,7 +23,6 @@ from fedsim.errors import FedsimWarning, ProcessLostError
 from fedsim.runs.setup import prepare
 from fedsim.system import devices
 from tests.engines.in_process import InProcessPool
-from tests.engines.test_contract import CASES, ROUNDING, assert_close
 
 
 @pytest.fixture
@@ -102,14 +101,6 @@ def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypa
     assert (how["engine"], how["processes"], how["width"]) == ("batched", 2, 4)
 
 
-def test_processes_give_the_bits_of_one(tables, monkeypatch):
-    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
-    settings = []
-    found = fedsim.run({**tables, "processes": 2}, on_start=settings.append)
-    assert (settings[0].how["engine"], settings[0].how["processes"]) == ("spawn", 2)
-    assert torch.equal(found.global_row, fedsim.run({**tables, "engine": "serial", "processes": None}).global_row)
-
-
 def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_noted(tables):
     tables = {**tables, "model": "tests.models:Stateful"}
     result_of = [fedsim.run({**tables, "engine": name}) for name in ("serial", "auto")]
@@ -120,11 +111,9 @@ def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_note
 
 
 FAILURES = {
-    "refused": fedsim.ExperimentError("shared memory: there is none"),
     "failed": fedsim.WorkerError("process 1 failed: RuntimeError: CUDA error: invalid device context\nTraceback"),
     "lost": ProcessLostError("process 1 was killed by SIGKILL", "was killed by SIGKILL", 1, None),
     "full": torch.OutOfMemoryError("cuda:0 has no memory left"),
-    "other": RuntimeError("cannot pin memory"),
 }
 
 
@@ -208,21 +197,6 @@ def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, mon
             for _ in range(2):
                 how_it_was_done({**tables, **change}, session)
                 assert len(tried) == count, change
-
-
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize(
-    "case", ["dropout", "partial cohorts of uneven shards", "a rule with data of the server's own"]
-)
-def test_a_plan_shows_in_the_results_by_no_more_than_rounding(case, sync, tiny_experiment, monkeypatch):
-    tables = {**tiny_experiment, "sync": sync, **CASES[case], "precision": "float64"}
-    monkeypatch.setattr(auto, "SMALLEST_STACK", 1)
-    monkeypatch.setattr(auto, "ACTIVATION_BYTES", 1e9)
-    settings = []
-    serial = fedsim.run(tables)
-    chosen = fedsim.run({**tables, "engine": "auto", "processes": 1}, on_start=settings.append)
-    assert settings[0].how["engine"] == "batched"
-    assert_close(serial, chosen, ROUNDING)
 
 
 def test_where_devices_share_no_memory_there_is_one_process():

@@ -242,9 +242,11 @@ class MergedBatch(PreparedDropout):
         if not holds:
             raise NotMergeableError
 
-    def require_whole(self, input: Tensor, stack: Tensor) -> None:
-        """Raise NotMergeableError unless the first dimension is of all samples, not of some that a model picked."""
-        self.require(len(stack) == 1 or len(input) % self._size == 0)
+    def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
+        """Raise NotMergeableError unless these are stacks, and `input` has all samples, not some of them."""
+        for stack in stacks:
+            if stack is not None:
+                self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
         return self._products[self._places[id(weight)]] if self._products else None
@@ -256,8 +258,8 @@ class MergedBatch(PreparedDropout):
 
 
 def _linear(batch: MergedBatch, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    batch.require(input.ndim > 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
-    batch.require_whole(input, weight)
+    batch.require(input.ndim > 1)
+    batch.require_stacks(input, weight, bias)
     products = batch.products_of(weight)
     of_rows = input.reshape(len(weight), -1, input.shape[-1])
     outputs = StackedLinear.apply(*cast_for_autocast(of_rows, weight, bias), products)
@@ -273,15 +275,15 @@ def _convolution(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    batch.require(input.ndim == weight.ndim - 1 and batch.is_stack(weight) and (bias is None or batch.is_stack(bias)))
-    batch.require_whole(input, weight)
+    batch.require(input.ndim == weight.ndim - 1)
+    batch.require_stacks(input, weight, bias)
     return stacked_convolution(convolution, input, weight, bias, Options(*args, **kwargs))
 
 
 def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     options = EmbeddingOptions(*args, **kwargs)
-    batch.require(batch.is_stack(weight) and options.computed)
-    batch.require_whole(input, weight)
+    batch.require(options.computed)
+    batch.require_stacks(input, weight)
     rows, words = weight.shape[:2]
     # An index beyond the words of a row would select a word of the next row.
     torch._assert_async(((input >= 0) & (input < words)).all(), "index out of range in embedding")
@@ -291,47 +293,33 @@ def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **
     return options.without_gradient_at_padding(found, input, words)
 
 
-def _layer_norm(
+def _normalized(
+    norm: Callable[..., Tensor],
     batch: MergedBatch,
     input: Tensor,
-    normalized_shape: Sequence[int],
+    groups: Any,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    batch.require(all(part is None or batch.is_stack(part) for part in (weight, bias)))
-    normal = F.layer_norm(input, normalized_shape, eps=eps)
-    return _scaled(batch, normal, weight, bias, [1] * (input.ndim - 1 - len(normalized_shape)), [])
-
-
-def _group_norm(
-    batch: MergedBatch,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    batch.require(all(part is None or batch.is_stack(part) for part in (weight, bias)))
-    normal = F.group_norm(input, num_groups, eps=eps)
-    return _scaled(batch, normal, weight, bias, [], [1] * (input.ndim - 2))
-
-
-def _scaled(
-    batch: MergedBatch,
-    normal: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    before: Sequence[int],
-    after: Sequence[int],
-) -> Tensor:
-    """normal [k * batch, ...] times weight plus bias, [k, ...] each; dimensions of 1 go before and after their own."""
+    """F.layer_norm or F.group_norm of `groups`, times weight [k, ...] plus bias [k, ...]."""
+    normal = norm(input, groups, eps=eps)
     for stack, combine in ((weight, torch.mul), (bias, torch.add)):
         if stack is not None:
-            batch.require_whole(normal, stack)
+            batch.require_stacks(normal, stack)
+            ones, shape = [1] * (input.ndim - stack.ndim), stack.shape[1:]
+            shape_of_row = (*shape, *ones) if norm is F.group_norm else (*ones, *shape)
             of_rows = normal.unflatten(0, (len(stack), -1))
-            normal = combine(of_rows, stack.view(len(stack), 1, *before, *stack.shape[1:], *after)).flatten(0, 1)
+            normal = combine(of_rows, stack.view(len(stack), 1, *shape_of_row)).flatten(0, 1)
     return normal
+
+
+def _layer_norm(batch: MergedBatch, input: Tensor, normalized_shape: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return _normalized(F.layer_norm, batch, input, normalized_shape, *args, **kwargs)
+
+
+def _group_norm(batch: MergedBatch, input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Tensor:
+    return _normalized(F.group_norm, batch, input, num_groups, *args, **kwargs)
 
 
 OPERATIONS: dict[Callable[..., Any], Callable[..., Tensor]] = {

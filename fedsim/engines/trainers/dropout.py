@@ -149,6 +149,7 @@ def dropout_factors(
     ]
 
 
+@dataclass
 class FactorsAhead:
     """The factors of k rows' dropouts step by step, drawn for several steps at once.
 
@@ -162,31 +163,29 @@ class FactorsAhead:
         blocks: about how many blocks of random words to draw at once.
     """
 
-    def __init__(
-        self,
-        keys: Tensor,
-        steps: int,
-        batch: int,
-        dropouts: Sequence[Dropout],
-        dtype: torch.dtype,
-        first_step: Tensor | None = None,
-        blocks: int = BLOCKS_OF_A_STACK,
-    ) -> None:
-        self._blocks = blocks if keys.device.type == "cpu" else blocks * TIMES_OFF_CPU
-        self._keys, self._steps, self._batch, self._dropouts, self._dtype = keys, steps, batch, dropouts, dtype
-        self._first_step = torch.zeros_like(keys) if first_step is None else first_step
+    keys: Tensor
+    steps: int
+    batch: int
+    dropouts: Sequence[Dropout]
+    dtype: torch.dtype
+    first_step: Tensor | None = None
+    blocks: int = BLOCKS_OF_A_STACK
+
+    def __post_init__(self) -> None:
+        self._first_step = torch.zeros_like(self.keys) if self.first_step is None else self.first_step
+        self._at_once = self.blocks * (1 if self.keys.device.type == "cpu" else TIMES_OFF_CPU)
         self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [rows, batch, ...]
         self._begin = self._end = self._rows = 0
 
     def of(self, step: int, rows: int) -> list[Tensor]:
         """Return the factors [rows, batch, ...] of each dropout in a step (from 0), for the first `rows` rows."""
-        if not self._dropouts:
+        if not self.dropouts:
             return []
         if not self._begin <= step < self._end or rows > self._rows:
-            keys, first_step = self._keys[:rows], self._first_step[:rows] + step
-            of_a_step = rows * sum(-(-self._batch * math.prod(dropout.shape) // 4) for dropout in self._dropouts)
-            steps = max(1, min(self._blocks // max(1, of_a_step), self._steps - step))
-            drawn = dropout_factors(keys, first_step, steps, self._batch, self._dropouts, self._dtype)
+            first_step = self._first_step[:rows] + step
+            of_a_step = rows * sum(-(-self.batch * math.prod(dropout.shape) // 4) for dropout in self.dropouts)
+            steps = max(1, min(self._at_once // max(1, of_a_step), self.steps - step))
+            drawn = dropout_factors(self.keys[:rows], first_step, steps, self.batch, self.dropouts, self.dtype)
             self._drawn = [factors.unbind() for factors in drawn]
             self._begin, self._end, self._rows = step, step + steps, rows
         found = [factors[step - self._begin] for factors in self._drawn]

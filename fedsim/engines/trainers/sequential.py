@@ -243,42 +243,41 @@ class PointModules:
         return module, gradient
 
 
+@dataclass
 class LocalSteps:
     """A member's local steps as the optimizer and the backward pass of `train_epoch`.
 
     Gradients are accumulated and clipped. The loss may depend on the features of other models, and a step may ask for
     more gradients of its batch (see `ClientAlgorithm.feature_loss` and `ClientAlgorithm.step_rows`).
 
-    Args:
-        batches: number of batches of the member's work.
+    Attributes:
+        batches: number of batches of the member's work that have not been trained on.
         module: bound to `row` and `gradient`, [d] each.
         state: the state of the steps.
         buffers_beside: buffers [b] of a personal model that is trained beside the row; None: there is no such model.
+        steps: number of steps of the solver so far; `accumulated` batches have been seen since the last.
     """
 
-    def __init__(
-        self,
-        task: TaskSpec,
-        member: WorkItem,
-        batches: int,
-        module: RowModule,
-        row: Tensor,
-        gradient: Tensor,
-        state: State,
-        dropout: RoundDropout,
-        points: PointModules,
-        buffers_beside: Tensor | None,
-    ) -> None:
-        self._task, self._round, self._batches = task, member.round, batches
-        self._module, self._row, self._gradient, self._state = module, row, gradient, state
-        self._dropout, self._points, self._buffers_beside = dropout, points, buffers_beside
-        self._objective, self._feature_points = task.objective, task.solver.feature_points(state)
-        self._batch_number = (member.step or 0) - 1  # of the current batch in the worker's round
-        self._steps = self._accumulated = 0
+    task: TaskSpec
+    member: WorkItem
+    batches: int
+    module: RowModule
+    row: Tensor
+    gradient: Tensor
+    state: State
+    dropout: RoundDropout
+    points: PointModules
+    buffers_beside: Tensor | None
+    steps: int = 0
+    accumulated: int = 0
+
+    def __post_init__(self) -> None:
+        self._objective, self._feature_points = self.task.objective, self.task.solver.feature_points(self.state)
+        self._batch_number = (self.member.step or 0) - 1  # of the current batch in the worker's round
 
     def zero_grad(self) -> None:
-        if not self._accumulated:
-            self._gradient.zero_()
+        if not self.accumulated:
+            self.gradient.zero_()
 
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
         """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
@@ -286,28 +285,28 @@ class LocalSteps:
         return self._backward(model)
 
     def step(self) -> None:
-        self._batches, self._accumulated = self._batches - 1, self._accumulated + 1
-        if self._accumulated < self._task.schedule.accumulate and self._batches:
+        self.batches, self.accumulated = self.batches - 1, self.accumulated + 1
+        if self.accumulated < self.task.schedule.accumulate and self.batches:
             return
-        if self._accumulated > 1:
-            self._gradient.div_(self._accumulated)
-        clip_rows(self._gradient, self._task.clip_norm)
-        solver = self._task.solver_at(self._round, self._steps)
+        if self.accumulated > 1:
+            self.gradient.div_(self.accumulated)
+        clip_rows(self.gradient, self.task.clip_norm)
+        solver = self.task.solver_at(self.member.round, self.steps)
         if solver.element_wise:
-            solver.step(self._row, self._gradient, self._state)
+            solver.step(self.row, self.gradient, self.state)
         else:
-            solver.step_rows(self._row, self._gradient, self._state, self._gradient_at)
-        self._steps, self._accumulated = self._steps + 1, 0
+            solver.step_rows(self.row, self.gradient, self.state, self._gradient_at)
+        self.steps, self.accumulated = self.steps + 1, 0
 
     def _backward(self, model: nn.Module) -> Tensor:
         inputs, targets = self._batch
-        masks = partial(self._dropout.at, self._batch_number, len(inputs))
+        masks = partial(self.dropout.at, self._batch_number, len(inputs))
         if self._feature_points:
             at_points = [self._features_at(place, masks) for place in range(len(self._feature_points))]
             with recorded_features(model) as recorded, masks():
                 value = self._objective(model, inputs, targets)
             features = self._objective.precision.widened(recorded.of(len(inputs)))
-            value = value + self._task.solver.feature_loss(features, at_points).mean()
+            value = value + self.task.solver.feature_loss(features, at_points).mean()
         else:
             with masks():
                 value = self._objective(model, inputs, targets)
@@ -318,23 +317,23 @@ class LocalSteps:
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
         """The features of the batch at a feature point; what this changes in the buffers is dropped."""
         inputs, precision = self._batch[0], self._objective.precision
-        model = self._points.at(1 + place, self._feature_points[place], self._buffers_of_row())[0].module
+        model = self.points.at(1 + place, self._feature_points[place], self._buffers_of_row())[0].module
         with masks(), recorded_features(model) as recorded, precision.forward(inputs.device):
             model(inputs.clone())
         return precision.widened(recorded.of(len(inputs)))
 
     def _gradient_at(self, point: Tensor) -> Tensor:
         """The gradient [d] at another point [d]; what this changes in the buffers of the row is dropped."""
-        buffers = self._buffers_of_row() if self._buffers_beside is None else self._buffers_beside
-        module, gradient = self._points.at(0, point, buffers)
+        buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
+        module, gradient = self.points.at(0, point, buffers)
         self._backward(module.module)
         module.layout.read_buffers(module.module, out=buffers)
-        clip_rows(gradient, self._task.clip_norm)
+        clip_rows(gradient, self.task.clip_norm)
         return gradient.clone()
 
     def _buffers_of_row(self) -> Tensor:
         """A copy [b] of the buffers of the member's module."""
-        return self._module.layout.read_buffers(self._module.module, out=self._points.buffers)
+        return self.module.layout.read_buffers(self.module.module, out=self.points.buffers)
 
 
 class RoundBatches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, cast
@@ -39,6 +40,7 @@ class Batch(NamedTuple):
     factors: Sequence[Tensor] = ()
 
 
+@dataclass
 class StackState:
     """What a step of a stack changes in place: rows, the solver's state, and buffers, also those of personal models.
 
@@ -52,20 +54,15 @@ class StackState:
             side.
     """
 
-    def __init__(
-        self,
-        module: StackedModule,
-        rows: Tensor,
-        solver_state: State,
-        buffers: Sequence[Tensor],
-        buffers_beside: Sequence[Tensor] = (),
-        places: slice | Tensor = slice(None),
-    ) -> None:
-        self._module = module
-        self.rows, self.solver_state, self.buffers = rows, solver_state, list(buffers)
-        self.buffers_beside = list(buffers_beside)
-        self.places = places
-        self.parameters = module.views(rows)
+    module: StackedModule
+    rows: Tensor
+    solver_state: State
+    buffers: list[Tensor]
+    buffers_beside: list[Tensor] = field(default_factory=list)
+    places: slice | Tensor = field(default_factory=partial(slice, None))
+
+    def __post_init__(self) -> None:
+        self.parameters = self.module.views(self.rows)
         self._parts: dict[Entry, tuple[Tensor, State]] = {}
         self._of_some: StackState | None = None
 
@@ -82,7 +79,7 @@ class StackState:
     def _at(self, places: slice | Tensor) -> StackState:
         state = {name: tensor[places] for name, tensor in self.solver_state.items()}
         buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
-        return StackState(self._module, self.rows[places], state, buffers, beside, places)
+        return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
         """Copy the buffers of the members at some places back, and if they `moved` all their state.

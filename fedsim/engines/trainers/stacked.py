@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,14 +22,8 @@ from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows, side_by_side
 
-
-class StackedGradientState(NamedTuple):
-    """A stack in a round of synchronous SGD: its members' state, the factors of dropout, and the batches to come."""
-
-    stack: Stack
-    state: StackState
-    factors: FactorsAhead
-    step_batches: Iterator[StepBatch]
+# In a round of synchronous SGD: a stack, its members' state, the factors of dropout, and the batches to come.
+StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch]]
 
 
 class StackTrainer:
@@ -95,7 +89,7 @@ class StackTrainer:
             rows = self._shared.global_row.expand(len(stack), -1)
             state = StackState(self._module, rows, {}, self._buffers(stack))
             factors = stack.dropout_factors(self._probe.dropouts)
-            self._gradient_states.append(StackedGradientState(stack, state, factors, stack.step_batches()))
+            self._gradient_states.append((stack, state, factors, stack.step_batches()))
 
     def gradients(self, step: int) -> None:
         shared = self._shared
@@ -117,7 +111,7 @@ class StackTrainer:
     def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:
             self._give_buffers(stack, state)
-        self._record_losses([context.stack for context in self._gradient_states])
+        self._record_losses([stack for stack, *_ in self._gradient_states])
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
