@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -225,22 +225,25 @@ class PointModules:
     """
 
     def __init__(self, make: Callable[[], nn.Module], shared: SharedState) -> None:
-        self._make, self._global_row = make, shared.global_row
-        self._made = list[tuple[RowModule, Tensor, Tensor]]()
-        self.buffers = shared.global_buffers.clone()
+        self._make, self._shared, self._made = make, shared, list[RowModule]()
 
-    @torch.no_grad()
-    def at(self, number: int, point: Tensor, buffers: Tensor) -> tuple[RowModule, Tensor]:
-        """Return module number `number` with the parameters `point` and these buffers, and its gradient [d], zero."""
+    @cached_property
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Room for a point and for its gradient, [d] each."""
+        return torch.empty_like(self._shared.global_row), torch.empty_like(self._shared.global_row)
+
+    @cached_property
+    def buffers(self) -> Tensor:
+        """Room for buffers, [b]."""
+        return torch.empty_like(self._shared.global_buffers)
+
+    def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
+        """Return module number `number`, bound to a point and its gradient, with these buffers."""
         while len(self._made) <= number:
-            row, gradient = torch.empty_like(self._global_row), torch.empty_like(self._global_row)
-            self._made.append((RowModule(self._make), row, gradient))
-        module, row, gradient = self._made[number]
-        module.load(row, gradient, buffers)
-        row.copy_(point)
-        gradient.zero_()
-        module.module.train()
-        return module, gradient
+            self._made.append(RowModule(self._make))
+        self._made[number].load(point, gradient, buffers)
+        self._made[number].module.train()
+        return self._made[number]
 
 
 @dataclass
@@ -317,7 +320,8 @@ class LocalSteps:
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
         """The features of the batch at a feature point; what this changes in the buffers is dropped."""
         inputs, precision = self._batch[0], self._objective.precision
-        model = self.points.at(1 + place, self._feature_points[place], self._buffers_of_row())[0].module
+        point, gradient = self._feature_points[place], self.points.room[1]
+        model = self.points.at(1 + place, point, gradient, self._buffers_of_row()).module
         with masks(), recorded_features(model) as recorded, precision.forward(inputs.device):
             model(inputs.clone())
         return precision.widened(recorded.of(len(inputs)))
@@ -325,7 +329,11 @@ class LocalSteps:
     def _gradient_at(self, point: Tensor) -> Tensor:
         """The gradient [d] at another point [d]; what this changes in the buffers of the row is dropped."""
         buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
-        module, gradient = self.points.at(0, point, buffers)
+        row, gradient = self.points.room
+        module = self.points.at(0, row, gradient, buffers)
+        with torch.no_grad():
+            row.copy_(point)
+        gradient.zero_()
         self._backward(module.module)
         module.layout.read_buffers(module.module, out=buffers)
         clip_rows(gradient, self.task.clip_norm)
