@@ -3,7 +3,7 @@
 Two parts, on a CPU:
 
 - stacks: training of ten rows in one process with one thread, one by one and stacked, for models and batch sizes. The
-  constants of `fedsim/engines/plan.py` were chosen by these figures.
+  constants of `fedsim/engines/auto.py` were chosen by these figures.
 - workloads: the whole commands of `cross_device.py`, by `auto` and by each engine that it chooses from, in turn. The
   figure is the time of `auto` over the least of the others, for the whole command from start to end.
 

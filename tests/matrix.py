@@ -11,7 +11,11 @@ def in_turn(names, firsts, seconds):
     return pytest.mark.parametrize(
         names,
         [
-            pytest.param(first, second, marks=() if (i - j) % len(seconds) == 0 else pytest.mark.slow)
+            pytest.param(
+                *(first, second),
+                marks=() if (i - j) % len(seconds) == 0 else pytest.mark.slow,
+                id=f"{first.name}-{second}" if hasattr(first, "name") else None,
+            )
             for i, first in enumerate(firsts)
             for j, second in enumerate(seconds)
         ],

@@ -14,9 +14,8 @@ from benchmarks.gpu.cases import Case, Context, Facts, check, need_gpu
 from benchmarks.gpu.comparing import STACKED, TINY, run
 from fedsim.core import philox
 from fedsim.core.randomness import Draws
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.trainers.capture import GraphPool
-from fedsim.engines.trainers.dropout import dropout_factors
+from fedsim.engines.trainers.dropout import Dropout, dropout_factors
 
 COUNT = 10_001
 KEYS = (1, 2**62 + 12345, 7)

@@ -167,7 +167,7 @@ def _what_it_does(name: str, prepared: PreparedRun, serial: Engine) -> str:
     experiment, task, shared = Experiment(engine=name), prepared.task, serial.shared
     processes, traits = processes_of(experiment, task.device), engines.get(name).target.traits
     if traits.chooses:
-        plan, _ = AutoEngine(processes, experiment.threads_per_process, experiment.timeout).choose(task, shared)
+        plan = AutoEngine(processes, experiment.threads_per_process, experiment.timeout).choose(task, shared)
         how = "stacks of rows" if plan.stacked else "one row at a time"
         return f"{_count(plan.processes)}, {how}, since {plan.reason}"
     if not traits.stacks:

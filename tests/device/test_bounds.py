@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-import torch
 
 import fedsim
 from fedsim.engines.in_process import InProcess
 from fedsim.engines.stacking.stacked_module import StackedModule
 from tests.device.agreement import ENGINES
-from tests.device.pretend import Counts, pretend_gpu, upload
+from tests.device.pretend import Counts, pretend_gpu
 
 FEW, MANY = 2, 4  # steps of a round: what differs between the two is what steps take
 
@@ -89,10 +88,6 @@ ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
     "k_sync": Bound(300, 13),
     "fedbuff": Bound(322, 13),
 }
-LARGE = {  # an aggregation of 10 rows of 166,337 numbers, which would be 11 blocks on a CPU
-    "weighted_mean": Bound(2, 1),
-    "meamed": Bound(13, 1),
-}
 
 
 @pytest.fixture(scope="module")
@@ -165,16 +160,6 @@ def test_a_step_of_gradients(workload, phases):
     bound = OF_GRADIENTS[workload]
     assert found.launches - model.launches <= bound.launches, many["train_on_averaged_gradients"].table()
     assert found.waits <= bound.waits, many["train_on_averaged_gradients"].table()
-
-
-@pytest.mark.parametrize("rule", LARGE)
-def test_an_aggregation_of_many_columns(rule, gpu):
-    updates = upload(torch.randn(10, 166_337, generator=torch.Generator().manual_seed(0)))
-    params = {"weights": list(range(1, 11))} if rule == "weighted_mean" else {"f": 2}
-    with gpu.counting() as counts:
-        fedsim.aggregate(updates, rule=rule, **params)
-    assert counts.launches <= LARGE[rule].launches, counts.table()
-    assert counts.waits <= LARGE[rule].waits, counts.table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)

@@ -60,21 +60,11 @@ def failing(tables, monkeypatch):
     return {**tables, "model": Failing}, fail
 
 
-def how_computed(tables):
-    settings = []
-    fedsim.run(tables, on_start=settings.append)
-    return settings[0].how
-
-
 def test_auto_stacks_all_rows_in_one_process_and_replays_their_steps(gpu, tables):
-    how = how_computed({**tables, "engine": "auto", "processes": 4})
+    settings = []
+    fedsim.run({**tables, "engine": "auto", "processes": 4}, on_start=settings.append)
+    how = settings[0].how
     assert (how["engine"], how["processes"], how["width"], how["cuda_graphs"]) == ("batched", 1, 4, True)
-
-
-def test_auto_trains_a_model_that_cannot_be_stacked_in_one_process(gpu, tables):
-    how = how_computed({**tables, "engine": "auto", "processes": 4, "model": "tests.models:Stateful"})
-    assert (how["engine"], how["processes"]) == ("serial", 1)
-    assert "cannot be stacked" in how["reason"]
 
 
 @pytest.mark.parametrize("phase", ["train", "test"])

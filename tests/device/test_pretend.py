@@ -37,19 +37,14 @@ def test_without_the_block_there_is_no_gpu():
 
 
 REFUSED = {
-    "two devices": lambda x: x + torch.zeros(3),
     "a host matrix": lambda x: x @ torch.zeros(3, 2),
-    "rows of two devices": lambda x: torch.stack([x[0], torch.zeros(3)]),
     "a number of the host in a stack": lambda x: torch.stack([x[0, 0], torch.tensor(1.0)]),
     "a result on the host": lambda x: torch.zeros(2, 3).add_(x),
     "a number of the GPU added to a number of the host": lambda x: torch.tensor(1.0).add_(x[0, 0]),
     "rows chosen by positions of the host": lambda x: x.index_select(0, torch.tensor([1])),
     "host rows indexed on the GPU": lambda x: torch.zeros(3)[torch.tensor([1], device="cuda")],
-    "host values at positions": lambda x: x.index_put_((torch.tensor([1], device="cuda"),), torch.ones(1, 3)),
     "a generator of the host": lambda x: x.normal_(generator=torch.Generator()),
-    "a factory with a generator of the host": lambda x: torch.rand(2, generator=torch.Generator(), device="cuda"),
     "a copy from the host in a capture": lambda x: capture(lambda: x.copy_(torch.ones(2, 3))),
-    "a read in a capture": lambda x: capture(lambda: x.sum().item()),
     "positions of the host in a capture": lambda x: capture(lambda: x[torch.tensor([0])]),
     "a synchronisation in a capture": lambda x: capture(torch.cuda.synchronize),
     "a tensor of Python numbers in a capture": lambda x: capture(lambda: torch.tensor([1.0], device="cuda")),
@@ -88,23 +83,16 @@ COUNTED = {  # launches, graph launches, uploads, downloads, reads
     "a view": (lambda x: x[0].view(3, 1), (0, 0, 0, 0, 0)),
     "an allocation": (lambda x: torch.empty_like(x), (0, 0, 0, 0, 0)),
     "a sum of two": (lambda x: x + x, (1, 0, 0, 0, 0)),
-    "a product in place": (lambda x: x.mul_(2), (1, 0, 0, 0, 0)),
-    "all of a list": (lambda x: torch._foreach_mul_([x[0], x[1]], 2.0), (1, 0, 0, 0, 0)),
     "zeros": (lambda x: torch.zeros(2, device="cuda"), (1, 0, 0, 0, 0)),
-    "zeros alike": (lambda x: torch.zeros_like(x), (1, 0, 0, 0, 0)),
     "nothing": (lambda x: x[:0] + 1, (0, 0, 0, 0, 0)),
-    "a copy on the GPU": (lambda x: x.copy_(x), (1, 0, 0, 0, 0)),
     "a copy from the host": (lambda x: x.copy_(torch.ones(2, 3)), (0, 0, 1, 0, 0)),
     "a copy to the host": (lambda x: torch.ones(2, 3).copy_(x), (0, 0, 0, 1, 0)),
     "to": (lambda x: x.to("cpu").to(x), (0, 0, 1, 1, 0)),
-    "to another type on the host": (lambda x: x.to("cpu", torch.double), (1, 0, 0, 1, 0)),
     "a number set": (lambda x: x.__setitem__(0, 1.0), (2, 0, 0, 0, 0)),
-    "a number read": (lambda x: float(x[0, 0]), (0, 0, 0, 0, 1)),
     "a truth read": (lambda x: bool((x >= 0).all()), (2, 0, 0, 0, 1)),
     "a list": (lambda x: x.tolist(), (0, 0, 0, 1, 0)),
     "a mask": (lambda x: x[x > 2], (2, 0, 0, 0, 1)),
     "positions of the host": (lambda x: x[torch.tensor([1])], (1, 0, 1, 0, 0)),
-    "data": (lambda x: torch.tensor([1.0, 2.0], device="cuda"), (0, 0, 1, 0, 0)),
 }
 
 
@@ -144,14 +132,6 @@ def test_a_replay_does_what_was_captured_without_its_python(gpu, x):
     assert len(calls) == 1
     assert (counts.launches, counts.graph_launches) == (3 + 3, 3 * 4)
     assert download(total).tolist() == [3 * (1 + 3.0 + 2), 3 * (1 + 5.0 + 2), 3 * (1 + 7.0 + 2)]
-
-
-def test_a_number_of_the_host_is_a_constant_of_a_graph(x):
-    number = torch.tensor(1.0)
-    graph = capture(lambda: x.fill_(number))
-    number.fill_(2)
-    graph.replay()
-    assert download(x).unique().tolist() == [1.0]
 
 
 def test_derivatives_and_batched_functions_stay_on_the_gpu(x):

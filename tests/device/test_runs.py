@@ -35,8 +35,6 @@ from tests.device.agreement import (
 )
 from tests.device.pretend import download, pretend_gpu, upload
 from tests.engines.test_contract import CASES, REFUSED
-from tests.engines.test_cuda_graphs import CASES as CAPTURED
-from tests.engines.test_cuda_graphs import UNSAFE
 from tests.matrix import in_turn
 
 
@@ -44,35 +42,22 @@ def every(registry):
     return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
 
 
-def with_engines(name, values, slow=()):
-    """Each value with one engine by default, in turn; with the other, and all values of `slow`, under `-m slow`."""
-    pairs = []
-    for index, value in enumerate(values):
-        for shift, engine in enumerate(ENGINES):
-            is_default = (index + shift) % 2 == 0 and value not in slow
-            marks = () if is_default else pytest.mark.slow
-            pairs.append(pytest.param(value, engine, marks=marks, id=f"{named(value)}-{engine}"))
-    return pytest.mark.parametrize((name, "engine"), pairs)
+def with_engines(name, values):
+    """Each value with one engine by default, in turn; with the other under `-m slow`."""
+    return in_turn((name, "engine"), values, ENGINES)
 
 
-def named(value):
-    return getattr(value, "name", value)
+CONTRACT = [  # no other test here has their solver, rule, attack, server optimizer, partition or shape of a round
+    *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
+    *("gradients first, then parameters", "bfloat16", "buffers kept by workers", "state that no row holds"),
+    *("shared and unused parameters", "token numbers", "a rule by distances, under attack", "pre-aggregators"),
+    *("a rule with a state", "a rule that asks for losses", "an attack tuned to the rule"),
+    *("an attack tuned to a rule by distances of clipped rows", "a server that broadcasts something else"),
+    "virtual shards of uneven sizes, under attack",
+]
 
 
-# Cases whose solver, rule, attack, server optimizer, partition or shape of a round another test or case here has.
-COVERED = {
-    *("one worker", "plain averaging", "partial cohorts", "partial cohorts of uneven shards", "several local epochs"),
-    *("fedprox", "adam", "adamw", "adagrad", "unweighted", "a rule on whole rows", "server momentum", "float64"),
-    *("buffers averaged", "buffers of the server", "a rule on columns", "a rule with data of the server's own"),
-    *("an attack that draws", "an attack on data", "rows left out of a rule by distances", "buffers of rows left out"),
-    *("virtual shards", "virtual shards and data of the server's own", "an adaptive server"),
-    *("local steps", "momentum, weight decay", "scaffold", "fednova", "feddyn", "worker state and messages"),
-    *("uneven shards", "given weights", "augmentation", "rows left out", "workers that see their samples differently"),
-    *("a rule that draws", "a rule that starts where it ended", "an attack that remembers"),
-}
-
-
-@with_engines("case", [case for case in CASES if case != "a large model"], COVERED)  # see test_a_model
+@with_engines("case", CONTRACT)
 def test_the_contract_of_engines(case, engine):
     tables = with_small_data({**TINY, **CASES[case], "precision": "float64"})
     with refused(REFUSED.get((engine, case))):
@@ -89,30 +74,6 @@ def test_the_contract_of_engines(case, engine):
 def test_rounds_of_gradients(case, engine):
     tables = {**TINY, "local": {"batch_size": 8, "steps": 3}, **CASES[case], "sync": "gradients"}
     assert_agrees_with_the_cpu(with_small_data(tables), engine)
-
-
-# By default only there, or in tests/engines/test_cuda_graphs.py, which has all cases without a GPU.
-CAPTURED_ELSEWHERE = {
-    *("uneven shards, short batches", "partial cohorts", "local steps"),  # see test_captured_steps.py
-    *("fedprox", "adamw", "rounds after rounds of gradients", "an attack on updates", "token numbers"),
-}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in CAPTURED_ELSEWHERE else ()) for case in CAPTURED]
-)
-def test_captured_steps(case):
-    tables = with_small_data({**TINY, **CAPTURED[case]})
-    with_graphs, without = ({**tables, "cuda_graphs": captured} for captured in (True, False))
-    found, counts = run_on_gpu(with_graphs, **ENGINES["batched"])
-    assert counts.graph_launches > 0
-    assert_same_results(run_on_gpu(without, **ENGINES["batched"])[0], found, 1e-12)
-
-
-@pytest.mark.parametrize("reason", UNSAFE)
-def test_steps_that_cannot_be_captured(reason):
-    counts = assert_agrees_with_the_cpu(with_small_data({**TINY, **UNSAFE[reason]}), "batched")
-    assert counts.graph_launches == 0
 
 
 @with_engines("plug", solver)
@@ -189,12 +150,6 @@ def test_a_precision(precision, tolerance, sync, engine):
     expected = run_on_cpu({**tables, "precision": "float32"})
     found, _ = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
     assert torch.allclose(expected.global_row, found.global_row, rtol=0, atol=tolerance)
-
-
-def test_the_engine_auto():
-    tables = {**TINY, "model": {"name": "2nn", "hidden": 20}}
-    expected = fedsim.run({**tables, "device": "cpu", "engine": "serial"})
-    assert_same_results(expected, run_on_gpu(tables, engine="auto")[0])
 
 
 RESUMED = {

@@ -47,6 +47,6 @@ def test_members_that_do_not_lie_side_by_side_take_one_wait_to_be_chosen_and_cop
     with gpu.counting() as counts:
         theirs = state.of([2, 0])
         theirs.rows.add_(1)
-        state.take_back(theirs)
+        state.take_back(theirs, moved=True)
     assert counts.waits == 1, counts.table()
     assert download(rows)[:, 0].tolist() == [1, 0, 1]

@@ -30,26 +30,6 @@ def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
     assert settings[0].how == {"processes": 1, "width": width}
 
 
-@pytest.mark.parametrize(
-    ("width", "message"),
-    [
-        (0, "batched.width = 0: must be greater than 0"),
-        (-3, "batched.width = -3: must be greater than 0"),
-        (2.5, "batched.width = 2.5: must be a valid integer"),
-        ("wide", 'batched.width = "wide": must be a valid integer'),
-    ],
-)
-def test_an_impossible_width_is_one_line(width, message):
-    with pytest.raises(fedsim.ExperimentError) as refusal:
-        fedsim.Experiment(batched={"width": width})
-    assert str(refusal.value) == message
-
-
-def test_a_misspelt_width_is_told_of():
-    with pytest.raises(fedsim.ExperimentError, match=r'batched.widht = 3: .*did you mean "width"\?'):
-        fedsim.Experiment(batched={"widht": 3})
-
-
 @pytest.fixture
 def width_for(monkeypatch):
     """Return the stack width for an experiment, given the processes and the bytes of memory."""
@@ -92,6 +72,21 @@ def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(
         fedsim.run({**tables, "engine": "batched", "processes": 2})
 
 
+@pytest.fixture
+def width_by_hand(prepared, monkeypatch):
+    """Return the width for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
+
+    def width(total, processes, momentum, **changes):
+        monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device: total)
+        task, shared = prepared(workers=20, partition="iid", precision="float32")
+        task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum), **changes)
+        shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
+        probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
+        return stack_width(task, shared, probe, processes, 1)
+
+    return width
+
+
 @pytest.mark.parametrize(
     ("total", "processes", "momentum", "width"),
     [
@@ -104,16 +99,8 @@ def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(
         (1e9, 3, 0.0, 7),
     ],
 )
-def test_the_width_by_hand(total, processes, momentum, width, prepared, monkeypatch):
-    """Half of the memory, for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
-    monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device: total)
-    task, shared = prepared(workers=20, partition="iid", precision="float32")
-    task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum))
-    shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
-    assert (
-        stack_width(task, shared, StackingProbe((), coupled=False, merged=False, sample_bytes=100), processes, 1)
-        == width
-    )
+def test_the_width_by_hand(total, processes, momentum, width, width_by_hand):
+    assert width_by_hand(total, processes, momentum) == width
 
 
 def test_memory_is_let_go_of_with_the_task(tiny_experiment):
@@ -134,14 +121,7 @@ def test_memory_is_let_go_of_with_the_task(tiny_experiment):
         (True, 0.5, 4 * 400 + 2 * (4 * 400 + 1000)),
     ],
 )
-def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, prepared, monkeypatch):
-    task, shared = prepared(workers=20, partition="iid", precision="float32")
-    changes = {"schedule": Schedule(batch_size=5), "solver": SGD(momentum=momentum), "cuda_graphs": cuda_graphs}
-    task = replace(task, device=torch.device("cuda"), **changes)
-    shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
-    found = []
-    for total in (2 * 7 * row_bytes, 2 * 7 * row_bytes - 1):
-        monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device, total=total: total)
-        probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
-        found.append(stack_width(task, shared, probe, 1, 1))
-    assert found == [7, 6]
+def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, width_by_hand):
+    changes = {"device": torch.device("cuda"), "cuda_graphs": cuda_graphs}
+    totals = 2 * 7 * row_bytes, 2 * 7 * row_bytes - 1
+    assert [width_by_hand(total, 1, momentum, **changes) for total in totals] == [7, 6]

@@ -69,16 +69,6 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
                 assert torch.equal(next(epochs), next(islice(alone.epochs(worker, 2), epoch, None)))
 
 
-def test_sizes_and_steps_are_those_of_the_shards(prepared):
-    task, shared = prepared()
-    batch_source = BatchSource(task, shared)
-    assert batch_source.root is None
-    assert [batch_source.size(worker) for worker in range(5)] == SIZES
-    assert [batch_source.steps(worker, 1) for worker in range(5)] == [1, 2, 2, 5, 5]
-    for worker in range(5):
-        assert torch.equal(batch_source.shard(worker).indices, shared.shards.of(worker))
-
-
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared):
     """In synchronous SGD for as long as anybody else."""
@@ -95,12 +85,6 @@ def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared)
 def test_the_server_is_one_more_worker_again_after_rounds_of_gradients(prepared):
     task, shared = prepared(**{"sync": "post_local", "gradient_rounds": 2, "rounds": 4, **ROOT})
     assert [BatchSource(task, shared).steps(5, round) > 10**9 for round in range(1, 5)] == [True, True, False, False]
-
-
-def test_nothing_becomes_of_batches_where_nothing_is_asked_for(prepared):
-    task, shared = prepared(attack=FLIPPING)
-    batch_source = BatchSource(task, shared)
-    assert [batch_source.alteration(worker, 1) is None for worker in range(5)] == [True, True, False, True, False]
 
 
 def test_only_byzantine_workers_see_poison(prepared):

@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import fedsim
 from fedsim.core.philox import blocks
 from fedsim.core.randomness import draw_key
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.trainers import sequential
 from fedsim.engines.trainers.batches import BatchSource
 from fedsim.engines.trainers.dropout import (
     BLOCKS_OF_A_STACK,
-    DrawnDropout,
+    Dropout,
     FactorsAhead,
     RowDropout,
-    StepDropout,
     dropout_factors,
     layer_key,
     recorded_calls,
@@ -136,9 +134,10 @@ CALLS = {
 def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
     function, inputs, shape = CALLS[name]
     task, shared = prepared("dropout")
+    task = replace(task, model=lambda: Mixed(functional=True))
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
     given = inputs.clone(memory_format=torch.preserve_format)
-    with DrawnDropout(StepDropout(dropout, 3, [])):
+    with dropout.at(3, len(inputs)):
         found = function(given, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
@@ -151,8 +150,9 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
 @pytest.mark.parametrize("p", [1.5, -0.5])
 def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
     task, shared = prepared("dropout")
+    task = replace(task, model=lambda: Mixed(functional=True))
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
-    with pytest.raises(ValueError, match="has to be between 0 and 1"), DrawnDropout(StepDropout(dropout, 0, [])):
+    with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
         F.dropout(torch.ones(4, 5), p)
 
 
@@ -215,15 +215,6 @@ def test_a_checkpoint_has_the_same_mask_in_both_passes(reentrant):
     assert not torch.equal(passes[0], passes[2])
 
 
-def test_calls_are_recorded_once_and_models_without_any_run_without_a_mode(prepared):
-    for kind, count in (("dropout", 1), ("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)):
-        task, shared = prepared(kind)
-        assert len(recorded_calls(task, shared, 4).dropouts) == count
-    dropout = RowDropout(*prepared("convolution"), BatchSource(*prepared("convolution"))).of(0, 1)
-    with dropout.at(0, 4):
-        assert torch._C._len_torch_function_stack() == 0
-
-
 class Mixed(nn.Module):
     """Dropout by a module, and by a function where `functional`."""
 
@@ -234,6 +225,11 @@ class Mixed(nn.Module):
     def forward(self, images):
         hidden = self.drop(images.flatten(1))
         return self.linear(F.dropout(hidden, 0.2, self.training) if self.functional else hidden)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)])
+def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, prepared):
+    assert len(recorded_calls(*prepared(kind), 4).dropouts) == count
 
 
 @pytest.mark.parametrize("functional", [False, True])

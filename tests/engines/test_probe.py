@@ -54,16 +54,24 @@ def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_ex
         dry_run(tables)
 
 
-COUPLED = {"BatchNorm", "BatchNorm without statistics", "InstanceNorm with statistics", "centred batch"}
-COUPLED |= {"the last of a batch, but for the first", "its share of the batch"}
-COUPLED |= {"the last of a batch", "counts its samples", "branches by its samples", "buffers"}
+COUPLED = {
+    *("BatchNorm", "BatchNorm without statistics", "BatchNorm without parameters", "BatchNorm frozen"),
+    *("BatchNorm twice", "BatchNorm and dropout", "InstanceNorm with statistics", "buffers", "centred batch"),
+    *("the last of a batch", "the last of a batch, but for the first", "its share of the batch"),
+    *("counts its samples", "branches by its samples"),
+}
+VMAPPED = {  # depend on positions, or give parameters to functions that take no stack of them
+    *("transposed convolution", "InstanceNorm", "clamped", "without dimensions", "linear, no bias", "linear, one bias"),
+    *("linear, single samples", "linear, transposed", "every other sample", "halves of a batch", "einsum"),
+    *("centred, if it is many", "transformer", "attention", "recurrent cell"),
+}
 
 
-@pytest.mark.parametrize(
-    "kind", [*sorted(COUPLED), "GroupNorm", "LayerNorm", "InstanceNorm", "BatchNorm frozen", "dropout"]
-)
-def test_the_probe_detects_models_whose_samples_depend_on_each_other(kind, dry_run):
-    assert dry_run(experiment(kind)).coupled is (kind in COUPLED or kind == "BatchNorm frozen")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
+@pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
+def test_batches_are_merged_where_they_can_be(kind, dry_run):
+    probe = dry_run(experiment(kind))
+    assert (probe.coupled, probe.merged) == (kind in COUPLED, kind not in COUPLED | VMAPPED)
 
 
 def test_batch_norm_that_wants_more_than_one_sample_couples_them(dry_run, tiny_experiment):

@@ -10,7 +10,7 @@ import torch
 from fedsim.clients import SGD, OuterProductGrad
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.trainers import stack_step
-from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, joined, move
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, joined
 from tests.clients.variants import every_variant, made
 
 K, BATCH = 4, 3
@@ -78,42 +78,6 @@ def test_members_that_lie_side_by_side_are_held_by_views_and_others_are_copied_b
     picked.rows += 10
     picked.solver_state["momentum"] += 5
     assert torch.equal(ours.rows, before)
-    ours.take_back(picked)
+    ours.take_back(picked, moved=True)
     assert torch.equal(ours.rows, before + torch.tensor([[0.0], [10], [0], [10]]))
     assert ours.solver_state["momentum"][:, 0].tolist() == [2, 7, 0, 5]
-
-
-class Replacing:
-    """A solver that makes new tensors of state at each step, one of them only from its first step on."""
-
-    def start(self, rows):
-        return {"steps": torch.zeros_like(rows)}
-
-    def step(self, rows, gradients, state):
-        state["steps"] = state["steps"] + 1
-        state["last"] = gradients.clone()
-
-
-@pytest.mark.parametrize("places", [slice(0, K), slice(0, 2), [3, 1]], ids=str)
-def test_state_that_a_solver_replaces_or_begins_late_is_kept_where_it_is(places, steps):
-    _, module, state, _ = steps
-    ours = state(Replacing())
-    lies = ours.solver_state["steps"].data_ptr()
-    theirs = ours.of(places)
-    stacks = module.views(torch.full_like(theirs.rows, 3.0))
-    for _ in range(2):
-        move(Replacing(), theirs, list(zip(module.layout.parameters, stacks, strict=True)))
-    ours.take_back(theirs)
-    chosen = torch.zeros(K, 1, dtype=torch.bool)
-    chosen[places] = True
-    assert ours.solver_state["steps"].data_ptr() == lies
-    assert torch.equal(ours.solver_state["steps"], torch.where(chosen, 2.0, 0.0).expand_as(ours.rows).to(ours.rows))
-    assert torch.equal(ours.solver_state["last"], torch.where(chosen, 3.0, 0.0).expand_as(ours.rows).to(ours.rows))
-
-
-@pytest.mark.parametrize("least", [1, 2**40])
-def test_a_product_is_left_only_of_a_stack_of_weights_that_is_large_enough(least, steps):
-    _, module, state, batch = steps
-    start = state(SGD())
-    _, found = module.gradients(start.parameters, [], batch.inputs, batch.targets, batch.weights, leave_products=least)
-    assert any(isinstance(gradient, OuterProductGrad) for gradient in found) == (least == 1)

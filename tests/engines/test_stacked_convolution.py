@@ -62,14 +62,3 @@ def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_las
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(outputs.sin().sum(), given) for outputs in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_only_the_derivatives_that_are_asked_for_are_made(way):
-    given = tensors("plain")
-    for place, tensor in enumerate(given):
-        (found,) = torch.autograd.grad(convolved(WAYS[way], "plain", given).sin().sum(), tensor)
-        (expected,) = torch.autograd.grad(row_by_row("plain", *given).sin().sum(), tensor)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text, at=place: f"{at}: {text}")
-    inputs = given[0].detach()
-    assert not convolved(WAYS[way], "plain", [inputs, *(tensor.detach() for tensor in given[1:])]).requires_grad

@@ -16,10 +16,10 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
-from fedsim.engines.stacking.merged_operations import DataDependenceCheck
+from fedsim.engines.stacking.operations import OTHER_DROPOUTS, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.stacking.vmap_operations import OTHER_DROPOUTS, Dropout, Recording, not_stackable
 from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.trainers.dropout import Dropout, Recording
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
 from fedsim.errors import ExperimentError, one_line, show
@@ -55,20 +55,18 @@ class StackingProbe:
                 f'engine = "batched": the function {name} trains one worker at a time; use engine=spawn'
             )
         _require_finite(shared)
-        count = min(SAMPLES, len(shared.train))
-        inputs, targets = shared.train.gather(torch.arange(count))
+        trials = Trials(task, shared)
         with preserve_random_state(task.device), full_precision(task.device):
-            together = _try(task, inputs, targets)
-            coupled = _is_coupled(task, shared, together, inputs, targets)
-            apart = not coupled and not _is_placed(task, together, inputs, targets)
-            merged = apart and _can_be_merged(task, shared, together.dropouts, count)
+            together = trials.run(trials.samples(trials.count))
+            coupled = trials.is_coupled(together)
+            merged = not coupled and not trials.is_placed(together) and trials.can_be_merged(together.dropouts)
             if not merged:
-                _compare_gradients(task, shared, together.dropouts, count)
+                trials.compare_gradients(together.dropouts, merged=False)
             if "parameters" in task.syncs:
                 _compare_steps(task)
             if task.precision.autocast is not None:
-                together = _try(task, inputs, targets, task.precision)
-                _stack(task, shared, count, together.dropouts, task.precision, merged=merged)
+                together = trials.run(trials.samples(trials.count), task.precision)
+                trials.stack(together.dropouts, task.precision, merged=merged)
         return cls(together.dropouts, coupled, merged, together.sample_bytes)
 
 
@@ -92,97 +90,138 @@ class ProbeResult(NamedTuple):
     sample_bytes: int
 
 
-def _try(task: TaskSpec, inputs: Tensor, targets: Tensor, precision: Precision = FULL) -> ProbeResult:
-    module = task.new_module().train()
-    try:
-        start = copy.deepcopy(module)
-    except Exception as error:
-        raise not_stackable(f"a module of it cannot be copied: {one_line(error)}") from error
-    generators = global_states(task.device)
-    kept: dict[int, int] = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+class Trials:
+    """Trials of the model of a task on the first samples."""
 
-    def weigh(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
+    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
+        self._task, self._train, self.count = task, shared.train, min(SAMPLES, len(shared.train))
 
-    with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
-        with precision.forward(task.device):
-            outputs = module(inputs.clone())  # which it may write to
-        Objective(precision, task.learning_task).loss(outputs, targets)
-    if differ(start, module):
-        raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
-    if global_states(task.device) != generators:
-        raise not_stackable("it draws random numbers outside of torch.nn.functional.dropout")
-    if any(samples != len(inputs) for samples in recording.samples):
-        raise not_stackable("it has dropout of a tensor whose first dimension is not the batch")
-    buffers = Layout.of(module).read_buffers(module)
-    return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(kept.values()) // len(inputs))
+    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first inputs and targets, as batches are for training; again from the first if there are fewer."""
+        return self._train.gather(torch.arange(count) % len(self._train))
 
+    def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
+        """Run the model in training. Raises ExperimentError where it has state, or draws, that stacks do not have."""
+        task, (inputs, targets) = self._task, batch
+        module = task.new_module().train()
+        try:
+            start = copy.deepcopy(module)
+        except Exception as error:
+            raise not_stackable(f"a module of it cannot be copied: {one_line(error)}") from error
+        generators = global_states(task.device)
+        saved: dict[int, int] = {}
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
-def _is_coupled(task: TaskSpec, shared: SharedState, together: ProbeResult, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether the first samples' outputs, or the buffers, depend on the other samples of a batch, or on their number.
+        def weigh(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in parameters:
+                saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
 
-    Compares batches that begin with the same samples and end with different ones.
-    """
-    others = _different(inputs[:1]).expand_as(inputs)[1:]
-    try:
-        alone = _try(task, inputs[:1], targets[:1])
-    except ExperimentError:
-        raise
-    except Exception:  # BatchNorm wants more than one
+        with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
+            with precision.forward(task.device):
+                outputs = module(inputs.clone())  # which it may write to
+            Objective(precision, task.learning_task).loss(outputs, targets)
+        if differ(start, module):
+            raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
+        if global_states(task.device) != generators:
+            raise not_stackable("it draws random numbers outside of torch.nn.functional.dropout")
+        if any(samples != len(inputs) for samples in recording.samples):
+            raise not_stackable("it has dropout of a tensor whose first dimension is not the batch")
+        buffers = Layout.of(module).read_buffers(module)
+        return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
+
+    def is_coupled(self, together: ProbeResult) -> bool:
+        """Whether the first samples' outputs, or the buffers, depend on the other samples of a batch, or their number.
+
+        Compares batches that begin with the same samples and end with different ones.
+        """
+        inputs, targets = self.samples(self.count)
+        try:
+            alone = self.run((inputs[:1], targets[:1]))
+        except ExperimentError:
+            raise
+        except Exception:  # BatchNorm wants more than one
+            return True
+        if alone.dropouts != together.dropouts:
+            raise not_stackable(OTHER_DROPOUTS)
+        different = inputs[:1] * 2 + 1 if inputs.is_floating_point() else inputs[:1]
+        others = torch.cat([inputs[:1], different.expand_as(inputs)[1:]])
+        trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples in common with `together`
+        if len(inputs) > 2:
+            trials.append((len(inputs) - 1, self.run((inputs[:-1], targets[:-1]))))
+        whole = min(self._task.schedule.batch_size, WHOLE, len(self._train))
+        if whole > len(inputs):  # a model may treat a large batch otherwise than a small one
+            trials.append((len(inputs), self.run(self.samples(whole))))
+        return not all(
+            self._agree(trial.outputs[:n_shared], together.outputs[:n_shared])
+            and self._agree(trial.buffers, together.buffers)
+            for n_shared, trial in trials
+        )
+
+    def is_placed(self, together: ProbeResult) -> bool:
+        """Whether a sample's output depends on its position in the batch, which merging changes."""
+        inputs, targets = self.samples(self.count)
+        rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
+        return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
+
+    def can_be_merged(self, dropouts: tuple[Dropout, ...]) -> bool:
+        try:
+            self.compare_gradients(dropouts, merged=True)
+        except Exception:  # the model may fail in any way on a merged batch
+            return False
         return True
-    if alone.dropouts != together.dropouts:
-        raise not_stackable(OTHER_DROPOUTS)
-    trials = [
-        (1, alone),
-        (1, _try(task, torch.cat([inputs[:1], others]), targets)),
-    ]  # each with the number of samples that it has in common with `together`
-    if len(inputs) > 2:
-        trials.append((len(inputs) - 1, _try(task, inputs[:-1], targets[:-1])))
-    whole = min(task.schedule.batch_size, WHOLE, len(shared.train))
-    if whole > len(inputs):  # a model may treat a large batch otherwise than a small one
-        trials.append((len(inputs), _try(task, *shared.train.gather(torch.arange(whole)))))
-    return not all(
-        _agree(trial.outputs[:n_shared], together.outputs[:n_shared], task.dtype)
-        and _agree(trial.buffers, together.buffers, task.dtype)
-        for n_shared, trial in trials
-    )
 
+    def compare_gradients(self, dropouts: tuple[Dropout, ...], *, merged: bool) -> None:
+        """Compare gradients and buffers of two different rows in a stack with those of each row alone."""
+        module = self._task.new_module()
+        layout = Layout.of(module)
+        stacked = self.stack(dropouts, merged=merged)
+        for k in range(2):
+            layout.write(stacked.rows[k], module)
+            layout.write_buffers(stacked.buffers[k], module)
+            expected = _plain_gradients(self._task.learning_task, module.train(), stacked.inputs[k], stacked.targets[k])
+            for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
+                if not self._agree(gradient[k], reference):
+                    raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
+            read = layout.read_buffers(module, out=stacked.buffers[k])
+            for entry in layout.buffers:
+                if not self._agree(stacked.buffers_after[k, entry.span], read[entry.span]):
+                    raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
 
-def _is_placed(task: TaskSpec, together: ProbeResult, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether a sample's output depends on its position in the batch, which merging changes."""
-    rolled = _try(task, inputs.roll(1, 0), targets.roll(1, 0))
-    return not _agree(rolled.outputs, together.outputs.roll(1, 0), task.dtype)
-
-
-def _can_be_merged(task: TaskSpec, shared: SharedState, dropouts: tuple[Dropout, ...], count: int) -> bool:
-    try:
-        _compare_gradients(task, shared, dropouts, count, merged=True)
-    except Exception:  # the model may fail in any way on a merged batch
-        return False
-    return True
-
-
-def _compare_gradients(
-    task: TaskSpec, shared: SharedState, dropouts: tuple[Dropout, ...], count: int, *, merged: bool = False
-) -> None:
-    """Compare gradients and buffers of two different rows in a stack with those of each row alone."""
-    module = task.new_module()
-    layout = Layout.of(module)
-    stacked = _stack(task, shared, count, dropouts, merged=merged)
-    for k in range(2):
-        layout.write(stacked.rows[k], module)
-        layout.write_buffers(stacked.buffers[k], module)
-        expected = _plain_gradients(task.learning_task, module.train(), stacked.inputs[k], stacked.targets[k])
-        for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
-            if not _agree(gradient[k], reference, task.dtype):
-                raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
-        read = layout.read_buffers(module, out=stacked.buffers[k])
+    def stack(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> Stacked:
+        """Take a step of two different rows, on different samples if the data set has as many."""
+        task, count = self._task, self.count
+        module = task.new_module()
+        layout = Layout.of(module)
+        rows = new_rows(2, layout.d, task.dtype, task.device)
+        rows.copy_(layout.read(module))
+        rows[1].mul_(1.125).add_(0.01)
+        buffers = torch.zeros(2, layout.n_buffer_values, dtype=torch.double, device=task.device)
+        buffers.copy_(layout.read_buffers(module))
+        of_module = dict(module.named_buffers())
         for entry in layout.buffers:
-            if not _agree(stacked.buffers_after[k, entry.span], read[entry.span], task.dtype):
-                raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
+            if of_module[entry.name].is_floating_point():
+                buffers[1, entry.span].mul_(1.125).add_(0.01)
+        inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in self.samples(2 * count))
+        weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
+        stacked = StackedModule(task.new_module, Objective(precision, task.learning_task), merged=merged)
+        buffers_after = buffers.clone()
+        try:
+            factors = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
+            unpacked = stacked.unpack_buffers(buffers)
+            arguments = stacked.views(rows), unpacked, inputs.clone(), targets, weights, factors
+            with DataDependenceCheck() if merged else contextlib.nullcontext():
+                _, left = stacked.gradients(*arguments, leave_products=0)  # as in training
+            gradients = [part.computed() if isinstance(part, OuterProductGrad) else part for part in left]
+            stacked.pack_buffers(unpacked, buffers_after)
+        except (ExperimentError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise not_stackable(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
+        return Stacked(rows, buffers, inputs, targets, gradients, buffers_after)
+
+    def _agree(self, tensor: Tensor, reference: Tensor) -> bool:
+        return _agree(tensor, reference, self._task.dtype)
 
 
 class Stacked(NamedTuple):
@@ -194,47 +233,6 @@ class Stacked(NamedTuple):
     targets: Tensor
     gradients: list[Tensor]
     buffers_after: Tensor
-
-
-def _stack(
-    task: TaskSpec,
-    shared: SharedState,
-    count: int,
-    dropouts: tuple[Dropout, ...],
-    precision: Precision = FULL,
-    *,
-    merged: bool,
-) -> Stacked:
-    """A step of two different rows, on `count` samples each, different ones if the data set has as many."""
-    module = task.new_module()
-    layout = Layout.of(module)
-    rows = new_rows(2, layout.d, task.dtype, task.device)
-    rows.copy_(layout.read(module))
-    rows[1].mul_(1.125).add_(0.01)
-    buffers = torch.zeros(2, layout.n_buffer_values, dtype=torch.double, device=task.device)
-    buffers.copy_(layout.read_buffers(module))
-    own = dict(module.named_buffers())
-    for entry in layout.buffers:
-        if own[entry.name].is_floating_point():
-            buffers[1, entry.span].mul_(1.125).add_(0.01)
-    gathered = shared.train.gather(torch.arange(2 * count) % len(shared.train))  # as batches are for training
-    inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in gathered)
-    weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
-    stacked = StackedModule(task.new_module, Objective(precision, task.learning_task), merged=merged)
-    buffers_after = buffers.clone()
-    try:
-        kept = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
-        unpacked = stacked.unpack_buffers(buffers)
-        given = stacked.views(rows), unpacked, inputs.clone(), targets, weights, kept
-        with DataDependenceCheck() if merged else contextlib.nullcontext():
-            _, found = stacked.gradients(*given, leave_products=0)  # as in training
-        gradients = [part.computed() if isinstance(part, OuterProductGrad) else part for part in found]
-        stacked.pack_buffers(unpacked, buffers_after)
-    except (ExperimentError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise not_stackable(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
-    return Stacked(rows, buffers, inputs, targets, gradients, buffers_after)
 
 
 def _compare_steps(task: TaskSpec) -> None:
@@ -282,7 +280,3 @@ def _plain_gradients(task: LearningTask, module: nn.Module, inputs: Tensor, targ
         loss = task.loss(module(inputs.clone()), targets)
     loss.backward()  # as in training; some ways to get at gradients give less, without a word (reentrant checkpoints)
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
-
-
-def _different(inputs: Tensor) -> Tensor:
-    return inputs * 2 + 1 if inputs.is_floating_point() else inputs

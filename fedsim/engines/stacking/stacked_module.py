@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,12 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import Entry, Layout
 from fedsim.core.training import Objective
 from fedsim.data.tensors import in_order
-from fedsim.engines.stacking.merged_operations import LeftProducts, MergedBatch, NotMergeableError
-from fedsim.engines.stacking.vmap_operations import VmapOverrides, not_stackable
+from fedsim.engines.stacking.operations import MergedBatch, NotMergeableError, VmapOverrides, not_stackable
 
 DEFAULT = Objective()
 
 Places = list[tuple[nn.Module, str]]
+Stacks = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]  # of parameters, buffers, inputs, factors of dropouts
 
 OTHERWISE = "it treats batches differently (splits large ones, or depends on their values)"
 
@@ -45,12 +44,12 @@ class StackedModule:
         make: gives the module at its start.
         objective: the loss of a row, and the precision of the forward pass.
         merged: whether to run it on the merged batch of all rows, which only some modules can be (see
-            `merged_operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
+            `operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
     """
 
     def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
         self._objective, self._precision, self._merged = objective, objective.precision, merged
-        self._module, self._records = make().train(), False
+        self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
@@ -101,80 +100,70 @@ class StackedModule:
             term: added to the losses of samples.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
-        left = None if leave_products is None or self._precision.autocast is not None else LeftProducts(leave_products)
-        forward = partial(self._forward_merged, products=left) if self._merged else vmap(self._forward_one)
+        least = leave_products if self._precision.autocast is None else None
+        products: list[list[OuterProductGrad] | None] = [
+            [] if least is not None and leaf.nbytes >= least else None for leaf in leaves
+        ]
         if term is not None:
             at_points = [self._features(self.views(point), buffers, inputs, factors) for point in term.points]
         with torch.enable_grad():
-            with self._precision.forward(inputs.device), self._recording(term is not None):
-                outputs, buffers[:], features = forward(leaves, list(buffers), inputs, list(factors))
+            stacks = leaves, list(buffers), inputs, list(factors)
+            outputs, buffers[:], *features = self._forward(stacks, products, records=term is not None)
             losses = self._objective.losses(outputs, targets, weights)
             if term is not None:
                 losses = losses + term.loss(self._precision.widened(features[0]), at_points)
             losses = (losses * weights).sum(1)
             found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
         gradients = [
-            _total(parameter, gradient, left.of(place) if left else [])
-            for place, (parameter, gradient) in enumerate(zip(parameters, found, strict=True))
+            _total(parameter, gradient, left or [])
+            for parameter, gradient, left in zip(parameters, found, products, strict=True)
         ]
         return losses.detach(), _owned(gradients)
 
     @torch.no_grad()
     def _features(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
+        self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
         """The features [k, batch, f] of other rows on the same batches; the buffers stay as they are."""
-        forward = partial(self._forward_merged, products=None) if self._merged else vmap(self._forward_one)
-        copies = [buffer.clone() for buffer in buffers]
-        with self._precision.forward(inputs.device), self._recording(True):
-            (features,) = forward(list(parameters), copies, inputs.clone(), list(factors))[2]
+        stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
+        *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
 
-    @contextlib.contextmanager
-    def _recording(self, on: bool) -> Iterator[None]:
-        """In the block, forward passes give features too, if `on`."""
-        self._records = on
-        try:
-            yield
-        finally:
-            self._records = False
-
-    def _forward_merged(
-        self,
-        parameters: list[Tensor],
-        buffers: list[Tensor],
-        inputs: Tensor,
-        factors: list[Tensor],
-        *,
-        products: LeftProducts | None,
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        self._hold(parameters, buffers)
-        merged = in_order(inputs.flatten(0, 1))
-        try:
-            with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
-                outputs, features = self._outputs(merged)
-        except NotMergeableError as error:
-            raise not_stackable(OTHERWISE) from error
+    def _forward(
+        self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
+    ) -> list[Any]:
+        """The outputs [k, batch, ...] of the rows, their new buffers, and, if it `records` them, their features."""
+        parameters, buffers, inputs, factors = stacks
+        with self._precision.forward(inputs.device):
+            if not self._merged:
+                return vmap(partial(self._forward_one, records=records))(*stacks)
+            self._hold(parameters, buffers)
+            merged = in_order(inputs.flatten(0, 1))
+            try:
+                with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
+                    results = self._outputs(merged, records)
+            except NotMergeableError as error:
+                raise not_stackable(OTHERWISE) from error
         batch.require_all_used()
-        outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in (outputs, *features))
-        return outputs, buffers, features
+        outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in results)
+        return [outputs, buffers, *features]
 
     def _forward_one(
-        self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self, parameters: list[Tensor], buffers: list[Tensor], inputs: Tensor, factors: list[Tensor], *, records: bool
+    ) -> list[Any]:
         self._hold(parameters, buffers)
         with VmapOverrides(factors) as substitutes:
-            outputs, features = self._outputs(inputs)
+            outputs, *features = self._outputs(inputs, records)
         substitutes.require_all_used()
-        return outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], features
+        return [outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], *features]
 
-    def _outputs(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _outputs(self, inputs: Tensor, records: bool) -> list[Tensor]:
         """The outputs of the module, and, if they are recorded, its features."""
-        if not self._records:
-            return self._module(inputs), []
+        if not records:
+            return [self._module(inputs)]
         with recorded_features(self._module) as recorded:
             outputs = self._module(inputs)
-        return outputs, [recorded.of(len(inputs))]
+        return [outputs, recorded.of(len(inputs))]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Replace the module's parameters and buffers."""

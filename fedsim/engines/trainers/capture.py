@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedsim.core.randomness import global_states, preserve_random_state
-from fedsim.engines.operation_check import OperationCheck, depends_on_values
 from fedsim.errors import ExperimentError
 
 WARM_UPS = 1  # runs on the stream of a capture, in which libraries allocate workspaces; trial runs come before
 
 Run = Callable[[], None]
 
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 # How the allocator stops to use the memory pool of a capture: since PyTorch 2.8, and before.
 _END_ALLOCATION = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
@@ -102,6 +103,25 @@ def require_capturable(run: Run, device: torch.device) -> None:
             run()
         if global_states(device) != before:
             raise ExperimentError("it draws random numbers")
+
+
+class OperationCheck(TorchDispatchMode):
+    """A dispatch mode that does not import PyTorch's compiler, which takes more than a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> bool:
+    """Whether an operation reads values of its tensors on the host, or derives shapes from them.
+
+    Args:
+        indexing: operations whose second argument is a list of indices, of which only masks determine shapes.
+    """
+    if function in indexing:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool(_READS & set(function.tags))
 
 
 class CaptureCheck(OperationCheck):

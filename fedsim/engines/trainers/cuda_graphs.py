@@ -19,12 +19,11 @@ from torch import Tensor
 from fedsim.core.rows import new_rows
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.client_rounds import ClientRounds
-from fedsim.engines.trainers.dropout import FactorsAhead
-from fedsim.engines.trainers.stack import Block, Stack
+from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
+from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 
@@ -92,6 +91,7 @@ class CapturedSteps:
     Args:
         dropouts: the calls of dropout in a forward pass of the model.
         sizes: for how many rows there may be graphs, ascending.
+        usual: sizes of stacks of which a step is captured now. Raises what `GraphPool.capture` raises.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class CapturedSteps:
         module: StackedModule,
         dropouts: Sequence[Dropout],
         sizes: Sequence[int],
+        usual: Sequence[int],
         client_rounds: ClientRounds,
     ) -> None:
         self._client_rounds = client_rounds
@@ -125,14 +126,11 @@ class CapturedSteps:
         self._positions = torch.zeros(steps, width, batch, dtype=torch.int64, device=device)
         self._weights = torch.zeros(steps, width, batch, dtype=task.dtype, device=device)
         self._samples = torch.zeros(steps, width, dtype=wide, device=device)
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Capture a step of stacks of these sizes. Raises what `GraphPool.capture` raises."""
-        for size in sizes:
+        for size in usual:
             self._capture(Graph(self._size_for(size), 1, masked=False))
 
     def prepare_for(self, stack: Stack) -> None:
-        """Capture what a stack needs, before its round begins, because a capture takes steps. Raises as `prepare`."""
+        """Capture what a stack needs, before its round begins, because a capture takes steps."""
         for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
             self._capture(graph)
 
@@ -182,7 +180,7 @@ class CapturedSteps:
         self._loss_sums.zero_()
         self._step_number.zero_()
 
-    def _load(self, block: Block) -> None:
+    def _load(self, block: StepBatch) -> None:
         """Put the batches of a block of steps where the graphs read them."""
         steps, members = block.sizes.shape
         for room, given in (
@@ -224,20 +222,16 @@ class CUDAGraphCache:
 
     Args:
         make: makes the captured steps.
-        usual: sizes of stacks whose first graphs are captured now.
         refusal: why no steps are captured; None: they are.
         warns: whether a failure gives a warning.
     """
 
-    def __init__(
-        self, make: Callable[[], CapturedSteps], usual: Sequence[int], *, refusal: str | None, warns: bool
-    ) -> None:
+    def __init__(self, make: Callable[[], CapturedSteps], *, refusal: str | None, warns: bool) -> None:
         self._warns, self.refusal = warns, refusal
         self._steps: CapturedSteps | None = None
         if refusal is None:
             with self._refusing_after_failures():
                 self._steps = make()
-                self._steps.prepare(usual)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> bool:
         """As `CapturedSteps.train`; False, with nothing done, if steps are not captured."""

@@ -10,23 +10,105 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
-from fedsim.engines.stacking.vmap_operations import Dropout, PreparedDropout, Recording, multiplied
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource
+
+FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
+DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
+WITHOUT_SAMPLES = {F.dropout1d: 2, F.dropout3d: 4}  # dimensions of an input that is one sample, by PyTorch's reading
 
 # Blocks of random words that a call draws, for several steps: the call itself costs about as much as 2^13 blocks.
 BLOCKS_OF_A_STACK = 1 << 15
 BLOCKS_OF_A_ROW = 1 << 14  # many rows may train by turns, each with its own blocks
 TIMES_OFF_CPU = 32
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """One call of a dropout in a forward pass.
+
+    Attributes:
+        function: which of `DROPOUTS`.
+        p: probability of an element (or a channel) to be zeroed.
+        shape: of what it draws for one sample.
+    """
+
+    function: Callable[..., Tensor]
+    p: float
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Tensor], inputs_shape: torch.Size, p: float) -> Dropout:
+        shape = tuple(inputs_shape[1:])
+        if function in FEATURE_DROPOUTS:  # without a dimension of samples, channels stand first
+            channels = shape[:1] if len(inputs_shape) != WITHOUT_SAMPLES.get(function) else (1,)
+            shape = (*channels, *[1] * (len(inputs_shape) - 2))
+        return cls(function, p, shape)
+
+
+class DropoutMode(TorchFunctionMode):
+    """In a forward pass: multiplies by given factors where dropout is called. `other` calls all other functions.
+
+    Args:
+        factors_of: returns the factors [samples, ...] of a call and a number of samples; None: leave that dropout out.
+    """
+
+    def __init__(self, factors_of: Callable[[Dropout, int], Tensor | None]) -> None:
+        super().__init__()
+        self._factors_of = factors_of
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if function not in DROPOUTS:
+            return self.other(function, args, kwargs)
+        inputs, p, training, inplace = _dropout_arguments(*args, **kwargs)
+        if not (training and p):
+            return inputs
+        if not 0 < p <= 1:
+            return function(*args, **kwargs)  # raises ValueError
+        factors = self._factors_of(Dropout.of(function, inputs.shape, p), inputs.shape[0])
+        return inputs if factors is None else multiplied(inputs, factors, inplace)
+
+    def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of any function but dropout."""
+        return function(*args, **kwargs)
+
+
+class Recording(DropoutMode):
+    """Leaves dropout out of a forward pass, and notes where it would have been, and of how many samples."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self.dropouts: list[Dropout] = []
+        self.samples: list[int] = []
+
+    def _note(self, dropout: Dropout, samples: int) -> None:
+        self.dropouts.append(dropout)
+        self.samples.append(samples)
+
+
+def multiplied(inputs: Tensor, factors: Tensor, inplace: bool) -> Tensor:
+    """The result of a dropout with these factors."""
+    if factors.dtype != inputs.dtype:
+        factors = factors.to(inputs.dtype)
+    return inputs.mul_(factors) if inplace else inputs * factors
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace
 
 
 def layer_key(seed: int, round: int, worker: int) -> int:
@@ -67,13 +149,7 @@ def dropout_factors(
     ]
 
 
-def steps_at_once(blocks: int, keys: Tensor, batch: int, dropouts: Sequence[Dropout], steps: int) -> int:
-    """For how many steps factors are drawn at once, 1 to `steps`, so that it takes about so many blocks of words."""
-    of_a_step = len(keys) * sum(-(-batch * math.prod(dropout.shape) // 4) for dropout in dropouts)
-    on_device = blocks if keys.device.type == "cpu" else blocks * TIMES_OFF_CPU
-    return max(1, min(on_device // max(1, of_a_step), steps))
-
-
+@dataclass
 class FactorsAhead:
     """The factors of k rows' dropouts step by step, drawn for several steps at once.
 
@@ -87,35 +163,65 @@ class FactorsAhead:
         blocks: about how many blocks of random words to draw at once.
     """
 
-    def __init__(
-        self,
-        keys: Tensor,
-        steps: int,
-        batch: int,
-        dropouts: Sequence[Dropout],
-        dtype: torch.dtype,
-        first_step: Tensor | None = None,
-        blocks: int = BLOCKS_OF_A_STACK,
-    ) -> None:
-        self._blocks = blocks
-        self._keys, self._steps, self._batch, self._dropouts, self._dtype = keys, steps, batch, dropouts, dtype
-        self._first_step = torch.zeros_like(keys) if first_step is None else first_step
+    keys: Tensor
+    steps: int
+    batch: int
+    dropouts: Sequence[Dropout]
+    dtype: torch.dtype
+    first_step: Tensor | None = None
+    blocks: int = BLOCKS_OF_A_STACK
+
+    def __post_init__(self) -> None:
+        self._first_step = torch.zeros_like(self.keys) if self.first_step is None else self.first_step
+        self._at_once = self.blocks * (1 if self.keys.device.type == "cpu" else TIMES_OFF_CPU)
         self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [rows, batch, ...]
         self._begin = self._end = self._rows = 0
 
     def of(self, step: int, rows: int) -> list[Tensor]:
         """Return the factors [rows, batch, ...] of each dropout in a step (from 0), for the first `rows` rows."""
-        if not self._dropouts:
+        if not self.dropouts:
             return []
         if not self._begin <= step < self._end or rows > self._rows:
-            keys = self._keys[:rows]
-            steps = steps_at_once(self._blocks, keys, self._batch, self._dropouts, self._steps - step)
             first_step = self._first_step[:rows] + step
-            drawn = dropout_factors(keys, first_step, steps, self._batch, self._dropouts, self._dtype)
+            of_a_step = rows * sum(-(-self.batch * math.prod(dropout.shape) // 4) for dropout in self.dropouts)
+            steps = max(1, min(self._at_once // max(1, of_a_step), self.steps - step))
+            drawn = dropout_factors(self.keys[:rows], first_step, steps, self.batch, self.dropouts, self.dtype)
             self._drawn = [factors.unbind() for factors in drawn]
             self._begin, self._end, self._rows = step, step + steps, rows
         found = [factors[step - self._begin] for factors in self._drawn]
         return found if rows == self._rows else [factors[:rows] for factors in found]
+
+
+class Calls(NamedTuple):
+    """The calls of dropout in a forward pass.
+
+    Attributes:
+        dropouts: the calls, in their order; empty if PyTorch has to draw.
+        by_modules: whether torch.nn's dropout modules make them all.
+    """
+
+    dropouts: tuple[Dropout, ...]
+    by_modules: bool
+
+
+class CurrentDropout:
+    """The dropout of the forward pass under way, for the dropout modules of a model."""
+
+    def __init__(self) -> None:
+        self.round: RoundDropout | None = None
+        self.calls = 0  # of modules, so far
+
+    def give_to(self, model: nn.Module) -> nn.Module:
+        """Let the dropout modules of the model take their factors from this object; returns the model.
+
+        A function mode finds all calls of dropout, but every other call in the forward pass goes through it too, which
+        costs a small model a tenth of its step.
+        """
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
+                module.__class__ = DROPOUT_MODULES[type(module)]  # so that its hooks and its name stay
+                module.current = self  # type: ignore[assignment]
+        return model
 
 
 class RoundDropout:
@@ -124,16 +230,15 @@ class RoundDropout:
     Args:
         key: `layer_key` of the worker in the round, int64 [1].
         steps, batch: how many steps the round has, and how many samples a batch, at most.
-        calls: the calls of dropout that a forward pass is known to have; others are drawn when they come.
+        calls: the calls of dropout that a forward pass is known to have; others draw their factors when they come.
         dtype: of the factors.
-        current: where the dropout modules of the model look for the step, if they make all calls.
+        current: where the dropout modules of the model look for their factors, if they make all calls.
     """
 
     def __init__(
-        self, key: Tensor, steps: int, batch: int, calls: Calls, dtype: torch.dtype, round: int, current: CurrentStep
+        self, key: Tensor, steps: int, batch: int, calls: Calls, dtype: torch.dtype, round: int, current: CurrentDropout
     ) -> None:
-        self.round, self.key, self.dropouts, self.dtype = round, key, calls.dropouts, dtype
-        self._current = current if calls.by_modules else None
+        self.round, self._key, self._calls, self._dtype, self._current = round, key, calls, dtype, current
         self._ahead = FactorsAhead(key, steps, batch, calls.dropouts, dtype, blocks=BLOCKS_OF_A_ROW)
 
     def factors(self, step: int, samples: int) -> list[Tensor]:
@@ -142,80 +247,43 @@ class RoundDropout:
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
         """A context in which a forward pass has the dropout of this step; nothing where the model has none."""
-        if not self.dropouts:
-            return nullcontext()
-        of_step = StepDropout(self, step, self.factors(step, samples))
-        return DrawnDropout(of_step) if self._current is None else self._current.set_to(of_step)
-
-
-class StepDropout:
-    """The dropout of one step of one row. Calls that were not recorded draw their factors at once."""
-
-    def __init__(self, dropout: RoundDropout, step: int, factors: Sequence[Tensor]) -> None:
-        self._dropout, self._step, self._factors, self._layer = dropout, step, factors, 0
-
-    def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
-        """What the next call of a dropout multiplies by, [samples, ...]."""
-        layer, of_round = self._layer, self._dropout
-        self._layer += 1
-        if layer < len(of_round.dropouts) and dropout == of_round.dropouts[layer]:
-            factors = self._factors[layer]
-            if factors.shape[0] == samples:
-                return factors
-        drawn = dropout_factors(of_round.key, self._step, 1, samples, [dropout], of_round.dtype, layer)
-        return drawn[0][0, 0]
-
-
-class DrawnDropout(PreparedDropout):
-    """In a forward pass of one row: every call of a dropout multiplies by the factors of the step."""
-
-    def __init__(self, of_step: StepDropout) -> None:
-        super().__init__(())
-        self.factors_of = of_step.factors_of  # type: ignore[method-assign]
-
-
-class CurrentStep:
-    """The step that the forward pass under way belongs to, for the dropout modules of a model."""
-
-    def __init__(self) -> None:
-        self.dropout: StepDropout | None = None
-        self.calls = 0  # of modules, so far
+        return self._at(step, samples) if self._calls.dropouts else nullcontext()
 
     @contextmanager
-    def set_to(self, dropout: StepDropout) -> Iterator[None]:
-        self.dropout = dropout
+    def _at(self, step: int, samples: int) -> Iterator[None]:
+        self._step, self._layer, self._factors = step, 0, self.factors(step, samples)
+        if not self._calls.by_modules:
+            with DropoutMode(self.factors_of):
+                yield
+            return
+        self._current.round = self
         try:
             yield
         finally:
-            self.dropout = None
+            self._current.round = None
 
-    def give_to(self, model: nn.Module) -> nn.Module:
-        """Let the dropout modules of the model read the step from this object; returns the model.
-
-        A function mode finds all calls of dropout, but every other call in the forward pass goes through it too, which
-        costs a small model a tenth of its step.
-        """
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
-                module.__class__ = DROPOUT_MODULES[type(module)]  # so that its hooks and its name stay
-                module.current_step = self  # type: ignore[assignment]
-        return model
+    def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
+        """What the next call of a dropout multiplies by, [samples, ...]."""
+        layer, dropouts = self._layer, self._calls.dropouts
+        self._layer += 1
+        if layer < len(dropouts) and dropout == dropouts[layer] and len(self._factors[layer]) == samples:
+            return self._factors[layer]
+        return dropout_factors(self._key, self._step, 1, samples, [dropout], self._dtype, layer)[0][0, 0]
 
 
 class _DropoutModule(nn.modules.dropout._DropoutNd):
     """A dropout module that multiplies by the factors of the current step."""
 
-    current_step: CurrentStep
+    current: CurrentDropout
     function: Callable[..., Tensor]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.current_step.calls += 1
-        of_step = self.current_step.dropout
-        if of_step is None or not self.training or not 0 < self.p <= 1:
+        self.current.calls += 1
+        of_round = self.current.round
+        if of_round is None or not self.training or not 0 < self.p <= 1:
             return self.function(inputs, self.p, self.training, self.inplace)
-        return multiplied(
-            inputs, of_step.factors_of(_dropout_of(self.function, inputs.shape, self.p), inputs.shape[0]), self.inplace
-        )
+        dropout = _dropout_of(self.function, inputs.shape, self.p)
+        return multiplied(inputs, of_round.factors_of(dropout, inputs.shape[0]), self.inplace)
 
 
 _dropout_of = lru_cache(maxsize=256)(Dropout.of)  # called twice in a step of a small model
@@ -231,7 +299,7 @@ class RowDropout:
     """The dropout of workers whose rows train one after another, in one process."""
 
     def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
-        self._task, self._shared, self._batch_source, self._current = task, shared, batch_source, CurrentStep()
+        self._task, self._shared, self._batch_source, self._current = task, shared, batch_source, CurrentDropout()
 
     def new_module(self, make: Callable[[], nn.Module] | None = None) -> nn.Module:
         """A new module of the task, whose dropouts are those of the step that `RoundDropout.at` has set.
@@ -254,18 +322,6 @@ class RowDropout:
         return RoundDropout(key, steps, batch, self._calls, task.dtype, round, self._current)
 
 
-class Calls(NamedTuple):
-    """The calls of dropout in a forward pass.
-
-    Attributes:
-        dropouts: the calls, in their order; empty if PyTorch has to draw.
-        by_modules: whether torch.nn's dropout modules make them all.
-    """
-
-    dropouts: tuple[Dropout, ...]
-    by_modules: bool
-
-
 def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
     """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
 
@@ -274,7 +330,7 @@ def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
     dropout has to draw from it.
     """
     inputs, targets = shared.train.gather(torch.arange(min(samples, len(shared.train))))
-    current = CurrentStep()
+    current = CurrentDropout()
     with preserve_random_state(task.device), torch.enable_grad(), Recording() as recording:
         try:
             loss = task.objective(current.give_to(task.new_module()).train(), inputs, targets)

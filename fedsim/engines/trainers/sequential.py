@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients import RowOptimizer, State
+from fedsim.clients import State
 from fedsim.clients.adapters import TrainFunction
 from fedsim.core.randomness import seed_everything
+from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import clip_rows, new_rows
-from fedsim.core.training import Backward, Loss, MetricSums, Optimizer, train_epoch
+from fedsim.core.training import Loss, MetricSums, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
-from fedsim.engines.trainers.feature_losses import FeatureLosses
-from fedsim.engines.trainers.further_gradients import FurtherGradients
-from fedsim.engines.trainers.round_batches import RoundBatches
 from fedsim.engines.trainers.row_module import RowModule
+from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
 
@@ -92,8 +91,7 @@ class RowTrainer:
         self._objective = task.objective
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
-        self._further = None if task.solver.element_wise else FurtherGradients(self._dropout.new_module, task, shared)
-        self._feature_losses = FeatureLosses(self._dropout.new_module, task, shared)
+        self._points = PointModules(self._dropout.new_module, shared)
         self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
         self._participants = list[SyncParticipant]()
 
@@ -107,42 +105,30 @@ class RowTrainer:
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 module.load(self._rows[slot], self._gradient, shared.buffers[slot])
+                data = with_heartbeats(self._process, self._batch_source.batches_of(member))
                 solver = task.solver_at(member.round)
                 if isinstance(solver, TrainFunction):
-                    losses[slot] = self._call(solver, member, module)
+                    losses[slot] = self._call(solver, member, module, data)
                 else:
-                    optimizer, backward = self._optimizer(member, module, state)
-                    data = with_heartbeats(self._process, self._batch_source.batches_of(member))
-                    with self._feature_losses.of(module, state):
-                        losses[slot] = train_epoch(module.module, data, optimizer, backward=backward)
+                    steps = self._local_steps(member, module, state)
+                    losses[slot] = train_epoch(module.module, data, steps, backward=steps.backward)
                 module.store(shared.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
         for slot, loss in losses.items():  # only now, because reading a number waits for the device
             shared.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
 
-    def _optimizer(self, member: WorkItem, module: RowModule, state: State) -> tuple[Optimizer, Backward]:
-        """The optimizer and the backward pass of a member's work, which begins from the state of a round."""
+    def _local_steps(self, member: WorkItem, module: RowModule, state: State) -> LocalSteps:
         row, gradient = self._rows[member.slot], self._gradient
-        batches = self._batch_source.steps_of(member)
-        optimizer: Optimizer = LocalOptimizer(self._task, member.round, batches, row, gradient, state)
-        dropout, first = self._dropout_of(member), member.step or 0
-        backward: Backward = partial(self._backward, dropout, count(first))
-        if self._further is not None:
-            backward_at = partial(self._backward_at, dropout)
-            beside = None if self._buffers_beside is None else self._buffers_beside[member.slot]
-            optimizer = self._further.begin(row, gradient, state, module, backward_at, member.round, first, beside)
-            backward = self._further.backward
-        return optimizer, backward
+        beside = None if self._buffers_beside is None else self._buffers_beside[member.slot]
+        dropout, batches = self._dropout_of(member), self._batch_source.steps_of(member)
+        return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, self._points, beside)
 
-    def _call(self, function: TrainFunction, member: WorkItem, module: RowModule) -> float:
+    def _call(self, function: TrainFunction, member: WorkItem, module: RowModule, data: Batches) -> float:
         """Let a function train a member's model; returns its mean loss."""
-        data = with_heartbeats(self._process, self._batch_source.batches_of(member))
         batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
-        with module.lent() as model, self._objective.precision.forwards_of(model, self._task.device):
-            try:
-                return function(model, batches, member.worker)
-            finally:
-                batches.close()
+        precision = self._objective.precision
+        with module.lent() as model, precision.forwards_of(model, self._task.device), closing(batches):
+            return function(model, batches, member.worker)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """One pass over the samples of each member; the dropout masks are those of the steps after its last."""
@@ -158,7 +144,8 @@ class RowTrainer:
                 )
                 dropout = self._dropout.of(member.worker, member.round, first + task.schedule.batches_of_all(size))
                 for step, (inputs, targets) in enumerate(with_heartbeats(self._process, seen), first):
-                    value = self._value(module.module, inputs, targets, dropout, step)
+                    with dropout.at(step, len(inputs)):
+                        value = self._objective(module.module, inputs, targets)
                     (value * (len(inputs) / size)).backward()
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
@@ -196,7 +183,9 @@ class RowTrainer:
         """The objective on a participant's batch of this step, not yet differentiated."""
         assert participant.batch is not None
         self._seed_layers(participant.member, participant.member.round, step)
-        return self._value(participant.module.module, *participant.batch, participant.dropout, step)
+        inputs, targets = participant.batch
+        with participant.dropout.at(step, len(inputs)):
+            return self._objective(participant.module.module, inputs, targets)
 
     def _gradient_of(self, participant: SyncParticipant, step: int) -> None:
         slot, task = participant.member.slot, self._task
@@ -227,54 +216,163 @@ class RowTrainer:
             self._step_by_step[worker] = self._dropout.of(worker, round)
         return self._step_by_step[worker]
 
-    def _backward(
-        self,
-        dropout: RoundDropout,
-        steps: Iterator[int],
-        model: nn.Module,
-        inputs: Tensor,
-        targets: Tensor,
-        loss: Loss | None = None,
-    ) -> Tensor:
-        """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
-        return self._backward_at(dropout, next(steps), model, inputs, targets)
 
-    def _backward_at(
-        self, dropout: RoundDropout, step: int, model: nn.Module, inputs: Tensor, targets: Tensor
-    ) -> Tensor:
-        value = self._value(model, inputs, targets, dropout, step)
+class PointModules:
+    """Modules whose parameters are points [d] other than a worker's row, for further gradients and features.
+
+    Args:
+        make: makes such a module.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], shared: SharedState) -> None:
+        self._make, self._shared, self._made = make, shared, list[RowModule]()
+
+    @cached_property
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Room for a point and for its gradient, [d] each."""
+        return torch.empty_like(self._shared.global_row), torch.empty_like(self._shared.global_row)
+
+    @cached_property
+    def buffers(self) -> Tensor:
+        """Room for buffers, [b]."""
+        return torch.empty_like(self._shared.global_buffers)
+
+    def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
+        """Return module number `number`, bound to a point and its gradient, with these buffers."""
+        while len(self._made) <= number:
+            self._made.append(RowModule(self._make))
+        self._made[number].load(point, gradient, buffers)
+        self._made[number].module.train()
+        return self._made[number]
+
+
+@dataclass
+class LocalSteps:
+    """A member's local steps as the optimizer and the backward pass of `train_epoch`.
+
+    Gradients are accumulated and clipped. The loss may depend on the features of other models, and a step may ask for
+    more gradients of its batch (see `ClientAlgorithm.feature_loss` and `ClientAlgorithm.step_rows`).
+
+    Attributes:
+        batches: number of batches of the member's work that have not been trained on.
+        module: bound to `row` and `gradient`, [d] each.
+        state: the state of the steps.
+        buffers_beside: buffers [b] of a personal model that is trained beside the row; None: there is no such model.
+        steps: number of steps of the solver so far; `accumulated` batches have been seen since the last.
+    """
+
+    task: TaskSpec
+    member: WorkItem
+    batches: int
+    module: RowModule
+    row: Tensor
+    gradient: Tensor
+    state: State
+    dropout: RoundDropout
+    points: PointModules
+    buffers_beside: Tensor | None
+    steps: int = 0
+    accumulated: int = 0
+
+    def __post_init__(self) -> None:
+        self._objective, self._feature_points = self.task.objective, self.task.solver.feature_points(self.state)
+        self._batch_number = (self.member.step or 0) - 1  # of the current batch in the worker's round
+
+    def zero_grad(self) -> None:
+        if not self.accumulated:
+            self.gradient.zero_()
+
+    def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
+        """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
+        self._batch_number, self._batch = self._batch_number + 1, (inputs, targets)
+        return self._backward(model)
+
+    def step(self) -> None:
+        self.batches, self.accumulated = self.batches - 1, self.accumulated + 1
+        if self.accumulated < self.task.schedule.accumulate and self.batches:
+            return
+        if self.accumulated > 1:
+            self.gradient.div_(self.accumulated)
+        clip_rows(self.gradient, self.task.clip_norm)
+        solver = self.task.solver_at(self.member.round, self.steps)
+        if solver.element_wise:
+            solver.step(self.row, self.gradient, self.state)
+        else:
+            solver.step_rows(self.row, self.gradient, self.state, self._gradient_at)
+        self.steps, self.accumulated = self.steps + 1, 0
+
+    def _backward(self, model: nn.Module) -> Tensor:
+        inputs, targets = self._batch
+        masks = partial(self.dropout.at, self._batch_number, len(inputs))
+        if self._feature_points:
+            at_points = [self._features_at(place, masks) for place in range(len(self._feature_points))]
+            with recorded_features(model) as recorded, masks():
+                value = self._objective(model, inputs, targets)
+            features = self._objective.precision.widened(recorded.of(len(inputs)))
+            value = value + self.task.solver.feature_loss(features, at_points).mean()
+        else:
+            with masks():
+                value = self._objective(model, inputs, targets)
         value.backward()
         return value.detach()
 
-    def _value(self, model: nn.Module, inputs: Tensor, targets: Tensor, dropout: RoundDropout, step: int) -> Tensor:
-        masks = partial(dropout.at, step, len(inputs))
-        with self._feature_losses.added(model, inputs, masks) as added, masks():
-            value = self._objective(model, inputs, targets)
-        return added(value)
+    @torch.no_grad()
+    def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+        """The features of the batch at a feature point; what this changes in the buffers is dropped."""
+        inputs, precision = self._batch[0], self._objective.precision
+        point, gradient = self._feature_points[place], self.points.room[1]
+        model = self.points.at(1 + place, point, gradient, self._buffers_of_row()).module
+        with masks(), recorded_features(model) as recorded, precision.forward(inputs.device):
+            model(inputs.clone())
+        return precision.widened(recorded.of(len(inputs)))
+
+    def _gradient_at(self, point: Tensor) -> Tensor:
+        """The gradient [d] at another point [d]; what this changes in the buffers of the row is dropped."""
+        buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
+        row, gradient = self.points.room
+        module = self.points.at(0, row, gradient, buffers)
+        with torch.no_grad():
+            row.copy_(point)
+        gradient.zero_()
+        self._backward(module.module)
+        module.layout.read_buffers(module.module, out=buffers)
+        clip_rows(gradient, self.task.clip_norm)
+        return gradient.clone()
+
+    def _buffers_of_row(self) -> Tensor:
+        """A copy [b] of the buffers of the member's module."""
+        return self.module.layout.read_buffers(self.module.module, out=self.points.buffers)
 
 
-class LocalOptimizer(RowOptimizer):
-    """The solver of a row in a round of so many batches: it accumulates and clips gradients, and has a schedule."""
+class RoundBatches:
+    """An iterable of the (inputs, targets) of a round, which can be read once; `close` leaves the last batch's context.
 
-    def __init__(self, task: TaskSpec, round: int, batches: int, row: Tensor, gradient: Tensor, state: State) -> None:
-        super().__init__(task.solver_at(round), row, gradient, state)
-        self._task, self._round, self._batches = task, round, batches
-        self._steps = self._accumulated = 0
+    Args:
+        count: number of batches.
+        masks: the context in which the forward passes of a batch run, given its number and its number of samples.
+    """
 
-    def zero_grad(self) -> None:
-        if not self._accumulated:
-            self._gradient.zero_()
+    def __init__(self, batches: Batches, count: int, masks: Callable[[int, int], AbstractContextManager[Any]]) -> None:
+        self._batches, self._count, self._masks = batches, count, masks
+        self._reader, self._begun = self._read(), False
+        self.close = self._reader.close
 
-    def step(self) -> None:
-        self._batches, self._accumulated = self._batches - 1, self._accumulated + 1
-        if self._accumulated < self._task.schedule.accumulate and self._batches:
-            return
-        if self._accumulated > 1:
-            self._gradient.div_(self._accumulated)
-        clip_rows(self._gradient, self._task.clip_norm)
-        solver = self._task.solver_at(self._round, self._steps)
-        solver.step(self._row, self._gradient, self._state)
-        self._steps, self._accumulated = self._steps + 1, 0
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._begun:
+            raise ExperimentError(
+                "local.solver: the function reads its batches a second time; read them once, and set the number of "
+                "passes over a worker's samples by local.epochs"
+            )
+        self._begun = True
+        return self._reader
+
+    def _read(self) -> Generator[tuple[Tensor, Tensor], None, None]:
+        for step, (inputs, targets) in enumerate(self._batches):
+            with self._masks(step, len(inputs)):
+                yield inputs, targets
 
 
 def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:

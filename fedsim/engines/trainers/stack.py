@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.core.rows import index_of
-from fedsim.engines.stacking.vmap_operations import Dropout
 from fedsim.engines.task import TaskSpec
 from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItem
-from fedsim.engines.trainers.dropout import FactorsAhead, layer_key
+from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_key
 from fedsim.system.devices import wide_dtype
 
 STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
 
 
 class StepBatch(NamedTuple):
-    """Batches of one step, for some members of a stack.
+    """Batches of one step, for some members of a stack; or of several steps, for its first members.
 
     Attributes:
-        step: number of the step, from 0 at the start of the members' work.
+        step: number of the (first) step, from 0 at the start of the members' work.
         members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
-        sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type.
+        sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type. Of
+            several steps [steps, m], as the following ones; 0 where a member has finished.
         positions: of the samples in the data set, int64 [m, batch]; padded with the batch's first sample, since NaN
             counts even with weight 0.
         weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
@@ -43,58 +43,23 @@ class StepBatch(NamedTuple):
         """What selects the members from a stacked tensor: views where they stand side by side."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
-    def by_size(self) -> list[StepBatch]:
-        """The same batches, in step batches of one size each, without padding."""
-        sizes = np.unique(self.sizes)
-        if len(sizes) == 1:
-            return [self._replace(positions=self.positions[:, : sizes[0]], weights=self.weights[:, : sizes[0]])]
-        step_batches = []
-        for size in sizes.tolist():
-            these = np.flatnonzero(self.sizes == size).tolist()
-            step_batches.append(
-                StepBatch(
-                    self.step,
-                    [self.members[place] for place in these],
-                    self.sizes[these],
-                    self.counts[these],
-                    self.positions[these, :size],
-                    self.weights[these, :size],
-                )
-            )
-        return step_batches
+    def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
+        """The batches that an index selects."""
+        parts = self.sizes[index], self.counts[index], self.positions[index], self.weights[index]
+        return StepBatch(step, members, *parts)
 
-
-class Block(NamedTuple):
-    """Batches of several steps, for the first members of a stack.
-
-    Attributes:
-        step: number of the first step.
-        sizes: how many samples each batch has, [steps, m], on the host; 0 where a member has finished.
-        counts, positions, weights: as those of a `StepBatch`, with a dimension of steps before them.
-    """
-
-    step: int
-    sizes: np.ndarray
-    counts: Tensor
-    positions: Tensor
-    weights: Tensor
-
-    def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the batches of each step, of the members that have not finished."""
+    def by_step(self) -> Iterator[StepBatch]:
+        """Yield the batches of each step, of the members that have not finished; these are batches of several steps."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
-            yield self.step_batch(step, range(active))
+            yield self.part((step, slice(active)), self.step + step, range(active))
 
-    def step_batch(self, step: int, members: range | list[int]) -> StepBatch:
-        """The batches of a step, counted from that of the block, of members from place 0 on or in a list."""
-        places = slice(len(members)) if isinstance(members, range) else members
-        return StepBatch(
-            self.step + step,
-            members,
-            self.sizes[step, places],
-            self.counts[step, places],
-            self.positions[step, places],
-            self.weights[step, places],
-        )
+    def by_size(self) -> Iterator[StepBatch]:
+        """Yield the same batches in step batches of one size each, without padding."""
+        for size in np.unique(self.sizes).tolist():
+            these = np.flatnonzero(self.sizes == size).tolist()
+            cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
+            is_whole = len(these) == len(self.members)
+            yield cut if is_whole else cut.part(these, self.step, [self.members[place] for place in these])
 
 
 class Stack:
@@ -127,9 +92,9 @@ class Stack:
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the batches of each step, of the members that have not finished."""
-        return (step_batch for block in self.blocks(STEPS_AT_A_TIME) for step_batch in block.step_batches())
+        return (step_batch for block in self.blocks(STEPS_AT_A_TIME) for step_batch in block.by_step())
 
-    def blocks(self, at_a_time: int) -> Iterator[Block]:
+    def blocks(self, at_a_time: int) -> Iterator[StepBatch]:
         """The batches of all steps, `at_a_time` steps at a time."""
         if all(member.step is not None for member in self.members):
             batches = [next(iterator) for iterator in self._iterators]
@@ -137,7 +102,7 @@ class Stack:
             return iter([self._block(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
-    def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[Block]:
+    def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[StepBatch]:
         """`blocks` of members with [k] steps each: all positions by a few operations."""
         schedule, members = self._task.schedule, self.members
         shards = np.array([self._batch_source.size(member.worker) for member in members])
@@ -176,7 +141,7 @@ class Stack:
             block = self._block(start, positions, np.array(starts) + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
-                yield block.step_batch(step, range(len(some)) if some[-1] < len(some) else some)
+                yield block.part((step, some), start + step, range(len(some)) if some[-1] < len(some) else some)
 
     @property
     def layer_keys(self) -> list[int]:
@@ -217,7 +182,7 @@ class Stack:
             self._loss_sum[step_batch.places] = sums
         self._samples[step_batch.places] += step_batch.sizes
 
-    def count_samples(self, block: Block) -> None:
+    def count_samples(self, block: StepBatch) -> None:
         """Add up the samples of a block, whose losses `add_losses` adds."""
         self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
@@ -229,7 +194,7 @@ class Stack:
         """Of each member, per sample, on the host."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
-    def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> Block:
+    def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
         """The batches of some steps from number `start` on, which are parts of `positions`.
 
         Args:
@@ -242,4 +207,4 @@ class Stack:
         inside = place < table[1].unsqueeze(2)
         gathered = positions[table[0].unsqueeze(2) + place * inside]
         weights = inside.to(self._task.dtype) / table[1].clamp(min=1).unsqueeze(2)
-        return Block(start, sizes, table[1].to(self._loss_sum.dtype), gathered, weights)
+        return StepBatch(start, range(sizes.shape[1]), sizes, table[1].to(self._loss_sum.dtype), gathered, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, cast
@@ -39,6 +40,7 @@ class Batch(NamedTuple):
     factors: Sequence[Tensor] = ()
 
 
+@dataclass
 class StackState:
     """What a step of a stack changes in place: rows, the solver's state, and buffers, also those of personal models.
 
@@ -52,20 +54,15 @@ class StackState:
             side.
     """
 
-    def __init__(
-        self,
-        module: StackedModule,
-        rows: Tensor,
-        solver_state: State,
-        buffers: Sequence[Tensor],
-        buffers_beside: Sequence[Tensor] = (),
-        places: slice | Tensor = slice(None),
-    ) -> None:
-        self._module = module
-        self.rows, self.solver_state, self.buffers = rows, solver_state, list(buffers)
-        self.buffers_beside = list(buffers_beside)
-        self.places = places
-        self.parameters = module.views(rows)
+    module: StackedModule
+    rows: Tensor
+    solver_state: State
+    buffers: list[Tensor]
+    buffers_beside: list[Tensor] = field(default_factory=list)
+    places: slice | Tensor = field(default_factory=partial(slice, None))
+
+    def __post_init__(self) -> None:
+        self.parameters = self.module.views(self.rows)
         self._parts: dict[Entry, tuple[Tensor, State]] = {}
         self._of_some: StackState | None = None
 
@@ -82,24 +79,25 @@ class StackState:
     def _at(self, places: slice | Tensor) -> StackState:
         state = {name: tensor[places] for name, tensor in self.solver_state.items()}
         buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
-        return StackState(self._module, self.rows[places], state, buffers, beside, places)
+        return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
-    def take_back(self, theirs: StackState) -> None:
-        """Copy the state of the members at some places back, as far as it does not share memory."""
-        self.take_back_buffers(theirs)
+    def take_back(self, theirs: StackState, *, moved: bool) -> None:
+        """Copy the buffers of the members at some places back, and if they `moved` all their state.
+
+        What shares memory is not copied.
+        """
         copied = isinstance(theirs.places, Tensor)
+        if copied:
+            ours, new = self.buffers + self.buffers_beside, theirs.buffers + theirs.buffers_beside
+            for buffer, values in zip(ours, new, strict=True):
+                buffer[theirs.places] = values
+        if not moved:
+            return
         if copied:
             self.rows[theirs.places] = theirs.rows
         for name, tensor in theirs.solver_state.items():
             if copied or name not in self.solver_state:
                 self.state_of(name)[theirs.places] = tensor
-
-    def take_back_buffers(self, theirs: StackState) -> None:
-        """The same of the buffers alone."""
-        if isinstance(theirs.places, Tensor):
-            ours, new = self.buffers + self.buffers_beside, theirs.buffers + theirs.buffers_beside
-            for buffer, values in zip(ours, new, strict=True):
-                buffer[theirs.places] = values
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
         """Views of some columns of the rows and of the solver's state; the dictionary may be written to."""
@@ -177,11 +175,6 @@ class StackStep:
         losses, gradients = self.clipped_gradients(state, batch)
         solver.step_rows(state.rows, gradients, state.solver_state, gradient_at)
         return losses
-
-    def along(self, state: StackState, gradients: Tensor, moment: tuple[int, int]) -> None:
-        """Move the rows of a state along gradients [m, d], which this clips, in a round and a step of the solver."""
-        clip_rows(gradients, self._task.clip_norm)
-        move_rows(self._task.solver_at(*moment), state, gradients)
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fedsim.core.rows import new_rows
+from fedsim.core.rows import clip_rows, new_rows
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
@@ -20,16 +20,10 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
-from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, side_by_side
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows, side_by_side
 
-
-class StackedGradientState(NamedTuple):
-    """A stack in a round of synchronous SGD: its members' state, the factors of dropout, and the batches to come."""
-
-    stack: Stack
-    state: StackState
-    factors: FactorsAhead
-    step_batches: Iterator[StepBatch]
+# In a round of synchronous SGD: a stack, its members' state, the factors of dropout, and the batches to come.
+StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch]]
 
 
 class StackTrainer:
@@ -58,8 +52,8 @@ class StackTrainer:
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
         sizes = sizes_of_stacks(min(width, max(1, len(shared.rows))), usual)
-        steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, self._client_rounds)
-        self.replays = CUDAGraphCache(steps, usual, refusal=refusal, warns=process.index == 0)
+        steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, usual, self._client_rounds)
+        self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
 
@@ -83,12 +77,10 @@ class StackTrainer:
                 alterations = stack.alterations_of_view("full_gradient")
                 for whole in stack.full_pass():
                     factors = ahead.of(whole.step, len(stack))
-                    for step_batch in self._parts_of(whole):
-                        places, theirs = step_batch.places, state.of(step_batch.places)
-                        batch = self._batch(stack, step_batch, factors, alterations)
+                    for part, theirs, batch in self._parts(stack, state, whole, factors, alterations):
                         gradients = side_by_side(cast(list[Tensor], self._step.gradients(theirs, batch)[1]))
-                        total[places] += gradients * (step_batch.counts.unsqueeze(1).to(total.dtype) / samples[places])
-                        state.take_back_buffers(theirs)
+                        share = part.counts.unsqueeze(1).to(total.dtype) / samples[part.places]
+                        total[part.places] += gradients * share
                 shared.full_gradients[stack.index] = total
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
@@ -97,7 +89,7 @@ class StackTrainer:
             rows = self._shared.global_row.expand(len(stack), -1)
             state = StackState(self._module, rows, {}, self._buffers(stack))
             factors = stack.dropout_factors(self._probe.dropouts)
-            self._gradient_states.append(StackedGradientState(stack, state, factors, stack.step_batches()))
+            self._gradient_states.append((stack, state, factors, stack.step_batches()))
 
     def gradients(self, step: int) -> None:
         shared = self._shared
@@ -107,21 +99,19 @@ class StackTrainer:
                 continue
             with self._process.working_on_several(stack.members[0].round):
                 factors = ahead.of(step, len(whole.members))
-                for step_batch in self._parts_of(whole):
-                    theirs = state.of(step_batch.places)
-                    losses, gradients = self._step.clipped_gradients(theirs, self._batch(stack, step_batch, factors))
-                    index = stack.index_of(step_batch)
+                for part, theirs, batch in self._parts(stack, state, whole, factors):
+                    losses, gradients = self._step.clipped_gradients(theirs, batch)
+                    index = stack.index_of(part)
                     shared.rows[index] = gradients
                     self._client_rounds.send_gradients(index)
-                    state.take_back_buffers(theirs)
-                    stack.count(step_batch, losses)
+                    stack.count(part, losses)
                     if self._task.rule.accepts("losses"):
-                        shared.losses[stack.slots[step_batch.places]] = losses.double().cpu()
+                        shared.losses[stack.slots[part.places]] = losses.double().cpu()
 
     def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:
             self._give_buffers(stack, state)
-        self._record_losses([context.stack for context in self._gradient_states])
+        self._record_losses([stack for stack, *_ in self._gradient_states])
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
@@ -158,13 +148,9 @@ class StackTrainer:
     def _step_by_batch(self, stack: Stack, state: StackState) -> None:
         ahead = stack.dropout_factors(self._probe.dropouts)
         for whole in stack.step_batches():
-            factors = ahead.of(whole.step, len(whole.members))
-            for step_batch in self._parts_of(whole):
-                theirs = state.of(step_batch.places)
-                moment = stack.members[0].round, whole.step
-                losses = self._step(theirs, self._batch(stack, step_batch, factors), moment=moment)
-                state.take_back(theirs)
-                stack.count(step_batch, losses)
+            factors, moment = ahead.of(whole.step, len(whole.members)), (stack.members[0].round, whole.step)
+            for part, theirs, batch in self._parts(stack, state, whole, factors, moves=True):
+                stack.count(part, self._step(theirs, batch, moment=moment))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
         """Steps along the mean gradient of several batches, of fewer at the end of a member's round."""
@@ -172,43 +158,51 @@ class StackTrainer:
         total = torch.zeros_like(state.rows)
         for whole in stack.step_batches():
             factors = ahead.of(whole.step, len(whole.members))
-            for step_batch in self._parts_of(whole):
-                theirs = state.of(step_batch.places)
-                losses, gradients = self._step.gradients(theirs, self._batch(stack, step_batch, factors))
-                total[step_batch.places] += side_by_side(cast(list[Tensor], gradients))
-                state.take_back_buffers(theirs)
-                stack.count(step_batch, losses)
+            for part, theirs, batch in self._parts(stack, state, whole, factors):
+                losses, gradients = self._step.gradients(theirs, batch)
+                total[part.places] += side_by_side(cast(list[Tensor], gradients))
+                stack.count(part, losses)
             number, count = whole.step // accumulate, whole.step % accumulate + 1
             going_on = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
             if going_on < len(whole.members):  # the last of the members, since those with most steps come first
                 stepping = slice(going_on, len(whole.members))
                 theirs = state.of(stepping)
-                self._step.along(theirs, total[stepping].div_(count), (stack.members[0].round, number))
-                state.take_back(theirs)
+                clip_rows(mean := total[stepping].div_(count), self._task.clip_norm)
+                move_rows(self._task.solver_at(stack.members[0].round, number), theirs, mean)
+                state.take_back(theirs, moved=True)
                 total[stepping] = 0
 
-    def _batch(
+    def _parts(
         self,
         stack: Stack,
-        step_batch: StepBatch,
+        state: StackState,
+        whole: StepBatch,
         factors: Sequence[Tensor],
         alterations: Sequence[Alteration | None] = (),
-    ) -> Batch:
-        """The data of a step; `factors` are of the whole stack's dropouts, [k, batch, ...]."""
-        self._process.heartbeat()
-        inputs, targets = gather(self._shared.train, step_batch.positions)
-        stack.alter(step_batch, inputs, targets, alterations)
-        size = step_batch.positions.shape[1]
-        return Batch(inputs, targets, step_batch.weights, [of_all[step_batch.places][:, :size] for of_all in factors])
+        *,
+        moves: bool = False,
+    ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
+        """Yield the batches of a step that are computed together, with the members' state and the data.
+
+        Afterwards the state is taken back: the buffers, and all of it if it `moves`.
+
+        Args:
+            factors: of the whole stack's dropouts, [k, batch, ...].
+        """
+        for part in whole.by_size() if self._probe.coupled else [whole]:
+            self._process.heartbeat()
+            inputs, targets = gather(self._shared.train, part.positions)
+            stack.alter(part, inputs, targets, alterations)
+            theirs, size = state.of(part.places), part.positions.shape[1]
+            of_part = [of_all[part.places][:, :size] for of_all in factors]
+            yield part, theirs, Batch(inputs, targets, part.weights, of_part)
+            state.take_back(theirs, moved=moves)
 
     def _usual_sizes(self) -> list[int]:
         """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
         members = -(-len(self._shared.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
-
-    def _parts_of(self, step_batch: StepBatch) -> list[StepBatch]:
-        return step_batch.by_size() if self._probe.coupled else [step_batch]
 
     def _copies(self, stack: Stack) -> Tensor:
         """The rows of members whose rows do not lie so that a stack of them would be a view."""

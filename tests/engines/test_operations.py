@@ -1,18 +1,24 @@
-"""What a merged batch refuses, and the products that it leaves."""
+"""The operations of stacks: what takes the place of PyTorch's own under vmap, and what a merged batch refuses."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
-from fedsim.engines.stacking.merged_operations import DataDependenceCheck, LeftProducts, MergedBatch, NotMergeableError
+from fedsim.engines.stacking.operations import DataDependenceCheck, MergedBatch, NotMergeableError, VmapOverrides
 from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.errors import ExperimentError
 
+IMAGES = (3, 4, 6, 5)
 K, BATCH, INPUTS, OUTPUTS = 3, 4, 5, 2
 
 
@@ -26,24 +32,6 @@ def stacks():
 @pytest.fixture
 def inputs():
     return torch.randn(K * BATCH, INPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.double)
-
-
-def row_by_row(inputs, weight, bias):
-    return torch.cat([F.linear(x, w, b) for x, w, b in zip(inputs.chunk(K), weight, bias, strict=True)])
-
-
-def test_a_gradient_is_left_as_a_product_where_that_is_asked_for(stacks, inputs):
-    products = LeftProducts(0)
-    with MergedBatch((), stacks, K * BATCH, products):
-        found = F.linear(inputs, *stacks)
-    weight, bias = torch.autograd.grad(found.square().sum(), stacks, allow_unused=True)
-    expected = torch.autograd.grad(row_by_row(inputs, *stacks).square().sum(), stacks)
-    (product,) = products.of(0)
-    assert weight is None
-    torch.testing.assert_close(product.computed(), expected[0])
-    torch.testing.assert_close(bias, expected[1])
-    assert not product.left.requires_grad
-    assert not product.right.requires_grad
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -142,10 +130,94 @@ def test_an_index_out_of_range_does_not_read_another_row(word):
 def test_probes_do_not_import_the_compiler():
     """Which takes more than a second, and makes a folder among the temporary files."""
     program = (
-        "import sys, torch; from fedsim.engines.stacking.merged_operations import DataDependenceCheck\n"
-        "from fedsim.engines.operation_check import FlopCount\n"
+        "import sys, torch; from fedsim.engines.stacking.operations import DataDependenceCheck\n"
+        "from fedsim.engines.auto import FlopCount\n"
         "with DataDependenceCheck(): torch.ones(2).detach()\n"
         "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Under vmap
+
+
+def stacked(function, *tensors, factors=()):
+    """Under vmap with substitutes, as a StackedModule calls it."""
+
+    def one(factors, *tensors):
+        with VmapOverrides(factors) as substitutes:
+            outputs = function(*tensors)
+        substitutes.require_all_used()
+        return outputs
+
+    return vmap(one)(list(factors), *tensors)
+
+
+@pytest.mark.parametrize("shapes", [[], [(3, 7)] * 2, [(4, 7)]], ids=["too few", "too many", "other samples"])
+def test_factors_that_do_not_fit_the_calls_are_refused(shapes):
+    with pytest.raises(ExperimentError, match="which dropouts it calls is not always the same; use engine=spawn"):
+        stacked(F.dropout, torch.ones(2, 3, 7), factors=[torch.ones(2, *shape) for shape in shapes])
+
+
+def test_what_was_refused_is_kept_nowhere():
+    inputs = torch.ones(3, 7)
+    kept = weakref.ref(inputs)
+    with contextlib.suppress(ExperimentError), VmapOverrides([]):
+        F.dropout(inputs)
+    del inputs
+    gc.collect()
+    assert kept() is None
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.double, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def channels_last(images):
+    return images.flatten(0, 1).contiguous(memory_format=torch.channels_last).view(images.shape)
+
+
+TOKENS = torch.arange(24).view(2, 3, 4) % 6
+OPERATIONS = {
+    "linear": (F.linear, (random(2, 5, 7), random(2, 3, 7), random(2, 3))),
+    "linear without bias": (F.linear, (random(2, 5, 7), random(2, 3, 7))),
+    "linear over more dimensions": (F.linear, (random(2, 5, 4, 7), random(2, 3, 7), random(2, 3))),
+    "linear of a single sample": (F.linear, (random(2, 7), random(2, 3, 7), random(2, 3))),
+    "embedding": (lambda weight: F.embedding(TOKENS[0], weight), (random(2, 6, 5),)),
+    "embedding with padding": (lambda weight: F.embedding(TOKENS[0], weight, padding_idx=2), (random(2, 6, 5),)),
+    "padding from behind": (lambda weight: F.embedding(TOKENS[0], weight, padding_idx=-1), (random(2, 6, 5),)),
+    "group norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (random(2, *IMAGES), random(2, 4), random(2, 4))),
+    "group norm, channels_last": (
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        (channels_last(random(2, *IMAGES)), random(2, 4), random(2, 4)),
+    ),
+}
+
+
+def has_weights_to_learn(name):
+    """Whether the operation has tensors besides its inputs, and PyTorch a derivative for these alone."""
+    return len(OPERATIONS[name][1]) > 1 and name != "group norm, channels_last"  # at which PyTorch 2.13 crashes
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *(pytest.param(name, False, id=name) for name in OPERATIONS),
+        *(pytest.param(name, True, id=f"{name}, fixed inputs") for name in filter(has_weights_to_learn, OPERATIONS)),
+    ],
+)
+def test_an_operation_gives_each_row_the_result_and_the_gradients_it_has_alone(name, frozen):
+    function, tensors = OPERATIONS[name]
+    leaves = [tensor.clone().requires_grad_(not (frozen and place == 0)) for place, tensor in enumerate(tensors)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    outputs = stacked(function, *leaves)
+    towards = random(*outputs.shape)
+    found = torch.autograd.grad(outputs, wanted, towards)
+    for k in range(2):
+        row = [leaf.detach()[k].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        expected = function(*row)
+        assert torch.allclose(outputs[k], expected, rtol=0, atol=1e-12)
+        gradients = torch.autograd.grad(expected, [tensor for tensor in row if tensor.requires_grad], towards[k])
+        for of_all, gradient in zip(found, gradients, strict=True):
+            assert torch.allclose(of_all[k], gradient, rtol=0, atol=1e-12)
