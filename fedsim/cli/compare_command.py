@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.completion import complete_words
 from fedsim.cli.early_check import check_names_of_comparison
 from fedsim.cli.program import FAILED, errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
-from fedsim.config.catalog import experiments
+from fedsim.cli.words import AllowImports, Quiet, complete_words, is_folder, source_and_overrides
+from fedsim.config.files import experiments
 from fedsim.errors import ExperimentError, show
 
 Words = Annotated[

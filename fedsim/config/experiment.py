@@ -9,41 +9,39 @@ import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from fedsim.aggregation import Pipeline
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.attackers import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
-from fedsim.config.clock_schema import AsyncPolicy, Clock, Race
-from fedsim.config.local_schema import Local
 from fedsim.config.overrides import DEFAULT_ENGINE
-from fedsim.config.sampling import Sampling
 from fedsim.config.schema import (
     Aggregate,
     Amount,
+    AsyncPolicy,
     Attack,
     Batched,
     Checkpoint,
+    Clock,
+    Count,
     Data,
     Distributed,
+    EvaluationMetric,
+    Local,
     Model,
     Partition,
     Processor,
+    Race,
     Records,
+    Sampling,
     Server,
+    Stop,
+    Task,
     WorkerEvaluation,
+    matching,
 )
 from fedsim.config.source_catalog import keys_of_tables
-from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import Table
 from fedsim.core.input_limits import problem_with_words
@@ -53,15 +51,8 @@ from fedsim.engines import Engine, engine
 from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.system.precision import PRECISIONS
 
+FOLDER_NAME = f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
 Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads; more could overload the machine
-
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", name):
-        raise ValueError(
-            f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
-        )
-    return name
 
 
 class Experiment(Table):
@@ -74,7 +65,7 @@ class Experiment(Table):
     (8, 0.1)
     """
 
-    name: Annotated[str, AfterValidator(_folder_name)] = ""
+    name: Annotated[str, matching(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", FOLDER_NAME)] = ""
     """Name of the run folder. By default made from model, data, and rule or policy: `net-mnist5k-weighted_mean`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of every random draw."""
@@ -94,7 +85,7 @@ class Experiment(Table):
     """PyTorch's threads in each process."""
     timeout: PositiveFloat = 300.0
     """Seconds without a step after which a process counts as lost."""
-    worker_retries: NonNegativeInt = 2
+    worker_retries: Count = 2
     """Maximum number of times that new processes repeat a round in which a process was lost. 0: the run ends."""
     worker_state_memory: Amount = 4_000_000_000
     """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
@@ -110,7 +101,7 @@ class Experiment(Table):
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     """`parameters`: workers train, then their updates are aggregated. `gradients`: the gradients of each step are
     aggregated. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
-    gradient_rounds: NonNegativeInt | None = None
+    gradient_rounds: Count | None = None
     """With `sync = "post_local"`: the rounds before parameters are averaged."""
     buffers: Literal["average", "local", "server", "error"] = "average"
     """BatchNorm statistics and other buffers. `average`: the server averages them. `local`: each worker keeps its own,
@@ -179,7 +170,6 @@ class Experiment(Table):
     def _check_as_a_whole(self) -> Experiment:
         if lines := problems_with(self):
             raise ExperimentError(*lines)
-        self.pipeline.dry_run(self.cohort_size, self.local_lr)
         return self
 
     @property
@@ -238,6 +228,8 @@ class Experiment(Table):
     @property
     def rounds_of_gradients(self) -> int:
         """The number of rounds, from the first, that aggregate gradients at every step."""
+        if not self.policy.bind().in_rounds:
+            return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
 
     @property

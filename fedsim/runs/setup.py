@@ -329,7 +329,8 @@ def processes_of(experiment: Experiment, device: torch.device) -> int:
         default = min(most, MOST_RACING)
     else:
         default = engine.traits.default_processes(device, most, experiment.threads_per_process)
-    processes = min(most, experiment.processes or default)
+    given = experiment.processes if "processes" in engine.traits.settings(most) else None
+    processes = min(most, given or default)
     # Data reaches the processes as tensors, whatever the data set is.
     reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
     if reason and engine.traits.may_lose_processes(processes):

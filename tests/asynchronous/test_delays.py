@@ -11,7 +11,7 @@ from fedsim.asynchronous.clock import noises
 from fedsim.asynchronous.clock.delays import BLOCK, Delays
 from fedsim.asynchronous.clock.noises import bind_noise
 from fedsim.asynchronous.clock.speeds import draw_speeds, speed
-from fedsim.config.clock_schema import Noise, Speed
+from fedsim.config.schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
 

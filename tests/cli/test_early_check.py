@@ -10,7 +10,7 @@ import pytest
 import fedsim
 from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run, problems_with_names
 from fedsim.comparison import plan_grid
-from fedsim.config.catalog import experiments
+from fedsim.config.files import experiments
 from fedsim.errors import MAX_PROBLEMS
 from tests import test_frozen_numbers
 from tests.commands import start_python

@@ -8,7 +8,7 @@ import pytest
 
 import fedsim
 from fedsim.comparison import plan_grid
-from fedsim.config import catalog
+from fedsim.config import files as catalog
 from tests.commands import ROOT
 
 if sys.version_info >= (3, 11):

@@ -6,7 +6,7 @@ import pytest
 
 from fedsim import Experiment, ExperimentError, load_experiment
 from fedsim.comparison import plan_grid
-from fedsim.config.toml import read_toml, to_toml
+from fedsim.config.files import read_toml, to_toml
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from fedsim.cli.main import app
 from fedsim.clients.sgd import SGD
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
+from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
-from fedsim.config.toml import to_toml
 from fedsim.core.objects import name_of
 from fedsim.errors import DataError, ExperimentError, FedsimWarning
 from fedsim.server import ServerStep

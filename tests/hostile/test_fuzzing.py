@@ -26,9 +26,9 @@ from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
 from fedsim.config.experiment import Experiment
+from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.config.source_catalog import keys_of_tables
-from fedsim.config.toml import to_toml
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run, read_records

@@ -10,7 +10,7 @@ import torch
 
 import fedsim
 from fedsim import ExperimentError
-from fedsim.config.task_tables import Stop
+from fedsim.config.schema import Stop
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.reader import read_run
 from fedsim.records.record import RoundRecord

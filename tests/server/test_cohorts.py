@@ -9,7 +9,7 @@ import pytest
 
 import fedsim
 from fedsim.config.load import load_experiment
-from fedsim.config.sampling import Sampling
+from fedsim.config.schema import Sampling
 from fedsim.core.randomness import sample_cohort
 from fedsim.data import ListedShards, partition_shards
 from fedsim.errors import ExperimentError
