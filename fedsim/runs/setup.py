@@ -208,7 +208,7 @@ def _with_data(
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
     checks.check_local_work(experiment, task, train, sizes)
-    checks.check_cohorts(experiment, task, cohorts_of(experiment, shards))
+    cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
     return task, train, test, validation, shards, worker_tests, sampled
 
 
