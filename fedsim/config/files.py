@@ -31,7 +31,9 @@ MAX_BYTES = 8 * 2**20  # of an experiment file: enough for a weight for each of 
 NAME_COLUMNS = 20
 PACKAGE = Path(__file__).parent.parent
 FOLDERS = (PACKAGE / "experiments", PACKAGE.parent / "experiments")  # of an installed wheel; of a checkout
-TOML_REMEDY = "write key = value, names and other text in double quotes, true and false in lower case, lists in [ ]"
+TOML_REMEDY = (
+    "write key = value, text in double quotes, true and false in lower case, lists in [ ]; a YAML file is called .yaml"
+)
 YAML_SCALARS = {  # those of YAML's core schema (YAML 1.2), by their tag: `no` and `2024-01-01` are strings
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -127,10 +129,13 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         tables = tomllib.loads(text)
     except RecursionError:
         raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
-    except ValueError as error:
+    except tomllib.TOMLDecodeError as error:
         place = re.search(r"line (\d+)", str(error))
-        line = f": {show(text.splitlines()[int(place[1]) - 1].strip())}; {TOML_REMEDY}" if place else ""
-        raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}{line}") from None
+        line = text.split("\n")[int(place[1]) - 1] if place else text.rstrip().rpartition("\n")[2]
+        reason = f"{cut(str(error))}: {show(line.strip())}; {TOML_REMEDY}"
+        raise ExperimentError(f"{where}: cannot be read as TOML: {reason}") from None
+    except ValueError as error:  # a number of too many digits
+        raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
     return tables

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
-
 import pytest
 
 import fedsim
@@ -12,50 +9,34 @@ from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run
 from fedsim.comparison import plan_grid
 from fedsim.config.files import experiments
 from fedsim.errors import MAX_PROBLEMS
-from tests import test_frozen_numbers
 from tests.commands import start_python
 
 MISTAKES = [
     "roundz=3",
     "rounds.x=3",
     "learning-rate=0.1",
-    "xyzzy=3",
     "clock.xyzzy=3",
-    "race.run=3 mode=race policy=hogwild",
-    "checkpoint.evry=3",
     "local.momentun=0.9",
     "local={momentun=0.9}",
-    "local.schedule.wramup=3",
     "local.lr=0.1 local=ditto local.lamda=3",
     "partition.alpha=0.1",
-    "partition=dirichlet partition.alfa=0.1",
     "attack.scale=3 attack=sign_flipping attack.fraction=0.2 attack.scael=2",
     "aggregate.ff=1",
-    "aggregate=krum aggregate.m=1",
-    "aggregate=multi_krum aggregate.xyzzy=1",
     "aggregate.rule=medain",
     "aggregate=fedbuff",
     "aggregate=nnm",
     "aggregate=<f>",
     'aggregate=["nmm","median"]',
     "model=MyNet",
-    "model=net.py",
     "model.lr=0.1",
-    "data=emnist",
     "data.augment=['flop']",
     "data.augment=[{name='flip',pixels=3}]",
-    "processors=['sing']",
     "processors=[{name='clip',norm=1.0}]",
-    "metrics=['top5']",
-    "records.loggers=['wanbd']",
     "engine=sreial",
     "engine=batched batched.widht=3",
     "distributed.hook=fp61",
     "clock.speed=equel mode=clock",
-    "server.schedule=cosin",
     "server.betta=0.9",
-    "task=classify",
-    "sampling=unifrom",
     "policy.kk=3 mode=clock policy=fedbuff",
 ]
 LEFT_TO_THE_LATER_CHECK = {"rounds.x=3", "aggregate=nnm", 'aggregate=["nmm","median"]'}
@@ -162,15 +143,6 @@ def test_all_experiments_of_fedsim_pass(name):
     check_names_of_comparison(name, [], skip_invalid=False)
     check_names_of_run(name, [])
     check_names_of_run(name, ["engine=serial", "model=2nn"])
-
-
-def test_the_experiments_of_the_frozen_numbers_pass():
-    for name, tables in test_frozen_numbers.experiments().items():
-        local = {key: value for key, value in tables.items() if "tests." not in json.dumps(value)}
-        assert problems_with_names(copy.deepcopy(local), []) == [], name
-        wrong = copy.deepcopy(local)
-        wrong["attack"] = {**wrong.get("attack", {}), "xyzzy": 1}
-        assert len(problems_with_names(wrong, [])) == 1, name
 
 
 def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path):

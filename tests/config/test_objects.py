@@ -134,11 +134,6 @@ def test_pairs_of_arrays_and_lists_of_samples_are_data_sets(short, pair, form):
     assert same(result, fedsim.run({**short, "data": lambda root: (train, test)}))
 
 
-def test_pairs_of_arrays_go_to_processes(short, pair):
-    tables = {**short, "data": tuple(part.tensors for part in pair)}
-    assert same(fedsim.run({**tables, "engine": "spawn", "processes": 1}), fedsim.run({**tables, "engine": "serial"}))
-
-
 def test_a_data_set_may_have_parameters_train_and_test(short):
     def part(root, *, train: int, test: int):
         parts = zip(tiny(root), (train, test), strict=True)
