@@ -48,10 +48,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (run, compare):
-    app.command(context_settings=WORDS_LIKE_OPTIONS)(command)
-for command in (replay, report, plot, doctor, new):
-    app.command()(command)
+app.command(context_settings=WORDS_LIKE_OPTIONS)(run)
+app.command(context_settings=WORDS_LIKE_OPTIONS)(compare)
+app.command()(replay)
+app.command()(report)
+app.command()(plot)
+app.command()(doctor)
+app.command()(new)
 app.command("list")(list_command)
 
 

@@ -15,32 +15,9 @@ from fedsim.aggregation import Pipeline
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.attackers import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
+from fedsim.config import schema
 from fedsim.config.overrides import DEFAULT_ENGINE
-from fedsim.config.schema import (
-    Aggregate,
-    Amount,
-    AsyncPolicy,
-    Attack,
-    Batched,
-    Checkpoint,
-    Clock,
-    Count,
-    Data,
-    Distributed,
-    EvaluationMetric,
-    Local,
-    Model,
-    Partition,
-    Processor,
-    Race,
-    Records,
-    Sampling,
-    Server,
-    Stop,
-    Task,
-    WorkerEvaluation,
-    matching,
-)
+from fedsim.config.schema import Amount, Count, matching
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import Table
@@ -109,28 +86,28 @@ class Experiment(Table):
     Those of personal models stay with the workers in any case."""
     worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a chosen worker does not report: its update is lost."""
-    processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])
+    processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
     """What is done to each update, or gradient, before it is aggregated: names or tables, applied in this order."""
-    task: Task = Task()
-    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(default=[])
+    task: schema.Task = schema.Task()
+    metrics: Annotated[list[schema.EvaluationMetric], Field(max_length=20)] = Field(default=[])
     """Numbers that each test records besides loss and accuracy: names or tables."""
-    model: Model = Model()
-    data: Data = Data()
-    partition: Partition = Partition()
-    sampling: Sampling = Sampling()
-    local: Local = Local(epochs=1)
-    batched: Batched = Batched()
-    distributed: Distributed = Distributed()
-    attack: Attack = Attack()
-    aggregate: Aggregate = Aggregate()
-    server: Server = Server()
-    policy: AsyncPolicy = AsyncPolicy()
-    clock: Clock = Clock()
-    race: Race = Race()
-    evaluation: WorkerEvaluation = WorkerEvaluation()
-    stop: Stop = Stop()
-    records: Records = Records()
-    checkpoint: Checkpoint = Checkpoint()
+    model: schema.Model = schema.Model()
+    data: schema.Data = schema.Data()
+    partition: schema.Partition = schema.Partition()
+    sampling: schema.Sampling = schema.Sampling()
+    local: schema.Local = schema.Local(epochs=1)
+    batched: schema.Batched = schema.Batched()
+    distributed: schema.Distributed = schema.Distributed()
+    attack: schema.Attack = schema.Attack()
+    aggregate: schema.Aggregate = schema.Aggregate()
+    server: schema.Server = schema.Server()
+    policy: schema.AsyncPolicy = schema.AsyncPolicy()
+    clock: schema.Clock = schema.Clock()
+    race: schema.Race = schema.Race()
+    evaluation: schema.WorkerEvaluation = schema.WorkerEvaluation()
+    stop: schema.Stop = schema.Stop()
+    records: schema.Records = schema.Records()
+    checkpoint: schema.Checkpoint = schema.Checkpoint()
 
     def __init__(self, **tables: Any) -> None:
         tables = plain(tables)
@@ -153,7 +130,7 @@ class Experiment(Table):
     @classmethod
     def _mode_is_no_policy(cls, mode: Any) -> Any:
         if mode in policy.names():
-            synchronous = mode == AsyncPolicy.model_fields["name"].default
+            synchronous = mode == schema.AsyncPolicy.model_fields["name"].default
             other = "mode=rounds" if synchronous else f"mode=race policy={mode} for processes that race"
             raise ExperimentError(
                 f"mode = {show(mode)}: is a policy; write {other}, or mode=clock policy={mode} for virtual time"
@@ -264,7 +241,7 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
     parts = [
         ({"model.name"}, [experiment.model.name]),
         ({"data.dataset"}, [experiment.data.dataset]),
-        ({"local.solver"}, [solver] if solver != Local.model_fields["solver"].default else []),
+        ({"local.solver"}, [solver] if solver != schema.Local.model_fields["solver"].default else []),
         ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]

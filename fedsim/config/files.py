@@ -152,7 +152,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     yaml = import_extra("yaml", extra="yaml", purpose=f"{path}")
     where, text = cut(str(path)), read_text(path, "YAML")
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as PyYAML has it
 
         def compose_node(self, parent: Any, index: Any) -> Any:

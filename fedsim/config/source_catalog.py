@@ -211,8 +211,9 @@ def _table(class_name: str, place: str = "") -> SourceTable:
     tables, lists = dict[str, SourceTable](), dict[str, SourceTable]()
     for name, each in fields.items():
         for word in ast.walk(each.annotation):
-            if isinstance(word, ast.Name) and _is_table(word.id):
-                (tables if word is each.annotation else lists)[name] = _table(word.id, f"{place}.{name}".lstrip("."))
+            if isinstance(word, (ast.Name, ast.Attribute)) and _is_table(_name(word)):
+                below = _table(_name(word), f"{place}.{name}".lstrip("."))
+                (tables if word is each.annotation else lists)[name] = below
     own = (key for key in fields if key not in lists and f"{place}.{key}" in KIND_OF_KEY)
     naming = next(own, "name" if place in KIND_OF_KEY else "")
     value = fields[naming].value if naming else None

@@ -45,7 +45,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_workers(experiment),
         *(_check_policy(experiment, policy) if asynchronous else ()),
     ]
-    own_checks = [
+    own_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
         partial(experiment.sampling.bind().check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
