@@ -50,8 +50,8 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy, and "
-            "from which value of a list of numbers on it is missed.",
+            help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy, "
+            "and from which value of a list of numbers on it is missed.",
             show_default="none",
         ),
     ] = None,
@@ -74,8 +74,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a higher "
-            "or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
+            help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a "
+            "higher or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
             show_default="test accuracy",
         ),
     ] = None,
@@ -91,8 +91,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="KEY,KEY",
-            help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction, with the best value of the "
-            "first axis in each cell.",
+            help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction, with the best value of "
+            "the first axis in each cell.",
             show_default="the first two",
         ),
     ] = None,

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fedsim.config.experiment import Experiment
-from fedsim.config.plugs import PLUGS
+from fedsim.config.source_catalog import KIND_OF_KEY
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.objects import Name
 from fedsim.core.suggestions import has_words
@@ -64,6 +64,9 @@ def key_tables() -> list[KeyTable]:
 
 def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
     described = attribute_docstrings(table)
+    kind = None  # of the plugs that the table names, as `fedsim list` calls it
+    if issubclass(table, PlugTable):
+        kind = KIND_OF_KEY.get(f"{table.place}.{table.named_by}") or KIND_OF_KEY[table.place]
     keys: list[Key] = []
     inner: list[tuple[type[Table], str]] = []
     for name, field in table.model_fields.items():
@@ -75,11 +78,10 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
             if not in_list:
                 continue
         description = described.get(name, "")
-        if issubclass(table, PlugTable) and name == table.named_by and not description:
-            description = f"One of `fedsim list {_kind(table)}`, or an import path."
+        if kind and issubclass(table, PlugTable) and name == table.named_by and not description:
+            description = f"One of `fedsim list {kind}`, or an import path."
         keys.append(Key(place, type_text(field), _default(field.default), description))
-    plugs = _kind(table) if issubclass(table, PlugTable) else None
-    yield KeyTable(path, "" if table is Experiment else inspect.cleandoc(table.__doc__ or ""), keys, plugs)
+    yield KeyTable(path, "" if table is Experiment else inspect.cleandoc(table.__doc__ or ""), keys, kind)
     for below, place in inner:
         yield from _tables(below, place)
 
@@ -90,12 +92,6 @@ def table_of(annotation: Any) -> type[Table] | None:
         if isinstance(each, type) and issubclass(each, Table):
             return each
     return None
-
-
-def _kind(table: type[PlugTable]) -> str:
-    """The kind of the plugs that a table names, as `fedsim list` calls it."""
-    place = f"{table.place}.{table.named_by}"
-    return next(kind for kind, (keys, _) in PLUGS.items() if {place, table.place} & set(keys.split(", ")))
 
 
 def _default(value: Any) -> str:

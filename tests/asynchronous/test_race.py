@@ -223,7 +223,6 @@ def test_lost_updates_are_counted():
         ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=spawn or engine=auto'),
         ({"engine": "batched"}, 'engine = "batched": mode=race needs engine=spawn or engine=auto'),
         ({"race": {"runs": 0}}, "race.runs = 0: must be greater than 0"),
-        ({"clock": {"base": 2.0}}, "clock: needs mode=clock; omit [clock]"),
         ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers work; omit it'),
         ({"policy": "sync"}, 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
     ],

@@ -150,7 +150,6 @@ def test_a_missing_log_is_refused(tmp_path):
             )
             for name in ("hogwild", "gossip", "sync")
         ),
-        ({"clock": {"log": "x", "base": 2.0}}, "clock.base: with clock.log no work takes time; omit it"),
     ],
 )
 def test_keys_that_do_not_go_with_a_log_are_refused(tables, line):

@@ -144,11 +144,6 @@ def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
     [
         ({"processors": ["top_k"]}, r"processors\[0\].k: is required"),
         ({"processors": ["clop"]}, 'did you mean "clip"?'),
-        ({"processors": ["sign"], "mode": "clock", "policy": "asgd"}, 'processors: is not used with policy.name = "as'),
-        (
-            {"processors": ["sign"], "engine": "distributed", "sync": "gradients", "distributed": {"hook": "fp16"}},
-            "processors needs the gradient of each worker",
-        ),
     ],
 )
 def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):

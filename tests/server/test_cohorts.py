@@ -191,9 +191,6 @@ WRONG = {
     "sampling=available sampling.trace=nothing.csv": "cannot be read",
     "sampling=available": "sampling.trace",
     "worker_dropout=1.0": "worker_dropout = 1",
-    "aggregate=median aggregate.weights=inverse_probability": "the rule median takes no weights",
-    "mode=clock policy=fedbuff sampling=by_size": "has no synchronous rounds, so it has no cohorts",
-    "mode=clock policy=fedbuff worker_dropout=0.1": "use clock.departures",
 }
 
 
