@@ -8,6 +8,7 @@ import keyword
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from fedsim.config.files import experiments, list_experiments
 from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
 from fedsim.config.source_catalog import keys_of_plug, source_plugs
 from fedsim.core.text_wrapping import hang, terminal_columns
-from fedsim.errors import ExperimentError, one_line, show
+from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.records.file_descriptions import experiment_of_run
 from fedsim.system.extras import EXTRAS
 from fedsim.version import __version__
@@ -67,6 +68,7 @@ def run(
         import fedsim
         from fedsim.config.files import to_toml
         from fedsim.config.load import load_experiment
+        from fedsim.config.validation import warnings_about
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.setup import check_run
@@ -74,6 +76,8 @@ def run(
         experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         if dry_run:
             check_run(experiment)
+            for line in warnings_about(experiment):
+                warnings.warn(line, SettingWarning, stacklevel=1)
             print(to_toml(experiment), end="")
             return
         main = engines.get(experiment.engine).target.is_main()

@@ -78,6 +78,12 @@ def test_a_dry_run_finds_errors_that_need_the_model_or_the_data(words, key, cli)
     assert done.stderr.startswith(f"error: {key} = ")
 
 
+@pytest.mark.filterwarnings("always")
+def test_a_dry_run_warns_of_a_key_without_effect(cli):
+    done = cli("run", "engine=serial", "timeout=5", "--dry-run")
+    assert (done.exit_code, done.stderr) == (0, "warning: timeout has no effect with engine=serial; omit it\n")
+
+
 def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_path):
     done = cli("run", "rounds=3", "--dry-run")
     assert done.exit_code == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 
 import fedsim
@@ -9,6 +12,7 @@ from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run
 from fedsim.comparison import plan_grid
 from fedsim.config.files import experiments
 from fedsim.errors import MAX_PROBLEMS
+from tests import test_frozen_numbers
 from tests.commands import start_python
 
 MISTAKES = [
@@ -143,6 +147,15 @@ def test_all_experiments_of_fedsim_pass(name):
     check_names_of_comparison(name, [], skip_invalid=False)
     check_names_of_run(name, [])
     check_names_of_run(name, ["engine=serial", "model=2nn"])
+
+
+def test_the_experiments_of_the_frozen_numbers_pass():
+    for name, tables in test_frozen_numbers.experiments().items():
+        local = {key: value for key, value in tables.items() if "tests." not in json.dumps(value)}
+        assert problems_with_names(copy.deepcopy(local), []) == [], name
+        wrong = copy.deepcopy(local)
+        wrong["attack"] = {**wrong.get("attack", {}), "xyzzy": 1}
+        assert len(problems_with_names(wrong, [])) == 1, name
 
 
 def test_pytorch_is_not_imported_before_a_wrong_key_or_name_is_reported(tmp_path):
