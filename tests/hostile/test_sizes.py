@@ -153,3 +153,10 @@ def test_deep_json_is_one_clear_line(tmp_path, name):
     (folder / name).write_text('{"round": 1, "a": ' + "[" * 100_000)
     with pytest.raises(RecordError):
         read_records(folder)
+
+
+def test_errors_contain_no_control_characters(cli, tmp_path):
+    (tmp_path / "\x1b[2J").mkdir()
+    done = cli("report", "\x1b[2J")
+    assert done.exit_code == 2
+    assert "\x1b" not in done.stderr
