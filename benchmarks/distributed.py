@@ -82,7 +82,7 @@ def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None)
     """The history and final model of a run, by so many ranks (0: in this program's own), and bytes at loopback."""
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "experiment.toml", Path(folder) / "run"
-        path.write_text(fedsim.config.toml.to_toml(fedsim.Experiment(**tables)))
+        path.write_text(fedsim.config.files.to_toml(fedsim.Experiment(**tables)))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
         command = [sys.executable, *launcher, "run_experiment.py", str(path), "--allow-imports", "--quiet"]
         command += ["--out", str(out)]

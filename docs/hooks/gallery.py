@@ -96,7 +96,7 @@ def add(name: str, folder: Path, words: list[str]) -> None:
 
 def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
     """The records of a comparison as an archive, with the experiments of the runs as they are now, by their points."""
-    from fedsim.config.toml import to_toml
+    from fedsim.config.files import to_toml
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
@@ -137,7 +137,7 @@ def _rounded(value: Any) -> Any:
 
 def check(name: str) -> None:
     """Raise StaleResultError if the stored runs are not those that `fedsim compare NAME WORDS` does now."""
-    from fedsim.config.toml import read_toml
+    from fedsim.config.files import read_toml
 
     words = about(name)["words"]
     now = {point: settings(each) for point, each in planned(name, words).items()}

@@ -16,10 +16,8 @@ from plug_pictures import draw
 
 import fedsim
 from fedsim.cli.main import app
-from fedsim.config.keys import key_tables
+from fedsim.config.keys import attribute_docstrings, key_tables, type_text
 from fedsim.config.plugs import PLUGS, registry_of
-from fedsim.core.attribute_docstrings import attribute_docstrings
-from fedsim.core.type_text import type_text
 from fedsim.errors import show
 from fedsim.records import record
 from fedsim.records.file_descriptions import FILES

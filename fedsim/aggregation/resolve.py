@@ -8,9 +8,9 @@ from typing import Any
 
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
-from fedsim.core.name_errors import parameter_errors, with_key
 from fedsim.core.objects import plain
 from fedsim.core.registry import Plug
+from fedsim.core.suggestions import parameter_errors, with_key
 from fedsim.errors import ExperimentError, show
 
 Stage = str | dict[str, Any]

@@ -1,27 +1,38 @@
-"""The commands `fedsim run`, `replay`, `report` and `list`; `compare` has its own module."""
+"""The commands of `fedsim`; `compare` has its own module."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import keyword
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedsim.cli.completion import complete_plugs
 from fedsim.cli.early_check import check_names_of_run
-from fedsim.cli.program import errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, Words, source_and_overrides
-from fedsim.config.catalog import experiments, list_experiments
+from fedsim.cli.program import FAILED, errors_as_lines
+from fedsim.cli.words import AllowImports, Quiet, Words, is_folder, source_and_overrides
+from fedsim.config.files import experiments, list_experiments
 from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
 from fedsim.config.source_catalog import keys_of_plug, source_plugs
 from fedsim.core.text_wrapping import hang, terminal_columns
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.records.file_descriptions import experiment_of_run
+from fedsim.system.packages import EXTRAS
+from fedsim.version import __version__
 
 EXPERIMENTS, KEYS = "experiments", "keys"
 KINDS = (*PLUGS, EXPERIMENTS, KEYS)
-KIND_COLUMNS = max(map(len, KINDS))
+COLUMNS = max(map(len, KINDS))
+TEMPLATE_NAME = "my_project"
+PACKAGE = Path(__file__).parent.parent
+FOLDERS = (PACKAGE / "project_template", PACKAGE.parent / "project_template")  # of an installed wheel; of a checkout
 
 
 def run(
@@ -55,8 +66,9 @@ def run(
         check_names_of_run(source, overrides)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
+        from fedsim.config.files import to_toml
         from fedsim.config.load import load_experiment
-        from fedsim.config.toml import to_toml
+        from fedsim.config.validation import warnings_about
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.setup import check_run
@@ -64,6 +76,8 @@ def run(
         experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         if dry_run:
             check_run(experiment)
+            for line in warnings_about(experiment):
+                warnings.warn(line, SettingWarning, stacklevel=1)
             print(to_toml(experiment), end="")
             return
         main = engines.get(experiment.engine).target.is_main()
@@ -91,7 +105,7 @@ def replay(
 ) -> None:
     """Apply other rules to a recorded round of a run (records.updates=[1,5]), and compare their results."""
     with errors_as_lines():
-        from fedsim.config.toml import parse_value
+        from fedsim.config.overrides import parse_value
         from fedsim.records.axes import split_at_commas
         from fedsim.runs.rule_replay import applicable_rules, load_round, replay_json, replay_table
         from fedsim.runs.rule_replay import replay as replay_rules
@@ -127,7 +141,6 @@ def list_command(
             help=f"A kind ({', '.join(KINDS)}), a plug to describe, such as krum or my_rules:clipped_mean, or a Python "
             "file whose functions and classes to list.",
             show_default="all",
-            autocompletion=complete_plugs,
         ),
     ] = None,
     search: Annotated[
@@ -165,6 +178,160 @@ def list_command(
 def _overview(columns: int | None) -> str:
     """A line for each kind with its names, wrapped to the columns of a terminal; PyTorch is not imported."""
     names = {kind: ", ".join(source_plugs(kind)) for kind in PLUGS} | {EXPERIMENTS: ", ".join(experiments())}
-    lines = [hang(f"{kind:<{KIND_COLUMNS}} ", text, columns) for kind, text in names.items()]
+    lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
     more = "fedsim list KIND or NAME describes them, fedsim list keys the keys of an experiment; --search finds words"
     return "\n".join([*lines, "", hang("", more, columns)])
+
+
+def plot(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FOLDER... [KEY=VALUE,...]...",
+            help="The folder of a comparison, or those of one or more runs; and for keys of a comparison, the values "
+            "that are drawn: attack.name=none,alie.",
+            show_default=False,
+        ),
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The number, such as test_loss or metrics.drift.",
+            show_default="that of the comparison",
+        ),
+    ] = None,
+    x: Annotated[
+        str,
+        typer.Option(
+            "--x",
+            metavar="SCALE",
+            help="round, virtual_seconds, updates, arrivals, seconds or bytes; or a compared key with three or more "
+            "numbers, such as attack.scale.",
+        ),
+    ] = "round",
+    kind: Annotated[str, typer.Option(help="curves or heatmap.")] = "curves",
+    style: Annotated[
+        str, typer.Option(help="paper (8 points, TrueType fonts, no title) or screen (with a title).")
+    ] = "paper",
+    width: Annotated[float | None, typer.Option(help="Inches.", show_default="3.35; several panels 6.9")] = None,
+    height: Annotated[float | None, typer.Option(help="Inches.", show_default="by content")] = None,
+    x_range: Annotated[
+        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="The ends of the x axis: --x-range 0 50.")
+    ] = None,
+    y_range: Annotated[
+        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="The ends of the y axis: --y-range 0.9 1.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file: .pdf, .svg or .png.")] = Path("figure.pdf"),
+) -> None:
+    """Draw a figure for a paper of runs or of a comparison, and print a caption for it."""
+    with errors_as_lines():
+        from fedsim.comparison.paper_figure import plot as draw
+        from fedsim.records.axes import split_at_commas
+
+        folders, only = [], {}
+        for word in words:
+            key, equals, values = word.partition("=")
+            if equals and not is_folder(word):
+                only[key] = split_at_commas(values)
+            else:
+                folders.append(Path(word))
+        if not folders:
+            raise ExperimentError(f"{show(words[0])}: is no folder; give that of a run or of a comparison first")
+        figure = draw(
+            folders,
+            metric=metric,
+            x=x,
+            kind=kind,  # type: ignore[arg-type]  # checked there
+            only=only,
+            style=style,  # type: ignore[arg-type]
+            width=width,
+            height=height,
+            x_range=x_range,
+            y_range=y_range,
+            out=out,
+        )
+        print(figure.get_label())
+        print(out)
+
+
+def doctor() -> None:
+    """Show what fedsim finds on this machine, what each engine would do here, and problems with what to do."""
+    with errors_as_lines(quick=True):
+        problems, fatal = list[tuple[str, str]](), False
+        for about, found in _versions():
+            _print(about, found)
+        try:
+            from fedsim.runs.checkup import findings
+
+            print("", flush=True)
+            for finding in findings():
+                _print(finding.about, finding.found)
+                problems += finding.problems
+                fatal |= finding.fatal
+        except (ImportError, OSError) as error:  # a library of PyTorch is missing, for example
+            problems.append((f"fedsim cannot be imported: {one_line(error)}", "install PyTorch and fedsim again"))
+            fatal = True
+        print()
+        for problem, do in problems:
+            print(f"problem: {problem}\n     do: {do}")
+        if not problems:
+            print("no problems found")
+        if fatal:
+            raise typer.Exit(FAILED)
+
+
+def _print(about: str, found: str) -> None:
+    print(hang(f"{about:<{COLUMNS}} ", found, terminal_columns()), flush=True)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """The versions of what fedsim needs and may use, found without an import."""
+    yield "fedsim", f"{__version__}, on Python {platform.python_version()}, {platform.platform(terse=True)}"
+    yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "torchvision", "numpy"))
+    for missing, about in ((False, "extras"), (True, "not installed")):
+        extras = [name for name, packages in EXTRAS.items() if missing != all(map(_version, packages))]
+        how = ": pip install 'fedsim-sgd[NAME]'" if missing else ""
+        if extras:
+            yield about, ", ".join(extras) + how
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata  # here, so that `fedsim --help` is fast
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def new(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="Name of the folder, and of the Python module in it.")],
+) -> None:
+    """Make a folder with an experiment, plugs of your own, their tests, and a README that explains them."""
+    with errors_as_lines(quick=True):
+        folder = make_project(name)
+        print("\n".join(str(folder / path.name) for path in sorted(folder.iterdir())))
+        print(f"next: cd {folder} && fedsim run experiment.toml")
+
+
+def make_project(path: Path) -> Path:
+    """Make the folder of a new project, and return it: `path`, with a last part that is the name of a Python module.
+
+    Raises ExperimentError if there is such a file or folder, or if the name cannot be that of a module.
+    """
+    name = re.sub(r"[\s.-]", "_", path.name)
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ExperimentError(
+            f"{show(path.name)}: is no name of a Python module; use letters, digits and _, as in my_study"
+        )
+    folder = path.with_name(name)
+    if folder.exists():
+        raise ExperimentError(f"{folder}: exists already; choose another name")
+    if name != TEMPLATE_NAME and (name in sys.modules or importlib.util.find_spec(name)):
+        raise ExperimentError(f"{show(name)}: is the name of an installed Python module; choose another name")
+    folder.mkdir(parents=True)
+    for file in next(filter(Path.is_dir, FOLDERS)).glob("*.*"):
+        text = file.read_text(encoding="utf-8").replace(TEMPLATE_NAME, name)
+        (folder / file.name.replace(TEMPLATE_NAME, name)).write_text(text, encoding="utf-8")
+    return folder

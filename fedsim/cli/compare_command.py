@@ -9,105 +9,94 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.completion import complete_words
 from fedsim.cli.early_check import check_names_of_comparison
 from fedsim.cli.program import FAILED, errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, is_folder, source_and_overrides
-from fedsim.config.catalog import experiments
+from fedsim.cli.words import AllowImports, Quiet, complete_words, is_folder, source_and_overrides
+from fedsim.config.files import experiments
 from fedsim.errors import ExperimentError, show
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
-        help="A TOML or YAML file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
-        r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
-        "comparisons, or of the parts of one (--shard), to merge.",
-        show_default=False,
-        autocompletion=complete_words,
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="Output folder. If it holds the same comparison, only its missing runs are run.",
-        show_default="runs/NAME-grid-DATE-TIME",
-    ),
-]
-Jobs = Annotated[
-    int | None, typer.Option(help="Number of runs at a time.", show_default="by cores and memory; 1 on a GPU")
-]
-ShardName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="I/N",
-        help="Run only part I of N, counted from 0, in the folder shards/I-of-N of the output folder.",
-        show_default="all",
-    ),
-]
-Target = Annotated[
-    float | None,
-    typer.Option(
-        help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy, and "
-        "from which value of a list of numbers on it is missed.",
-        show_default="none",
-    ),
-]
-Tune = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY=V1,V2",
-        help="Choose the value with the best validation result for each combination: local.lr=0.03,0.1. Needs "
-        "data.validation. With --worst, the worst validation result of each value counts.",
-        show_default="none",
-    ),
-]
-Worst = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"),
-]
-By = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a higher "
-        "or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
-        show_default="test accuracy",
-    ),
-]
-SkipInvalid = Annotated[
-    bool,
-    typer.Option(
-        "--skip-invalid",
-        help="Leave out the combinations that are invalid, such as a rule with more attackers than it allows, and "
-        "list them.",
-    ),
-]
-Heatmap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY,KEY",
-        help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction, with the best value of the "
-        "first axis in each cell.",
-        show_default="the first two",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")]
 
 
 def compare(
     context: typer.Context,
-    words: Words = None,
-    out: Out = None,
-    jobs: Jobs = None,
-    shard: ShardName = None,
-    target: Target = None,
-    tune: Tune = None,
-    worst: Worst = None,
-    by: By = None,
-    skip_invalid: SkipInvalid = False,
-    heatmap: Heatmap = None,
-    dry_run: DryRun = False,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
+            help="A TOML or YAML file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
+            r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
+            "comparisons, or of the parts of one (--shard), to merge.",
+            show_default=False,
+            autocompletion=complete_words,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Output folder. If it holds the same comparison, only its missing runs are run.",
+            show_default="runs/NAME-grid-DATE-TIME",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Number of runs at a time.", show_default="by cores and memory; 1 on a GPU")
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Run only part I of N, counted from 0, in the folder shards/I-of-N of the output folder.",
+            show_default="all",
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy, "
+            "and from which value of a list of numbers on it is missed.",
+            show_default="none",
+        ),
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=V1,V2",
+            help="Choose the value with the best validation result for each combination: local.lr=0.03,0.1. Needs "
+            "data.validation. With --worst, the worst validation result of each value counts.",
+            show_default="none",
+        ),
+    ] = None,
+    worst: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"
+        ),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a "
+            "higher or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
+            show_default="test accuracy",
+        ),
+    ] = None,
+    skip_invalid: Annotated[
+        bool,
+        typer.Option(
+            "--skip-invalid",
+            help="Leave out the combinations that are invalid, such as a rule with more attackers than it allows, and "
+            "list them.",
+        ),
+    ] = False,
+    heatmap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY,KEY",
+            help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction, with the best value of "
+            "the first axis in each cell.",
+            show_default="the first two",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
 ) -> None:

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fedsim.config.description import GRID, describe_file
-from fedsim.config.overrides import DEFAULT_ENGINE, SETTINGS, Change, merge, parse_word
+from fedsim.config.files import GRID, describe_file
+from fedsim.config.overrides import DEFAULT_ENGINE, Change, override, parse_word
 from fedsim.config.source_catalog import (
     SourceTable,
     experiment_table,
@@ -23,8 +23,7 @@ from fedsim.config.source_catalog import (
     source_plugs,
     title_of,
 )
-from fedsim.core.name_errors import parameter_errors, plug_name_error, unknown_key_error, with_key
-from fedsim.core.suggestions import nearest_key
+from fedsim.core.suggestions import nearest_key, parameter_errors, plug_name_error, unknown_key_error, with_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
 
 MOST_POINTS = 2000  # of a comparison; larger ones are left to the later check
@@ -72,9 +71,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
 def problems_with_names(description: dict[str, Any], changes: list[Change]) -> list[str]:
     """The error lines for the keys and names in nested tables, which the changes alter."""
-    if merge(description, changes):
-        for key in SETTINGS - {keys[0] for keys, _ in changes}:  # the later check removes some of these
-            description.pop(key, None)
+    override(description, changes)
     findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
     imports = len(findings) == MAX_PROBLEMS or any(line is None for line, _ in findings)  # or may import
     return [line for line, of_plug in findings if line is not None and not (of_plug and imports)]

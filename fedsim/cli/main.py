@@ -8,14 +8,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fedsim.cli.commands import list_command, replay, report, run
+from fedsim.cli.commands import doctor, list_command, new, plot, replay, report, run
 from fedsim.cli.compare_command import compare
-from fedsim.cli.doctor import doctor
-from fedsim.cli.new import new
-from fedsim.cli.plot_command import plot
 from fedsim.cli.program import errors_as_lines, run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
-from fedsim.config.catalog import experiments
+from fedsim.config.files import experiments
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, cut, printable, show
 from fedsim.system.files import is_file
@@ -51,14 +48,14 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (run, compare):
-    app.command(context_settings=WORDS_LIKE_OPTIONS)(command)
+app.command(context_settings=WORDS_LIKE_OPTIONS)(run)
+app.command(context_settings=WORDS_LIKE_OPTIONS)(compare)
 app.command()(replay)
 app.command()(report)
 app.command()(plot)
-app.command("list")(list_command)
 app.command()(doctor)
 app.command()(new)
+app.command("list")(list_command)
 
 
 def _print_version(requested: bool) -> None:

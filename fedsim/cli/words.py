@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
+import os
 import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedsim.cli.completion import complete_words
-from fedsim.config.catalog import experiments
+from fedsim.config.files import experiments
 from fedsim.config.source_catalog import experiment_table, keys_called
 from fedsim.core.suggestions import closest, nearest
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import is_file
 
+EXPERIMENT_FILES = (".toml", ".yaml", ".yml")
 WORDS_LIKE_OPTIONS = {"ignore_unknown_options": True}  # `--rounds 3` arrives as words, so that an error can correct it
+
+
+def complete_words(incomplete: str) -> list[str]:
+    """The experiments, and the files of experiments and folders, that begin so, when a user presses TAB."""
+    paths = sorted(glob.glob(f"{glob.escape(incomplete)}*"))
+    files = [f"{path}/" if os.path.isdir(path) else path for path in paths]
+    return [
+        *(name for name in experiments() if name.startswith(incomplete)),
+        *(path for path in files if path.endswith(("/", *EXPERIMENT_FILES))),
+    ]
+
 
 Words = Annotated[
     list[str] | None,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables, keys_set_in
-from fedsim.config.toml import read_toml
+from fedsim.config.files import read_toml
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show

@@ -9,41 +9,16 @@ import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from fedsim.aggregation import Pipeline
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import draw_attackers
 from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
-from fedsim.config.clock_schema import AsyncPolicy, Clock, Race
-from fedsim.config.local_schema import Local
+from fedsim.config import schema
 from fedsim.config.overrides import DEFAULT_ENGINE
-from fedsim.config.sampling import Sampling
-from fedsim.config.schema import (
-    Aggregate,
-    Amount,
-    Attack,
-    Batched,
-    Checkpoint,
-    Data,
-    Distributed,
-    Model,
-    Partition,
-    Processor,
-    Records,
-    Server,
-    WorkerEvaluation,
-)
+from fedsim.config.schema import Amount, Count, matching
 from fedsim.config.source_catalog import keys_of_tables
-from fedsim.config.task_tables import EvaluationMetric, Stop, Task
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import Table
 from fedsim.core.input_limits import problem_with_words
@@ -53,15 +28,8 @@ from fedsim.engines import Engine, engine
 from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.system.precision import PRECISIONS
 
+FOLDER_NAME = f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
 Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads; more could overload the machine
-
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", name):
-        raise ValueError(
-            f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
-        )
-    return name
 
 
 class Experiment(Table):
@@ -74,7 +42,7 @@ class Experiment(Table):
     (8, 0.1)
     """
 
-    name: Annotated[str, AfterValidator(_folder_name)] = ""
+    name: Annotated[str, matching(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", FOLDER_NAME)] = ""
     """Name of the run folder. By default made from model, data, and rule or policy: `net-mnist5k-weighted_mean`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of every random draw."""
@@ -94,7 +62,7 @@ class Experiment(Table):
     """PyTorch's threads in each process."""
     timeout: PositiveFloat = 300.0
     """Seconds without a step after which a process counts as lost."""
-    worker_retries: NonNegativeInt = 2
+    worker_retries: Count = 2
     """Maximum number of times that new processes repeat a round in which a process was lost. 0: the run ends."""
     worker_state_memory: Amount = 4_000_000_000
     """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
@@ -110,7 +78,7 @@ class Experiment(Table):
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     """`parameters`: workers train, then their updates are aggregated. `gradients`: the gradients of each step are
     aggregated. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
-    gradient_rounds: NonNegativeInt | None = None
+    gradient_rounds: Count | None = None
     """With `sync = "post_local"`: the rounds before parameters are averaged."""
     buffers: Literal["average", "local", "server", "error"] = "average"
     """BatchNorm statistics and other buffers. `average`: the server averages them. `local`: each worker keeps its own,
@@ -118,28 +86,28 @@ class Experiment(Table):
     Those of personal models stay with the workers in any case."""
     worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a chosen worker does not report: its update is lost."""
-    processors: Annotated[list[Processor], Field(max_length=100)] = Field(default=[])
+    processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
     """What is done to each update, or gradient, before it is aggregated: names or tables, applied in this order."""
-    task: Task = Task()
-    metrics: Annotated[list[EvaluationMetric], Field(max_length=20)] = Field(default=[])
+    task: schema.Task = schema.Task()
+    metrics: Annotated[list[schema.EvaluationMetric], Field(max_length=20)] = Field(default=[])
     """Numbers that each test records besides loss and accuracy: names or tables."""
-    model: Model = Model()
-    data: Data = Data()
-    partition: Partition = Partition()
-    sampling: Sampling = Sampling()
-    local: Local = Local(epochs=1)
-    batched: Batched = Batched()
-    distributed: Distributed = Distributed()
-    attack: Attack = Attack()
-    aggregate: Aggregate = Aggregate()
-    server: Server = Server()
-    policy: AsyncPolicy = AsyncPolicy()
-    clock: Clock = Clock()
-    race: Race = Race()
-    evaluation: WorkerEvaluation = WorkerEvaluation()
-    stop: Stop = Stop()
-    records: Records = Records()
-    checkpoint: Checkpoint = Checkpoint()
+    model: schema.Model = schema.Model()
+    data: schema.Data = schema.Data()
+    partition: schema.Partition = schema.Partition()
+    sampling: schema.Sampling = schema.Sampling()
+    local: schema.Local = schema.Local(epochs=1)
+    batched: schema.Batched = schema.Batched()
+    distributed: schema.Distributed = schema.Distributed()
+    attack: schema.Attack = schema.Attack()
+    aggregate: schema.Aggregate = schema.Aggregate()
+    server: schema.Server = schema.Server()
+    policy: schema.AsyncPolicy = schema.AsyncPolicy()
+    clock: schema.Clock = schema.Clock()
+    race: schema.Race = schema.Race()
+    evaluation: schema.WorkerEvaluation = schema.WorkerEvaluation()
+    stop: schema.Stop = schema.Stop()
+    records: schema.Records = schema.Records()
+    checkpoint: schema.Checkpoint = schema.Checkpoint()
 
     def __init__(self, **tables: Any) -> None:
         tables = plain(tables)
@@ -162,7 +130,7 @@ class Experiment(Table):
     @classmethod
     def _mode_is_no_policy(cls, mode: Any) -> Any:
         if mode in policy.names():
-            synchronous = mode == AsyncPolicy.model_fields["name"].default
+            synchronous = mode == schema.AsyncPolicy.model_fields["name"].default
             other = "mode=rounds" if synchronous else f"mode=race policy={mode} for processes that race"
             raise ExperimentError(
                 f"mode = {show(mode)}: is a policy; write {other}, or mode=clock policy={mode} for virtual time"
@@ -179,7 +147,6 @@ class Experiment(Table):
     def _check_as_a_whole(self) -> Experiment:
         if lines := problems_with(self):
             raise ExperimentError(*lines)
-        self.pipeline.dry_run(self.cohort_size, self.local_lr)
         return self
 
     @property
@@ -238,6 +205,8 @@ class Experiment(Table):
     @property
     def rounds_of_gradients(self) -> int:
         """The number of rounds, from the first, that aggregate gradients at every step."""
+        if not self.policy.bind().in_rounds:
+            return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
 
     @property
@@ -272,7 +241,7 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
     parts = [
         ({"model.name"}, [experiment.model.name]),
         ({"data.dataset"}, [experiment.data.dataset]),
-        ({"local.solver"}, [solver] if solver != Local.model_fields["solver"].default else []),
+        ({"local.solver"}, [solver] if solver != schema.Local.model_fields["solver"].default else []),
         ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]

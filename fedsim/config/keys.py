@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import textwrap
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fedsim.config.experiment import Experiment
-from fedsim.config.plugs import PLUGS
-from fedsim.core.attribute_docstrings import attribute_docstrings
+from fedsim.config.source_catalog import KIND_OF_KEY
 from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.objects import Name
 from fedsim.core.suggestions import has_words
-from fedsim.core.type_text import type_text
 from fedsim.errors import show
 
 COLUMNS = 100  # of the list, if stdout is no terminal
+WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "unset", Any: "any value"}
+LIMITS = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
+NAME_CHECK = get_args(Name)[1]
+HUGE = 2**53  # limits beyond it keep numbers storable, and are not shown
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,9 @@ def key_tables() -> list[KeyTable]:
 
 def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
     described = attribute_docstrings(table)
+    kind = None  # of the plugs that the table names, as `fedsim list` calls it
+    if issubclass(table, PlugTable):
+        kind = KIND_OF_KEY.get(f"{table.place}.{table.named_by}") or KIND_OF_KEY[table.place]
     keys: list[Key] = []
     inner: list[tuple[type[Table], str]] = []
     for name, field in table.model_fields.items():
@@ -66,11 +78,10 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
             if not in_list:
                 continue
         description = described.get(name, "")
-        if issubclass(table, PlugTable) and name == table.named_by and not description:
-            description = f"One of `fedsim list {_kind(table)}`, or an import path."
+        if kind and issubclass(table, PlugTable) and name == table.named_by and not description:
+            description = f"One of `fedsim list {kind}`, or an import path."
         keys.append(Key(place, type_text(field), _default(field.default), description))
-    plugs = _kind(table) if issubclass(table, PlugTable) else None
-    yield KeyTable(path, "" if table is Experiment else inspect.cleandoc(table.__doc__ or ""), keys, plugs)
+    yield KeyTable(path, "" if table is Experiment else inspect.cleandoc(table.__doc__ or ""), keys, kind)
     for below, place in inner:
         yield from _tables(below, place)
 
@@ -81,12 +92,6 @@ def table_of(annotation: Any) -> type[Table] | None:
         if isinstance(each, type) and issubclass(each, Table):
             return each
     return None
-
-
-def _kind(table: type[PlugTable]) -> str:
-    """The kind of the plugs that a table names, as `fedsim list` calls it."""
-    place = f"{table.place}.{table.named_by}"
-    return next(kind for kind, (keys, _) in PLUGS.items() if {place, table.place} & set(keys.split(", ")))
 
 
 def _default(value: Any) -> str:
@@ -119,3 +124,72 @@ def list_keys(columns: int | None = None, search: str = "") -> str:
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def type_text(field: FieldInfo) -> str:
+    """The type of a field of a pydantic model in words.
+
+    >>> class Model(BaseModel):
+    ...     count: Annotated[int, Gt(0)] | None = None
+    >>> type_text(Model.model_fields["count"])
+    'integer above 0, or unset'
+    """
+    return "name" if NAME_CHECK in field.metadata else _with_limits(_words(field.annotation), field.metadata)
+
+
+def _words(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return "name" if NAME_CHECK in inner else _with_limits(_words(inner[0]), inner[1:])
+    if origin is Literal:
+        return ", ".join(f"`{show(value)}`" for value in inner)
+    if origin in (Union, types.UnionType):
+        given = [_words(each) for each in inner if each is not type(None)]
+        return " or ".join(given) + (", or unset" if type(None) in inner else "")
+    if origin in (list, tuple, set, frozenset):
+        each = next((_words(one) for one in inner if one is not ...), "any value")
+        return f"list of: {each}"
+    if origin is dict or annotation is dict:
+        return "table"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "name or table"
+    return WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _with_limits(text: str, metadata: Any) -> str:
+    limits = []
+    for each in (part for one in metadata for part in getattr(one, "metadata", [one])):
+        for kind, words in LIMITS.items():
+            value = getattr(each, kind.__name__.lower(), None) if isinstance(each, kind) else None
+            if value is not None and abs(value) < HUGE:
+                limits.append(f"{words} {value:g}")
+        if isinstance(each, (MinLen, MaxLen)) and getattr(each, "max_length", 0) == 0:
+            limits.append(f"at least {each.min_length} of them")  # type: ignore[union-attr]
+    return f"{text} {' and '.join(limits)}" if limits else text
+
+
+def attribute_docstrings(kind: type) -> dict[str, str]:
+    """The string below each annotated field of a class and of its base classes, in one line.
+
+    The source is read when it is needed, so descriptions cost nothing when fedsim is imported.
+
+    >>> from fedsim.config.schema import Checkpoint
+    >>> attribute_docstrings(Checkpoint)["keep"]
+    'Number of newest checkpoints that are kept.'
+    """
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] == "fedsim":
+            found |= _in_source(textwrap.dedent(inspect.getsource(base)))
+    return found
+
+
+def _in_source(source: str) -> dict[str, str]:
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }

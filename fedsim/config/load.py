@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.config.catalog import find_experiment
-from fedsim.config.description import GRID, describe_file, nested, take_grid
 from fedsim.config.experiment import Experiment
+from fedsim.config.files import GRID, describe_file, find_experiment, nested
 from fedsim.config.overrides import changes_in, override, parse_word
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
@@ -76,9 +75,7 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
         return source.model_dump(exclude_none=True, exclude_unset=True)
     if source is not None and not isinstance(source, Mapping):
         raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a file")
-    tables = dict(source or {})
-    grid = take_grid(tables)
-    return {**nested(plain(tables)), **grid}
+    return nested(plain(dict(source or {})))
 
 
 def drop_default_name(description: dict[str, Any]) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedsim.config.source_catalog import SourceTable, plug_tables
-from fedsim.config.toml import parse_value
-from fedsim.core.input_limits import MAX_DEPTH, is_harmless, leaves_of
-from fedsim.core.name_errors import both_given_error, with_key
-from fedsim.errors import MAX_TEXT, ExperimentError, show
+from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
+from fedsim.core.suggestions import both_given_error, with_key
+from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DEFAULT_ENGINE = "auto"
-
-# Top-level keys of an experiment that only some engines use.
-SETTINGS = frozenset(("processes", "timeout", "worker_retries", "batched", "cuda_graphs", "distributed"))
 
 Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
 
@@ -40,6 +42,32 @@ def split_word(word: str) -> tuple[list[str], str]:
     return keys, text
 
 
+def parse_value(text: str, place: str) -> Any:
+    """A value as in TOML; any other text is a string, also `nan` and `inf`, which are names of attacks.
+
+    Raises ExperimentError for a list or table that is not TOML. `place` is the key, for errors.
+    """
+    if text.strip() in ("nan", "inf"):
+        return text.strip()
+    try:
+        refuse_long_chains(text)
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        if text.startswith(("[", "{")):
+            raise ExperimentError(
+                f"{place} = {cut(text)}: is neither a list nor a table of TOML; names in it need double quotes, and a "
+                """shell single ones around it: '["nnm","median"]', '{name="net",dropout=0.1}'"""
+            ) from None
+        value = text
+    except (ValueError, RecursionError):
+        raise ExperimentError(
+            f"{place} = {show(text)}: has a number of more than {MAX_BITS} bits, or more than {MAX_DEPTH} nested lists"
+        ) from None
+    if problem := problem_with_words(value, place):
+        raise ExperimentError(problem)
+    return value
+
+
 def changes_in(tables: Mapping[str, Any]) -> list[Change]:
     """The changes in nested or dotted tables: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are the same change.
 
@@ -59,26 +87,17 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
     """Apply changes to nested tables in place. A plug's name and its parameters may come in any order.
 
-    The new values replace whatever contradicts them: another plug removes the parameters of the plug before, another
-    engine removes settings that it does not use, and `local.steps` replaces `local.epochs`.
+    The new values replace whatever contradicts them: another plug removes the parameters of the plug before, and
+    `local.steps` replaces `local.epochs`.
 
     Raises ExperimentError if the changes contradict each other, such as local.epochs and local.steps.
     """
-    changes = list(changes)
-    if merge(description, changes):
-        _drop_unused_settings(description, {keys[0] for keys, _ in changes})
-
-
-def merge(description: dict[str, Any], changes: Iterable[Change]) -> bool:
-    """Apply changes as `override` does, except for settings of the engine; whether they change the engine."""
     changes = sorted(
         ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_plug(change[0])
     )
     _refuse_alternatives(changes)
-    engine_before = description.get("engine", DEFAULT_ENGINE)
     for keys, value in changes:
         _set(description, keys, value)
-    return bool(description.get("engine", DEFAULT_ENGINE) != engine_before)
 
 
 def plug_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
@@ -145,21 +164,3 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             for other in of_plug.alternatives:
                 table.pop(other, None)
     table[key] = value
-
-
-def _drop_unused_settings(description: dict[str, Any], given: Collection[str]) -> None:
-    """Remove settings that the engine does not use. `given` settings stay, and the validation refuses them."""
-    from fedsim.config.experiment import Experiment
-    from fedsim.engines import Engine
-    from fedsim.engines import engine as engines
-
-    try:
-        target = engines.get(description.get("engine", DEFAULT_ENGINE), "engine").target
-    except ExperimentError:  # no such engine: the validation reports it
-        return
-    values = [description.get(key) for key in ("processes", "cohort", "workers")]
-    sizes = [value for value in values if isinstance(value, int)]
-    if isinstance(target, type) and issubclass(target, Engine):
-        used = target.traits.settings(min(sizes, default=Experiment.model_fields["workers"].default))
-        for key in SETTINGS - used - set(given):
-            description.pop(key, None)

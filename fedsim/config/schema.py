@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
+from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
+from fedsim.asynchronous.delays import noise, speed
+from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
-from fedsim.config.local_schema import Amount, Count, ServerSchedule
+from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
+from fedsim.clients.adapters import TrainFunction
 from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.learning_task import REDUCTION, LearningTask, LossTask, learning_task
+from fedsim.core.metrics import BoundMetric, bind_metric, metric
 from fedsim.core.objects import Name
 from fedsim.core.registry import Plug
 from fedsim.core.suggestions import nearest
@@ -31,19 +30,88 @@ from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
 from fedsim.processing import BoundProcessor, bind_processor, processor
-from fedsim.server import server_optimizer
+from fedsim.server import BoundCohortStrategy, bind_cohort_strategy, cohort_strategy, server_optimizer
 
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+Amount = Annotated[int, Field(gt=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+DIRECTIONS: dict[str, Literal["min", "max"]] = {
+    "validation_accuracy": "max",
+    "validation_loss": "min",
+    "test_accuracy": "max",
+    "test_loss": "min",
+    "train_loss": "min",
+}
 
 
-def _init_method(init: str) -> str:
-    if not re.fullmatch(r"env://|tcp://.+:\d+|file:///.+", init):
-        raise ValueError("env://, tcp://HOST:PORT or file:///PATH")
-    return init
+def matching(pattern: str, requirement: str) -> AfterValidator:
+    """A validator of texts that match a pattern as a whole; `requirement` says in errors what they must be."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(requirement)
+        return text
+
+    return AfterValidator(check)
 
 
 def _text_of_path(path: Any) -> Any:
     return str(path) if isinstance(path, Path) else path
+
+
+class Task(PlugTable):
+    """The loss of training and tests, and which answers are correct.
+
+    A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
+    """
+
+    place, named_by, registry = "task", "name", learning_task
+
+    name: Name = "classification"
+
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        self.bind()
+
+    def bind(self) -> LearningTask:
+        """The task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
+        plug, bound = self.plug, super().bind()
+        if plug.takes:
+            return LossTask(self.name, bound, tuple(plug.takes))
+        task = bound if is_dataclass(plug.target) else bound()
+        if isinstance(task, nn.Module):
+            reduction = getattr(task, REDUCTION, "mean")
+            if reduction not in ("mean", "none"):
+                raise ExperimentError(
+                    f'task.name = {show(self.name)}: has the reduction {show(reduction)}; must be "mean" or "none", '
+                    'since the loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
+                )
+            return LossTask(self.name, bound)
+        if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
+            raise ExperimentError(
+                f"task.name = {show(self.name)}: has no method {missing[0]}; must be a loss function of (outputs, "
+                "targets), a loss module, or a task with the methods of fedsim.core.learning_task.LearningTask"
+            )
+        return task
+
+
+class EvaluationMetric(PlugTable):
+    """A metric of each test; `label` is its name in the records, by default that of the metric."""
+
+    place, named_by, registry = "metrics", "name", metric
+
+    name: Name
+    label: (
+        Annotated[
+            str, matching(r"[A-Za-z_][A-Za-z0-9_]{0,49}", "a name of letters, digits and _, at most 50 characters")
+        ]
+        | None
+    ) = None
+    """Its name in the records. Unset: that of the metric."""
+
+    def bind(self) -> BoundMetric:
+        return bind_metric(self.plug, self.params, self.label)
 
 
 class Model(PlugTable):
@@ -101,6 +169,105 @@ class Partition(PlugTable):
     strategy: Name = "iid"
 
 
+class Sampling(PlugTable):
+    """How the workers of a round are chosen."""
+
+    place, named_by, registry = "sampling", "strategy", cohort_strategy
+
+    strategy: Name = "uniform"
+
+    def bind(self) -> BoundCohortStrategy:
+        return bind_cohort_strategy(self.plug, self.params)
+
+
+def _check_work(value: Any) -> Any:
+    """Check an amount of local work: n, [n, ...], {uniform = [low, high]} or {choice = [n, ...]}."""
+    form, values = "one", [value]
+    if isinstance(value, list) and value:
+        form, values = "list", value
+    elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
+        ((form, values),) = value.items()
+    if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
+        raise ValueError("an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
+    if min(values) < 1 or max(values) >= 2**63:
+        raise ValueError("greater than 0" if min(values) < 1 else "less than 2^63")
+    if form == "uniform" and not (len(values) == 2 and values[0] <= values[1]):
+        raise ValueError("{uniform = [low, high]} with low <= high")
+    return value
+
+
+LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_check_work)]
+
+
+class ServerSchedule(PlugTable):
+    """How the learning rate changes over the rounds; in the first `warmup` rounds it grows linearly."""
+
+    place, named_by, registry = "server.schedule", "name", lr_schedule
+
+    name: Name = "constant"
+    warmup: Count = 0
+    """Rounds, or steps, in which the learning rate first grows linearly."""
+
+    def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
+        """The schedule, of so many rounds or steps; None if the learning rate is constant."""
+        if self == type(self)():
+            return None
+        settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
+        return LRSchedule.of(self.plug, self.params, **settings)
+
+
+class LocalSchedule(ServerSchedule):
+    """How the learning rate of the local solver changes over the rounds, or over the steps of each round."""
+
+    place = "local.schedule"
+
+    per: Literal["round", "step"] = "round"
+    """Whether the learning rate changes over the rounds, or over the steps of each round."""
+
+
+class Local(PlugTable):
+    """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
+
+    Each is a number, a list with one for each worker, or drawn for each worker and round: {uniform = [1, 5]} draws an
+    integer from 1 to 5, {choice = [1, 5, 20]} one of these.
+    """
+
+    place, named_by, registry = "local", "solver", solver
+    alternatives = ("epochs", "steps")
+
+    solver: Name = "sgd"
+    epochs: LocalWork | None = None
+    """Epochs over the worker's shard in a round; 1 if neither epochs nor steps are given."""
+    steps: LocalWork | None = None
+    """Steps of the solver in a round, instead of epochs."""
+    batch_size: Amount = 10
+    """Samples of a batch."""
+    drop_last: bool = False
+    """Whether an epoch leaves out a last batch that is smaller than `batch_size`; a shard smaller than a batch is still
+    one batch."""
+    accumulate: Amount = 1
+    """Batches whose mean gradient is one step; the last step of a round may take fewer."""
+    clip_norm: PositiveFloat | None = None
+    """The largest L2 norm of a worker's gradient, which is scaled to it before weight decay and momentum. Unset: none.
+    """
+    keep_state: bool = False
+    """Whether a worker's solver continues with its state (momentum, ...) of its last round."""
+    schedule: LocalSchedule = LocalSchedule()
+    """How the parameter `lr` of the solver changes."""
+
+    def bind(self) -> ClientAlgorithm:
+        plug = self.plug
+        algorithm = TrainFunction(plug, self.params) if plug.takes else as_algorithm(plug.bind(self.params))
+        return KeptState(algorithm) if self.keep_state else algorithm
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        given = [key for key in cls.alternatives if table.get(key) is not None]
+        if len(given) > 1:
+            raise cls.not_both()
+        return table if given else {**table, "epochs": 1}
+
+
 class Attack(PlugTable):
     """The attack, and the Byzantine workers."""
 
@@ -110,13 +277,13 @@ class Attack(PlugTable):
     name: Name = "none"
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the workers that are Byzantine, drawn by the seed."""
-    workers: list[NonNegativeInt] | None = None
+    workers: list[Count] | None = None
     """The Byzantine workers, instead of a fraction."""
     redraw: bool = False
     """Whether each round draws its own fraction."""
-    holding: NonNegativeInt | None = None
+    holding: Count | None = None
     """A class: the fraction are the workers with the most samples of it."""
-    start_round: PositiveInt = 1
+    start_round: Amount = 1
     """The first round in which they attack; before it they follow the protocol."""
 
     @classmethod
@@ -140,9 +307,9 @@ class Aggregate(PlugTable):
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     """The rule, or a list of pre-aggregators and a rule, each a name or a table {rule, parameters}."""
-    f: NonNegativeInt | None = None
+    f: Count | None = None
     """Number of Byzantine rows that the rule must tolerate, for rules with this parameter. Unset: their true number."""
-    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
+    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegative] | None = None
     """Weights of the workers: their sample counts; equal; the share of all samples over the probability of being in the
     cohort, for unbiased means; or a list. Unset: sample counts for a rule that requires weights, else equal."""
     nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
@@ -249,12 +416,64 @@ class Distributed(Table):
     """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
     timeout: PositiveFloat = 60.0
     """Seconds without a heartbeat after which a rank counts as lost, and in which all ranks must have joined."""
-    init: Annotated[str, AfterValidator(_init_method)] = "env://"
+    init: Annotated[str, matching(r"env://|tcp://.+:\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH")] = (
+        "env://"
+    )
     """Address at which ranks meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
     inner: Literal["serial", "batched"] = "serial"
     """Whether a rank trains its rows one by one or stacked."""
     hook: Hook = Hook()
     """How ranks send the gradients that they average."""
+
+
+class AsyncPolicy(PlugTable):
+    """What the server does with each result that arrives, if there are no synchronous rounds."""
+
+    place, named_by, registry = "policy", "name", policy
+
+    name: Name = "sync"
+
+
+class Speed(PlugTable):
+    """How fast each worker is on the virtual clock."""
+
+    place, named_by, registry = "clock.speed", "name", speed
+
+    name: Name = "equal"
+
+
+class Noise(PlugTable):
+    """How the duration of work varies on the virtual clock."""
+
+    place, named_by, registry = "clock.noise", "name", noise
+
+    name: Name = "constant"
+
+
+class Clock(Table):
+    """Virtual time: workers compute for gradients x base x speed x noise, and send in latency + bytes / bandwidth."""
+
+    base: PositiveFloat = 1.0
+    """Seconds of a gradient of a batch; a local step of `sgd` computes one."""
+    speed: Speed = Speed()
+    """How fast each worker is."""
+    noise: Noise = Noise()
+    """How the duration of work varies."""
+    latency: NonNegative = 0.0
+    """Seconds of each message."""
+    bandwidth: PositiveFloat | None = None
+    """Bytes per second. Unset: infinite."""
+    departures: dict[str, NonNegative] = Field(default={})
+    """Seconds after which workers leave: `{3 = 100.0}`."""
+    log: str | None = None
+    """A run folder of a race, or its race.csv: the clock repeats its order of events."""
+
+
+class Race(Table):
+    """Processes that race. The result differs each time, so a race is run several times, and the records hold all."""
+
+    runs: Annotated[int, Field(gt=0, le=10_000)] = 5
+    """Number of runs."""
 
 
 class WorkerEvaluation(Table):
@@ -266,6 +485,32 @@ class WorkerEvaluation(Table):
     """Workers that are tested at most, drawn once; Byzantine workers are not."""
     fine_tune: Count = 0
     """Epochs of local training of the global model before a second test; 0: no second test."""
+
+
+class Stop(Table):
+    """A run ends after a round in which `metric` reaches `target`, or has not improved for `patience` rounds. Its model
+    is that of the last round."""
+
+    metric: str = "validation_accuracy"
+    """The number of a round that is compared: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`,
+    `train_loss`, or `metrics.NAME`."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a higher or a lower value is better. Unset: as of an accuracy or a loss."""
+    patience: Annotated[int, Field(gt=0, lt=2**63)] | None = None
+    """Rounds without an improvement after which the run ends. Unset: it does not end so."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """By how much a value must be better to be an improvement."""
+    target: float | None = None
+    """A value of the metric at which the run ends. Unset: it does not end so."""
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        return self.mode or DIRECTIONS.get(self.metric, "max")
+
+    @property
+    def active(self) -> bool:
+        """Whether a run can end early."""
+        return self.patience is not None or self.target is not None
 
 
 class Checkpoint(Table):

@@ -1,7 +1,7 @@
 """The plugs and the keys of experiments as fedsim's source code declares them.
 
-They are read with `ast`, so that mistakes on the command line are found, and lists and completions are made, without
-PyTorch, whose import takes seconds. Code that runs an experiment uses the registries and the pydantic tables.
+They are read with `ast`, so that mistakes on the command line are found, and lists are made, without PyTorch, whose
+import takes seconds. Code that runs an experiment uses the registries and the pydantic tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedsim.config.plugs import PLUGS
 from fedsim.core.suggestions import VOCABULARY
@@ -20,15 +20,18 @@ from fedsim.synonyms import KEYS
 
 PACKAGE = Path(__file__).parent.parent
 
-DECLARATION = re.compile(r'^(?:class (?P<class>\w+)|@?(?P<plug>\w+)\("|(?P<registry>\w+) = \w*Registry\()', re.M)
+DECLARATION = re.compile(r'^(?:(class \w+)|@?(\w+)\("|(\w+) = \w*Registry\(\s*"([^"]+)"(,\s*given=)?)', re.M)
+NO_PARAMETER = re.compile(r": (ClassVar|KW_ONLY)|init=False")  # in the field of a dataclass
+KIND_OF_KEY = {
+    key: kind for kind, (keys, _) in reversed(PLUGS.items()) for key in keys.split(", ")
+}  # rules after pre-aggregators
 
 
 @dataclass(frozen=True)
 class SourcePlug:
-    """A registered plug: its name, the first line of its docstring, and the names of its parameters."""
+    """A registered plug: its name, and the names of its parameters."""
 
     name: str
-    summary: str
     parameter_names: tuple[str, ...]
     accepts_any: bool
 
@@ -39,7 +42,6 @@ class SourceTable:
 
     Attributes:
         keys: the names of its keys, inner tables included.
-        values: the values that a key may have if they are few, otherwise its default, as on the command line.
         tables: the inner tables by key.
         lists: the tables of which a key holds a list, by key.
         kind: the kind of plug that the table names; None: it names none.
@@ -50,7 +52,6 @@ class SourceTable:
     """
 
     keys: tuple[str, ...]
-    values: dict[str, list[str]]
     tables: dict[str, SourceTable]
     lists: dict[str, SourceTable]
     kind: str | None = None
@@ -91,19 +92,19 @@ def source_plugs(kind: str) -> dict[str, SourcePlug]:
     ('f',)
     """
     registry = _registry(kind)
-    found = {}
-    for path in _files("plug", registry):
-        for statement in _body(path):
-            for name, target in _registrations(statement, registry):
-                summary = (ast.get_docstring(target) or "").split("\n", 1)[0]
-                found[name] = SourcePlug(name, summary, *_parameters(target, _takes_inputs(registry)))
-    return found
+    takes_inputs = _declarations().registries[registry][1]
+    return {
+        name: SourcePlug(name, *_parameters(target, takes_inputs))
+        for path in _declarations().files.get(registry, ())
+        for statement in _body(path)
+        for name, target in _registrations(statement, registry)
+    }
 
 
 @functools.cache
 def title_of(kind: str) -> str:
     """What errors call a plug of a kind: `aggregation rule`."""
-    return ast.literal_eval(_registry_call(_registry(kind)).args[0])
+    return _declarations().registries[_registry(kind)][0]
 
 
 def keys_of_plug(name: str) -> list[str]:
@@ -144,19 +145,21 @@ def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
 VOCABULARY.keys_called, VOCABULARY.keys_of_plug = keys_called, keys_of_plug
 
 
+class _Declarations(NamedTuple):
+    files: dict[str, list[Path]]  # by "class NAME", or by the name of the decorator that registers plugs
+    registries: dict[str, tuple[str, bool]]  # by name: what a plug is called, and whether it takes inputs
+
+
 @functools.cache
-def _declarations() -> dict[tuple[str, str], list[Path]]:
-    """The files that declare a class, that register plugs with a decorator, or that make a registry, by its name."""
-    found: dict[tuple[str, str], list[Path]] = {}
+def _declarations() -> _Declarations:
+    found = _Declarations({}, {})
     for path in sorted(PACKAGE.rglob("*.py")):
-        declared = DECLARATION.finditer(path.read_text(encoding="utf-8"))
-        for key in dict.fromkeys((str(each.lastgroup), each[str(each.lastgroup)]) for each in declared):
-            found.setdefault(key, []).append(path)
+        for definition, decorator, registry, title, takes in DECLARATION.findall(path.read_text(encoding="utf-8")):
+            if registry:
+                found.registries[registry] = title, bool(takes)
+            elif path not in (files := found.files.setdefault(definition or decorator, [])):
+                files.append(path)
     return found
-
-
-def _files(what: str, name: str) -> list[Path]:
-    return _declarations().get((what, name), [])
 
 
 @functools.cache
@@ -167,18 +170,6 @@ def _body(path: Path) -> list[ast.stmt]:
 def _registry(kind: str) -> str:
     """The name of a kind's registry, which is also that of its decorator."""
     return PLUGS[kind][1].partition(":")[2]
-
-
-@functools.cache
-def _registry_call(registry: str) -> ast.Call:
-    """`Registry("aggregation rule", given=...)`."""
-    (path,) = _files("registry", registry)
-    calls = (each.value for each in _body(path) if isinstance(each, ast.Assign) and _name(each.targets[0]) == registry)
-    return next(call for call in calls if isinstance(call, ast.Call))
-
-
-def _takes_inputs(registry: str) -> bool:
-    return any(keyword.arg == "given" for keyword in _registry_call(registry).keywords)
 
 
 def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
@@ -198,13 +189,12 @@ def _parameters(target: ast.FunctionDef | ast.ClassDef, takes_inputs: bool) -> t
     if isinstance(target, ast.ClassDef):
         if _is_dataclass(target):
             fields = _fields(each for each in _bases(target) if _is_dataclass(each))
-            return tuple(name for name, each in fields.items() if _is_parameter(each)), False
-        methods = {
-            each.name: each for base in _bases(target) for each in base.body if isinstance(each, ast.FunctionDef)
-        }
-        if "__init__" not in methods:
+            return tuple(name for name, each in fields.items() if not NO_PARAMETER.search(ast.unparse(each))), False
+        body = (each for base in _bases(target) for each in base.body)
+        starts = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        if not starts:
             return (), False
-        target = methods["__init__"]
+        target = starts[-1]
     arguments = target.args
     named = [*([] if takes_inputs else arguments.args), *arguments.kwonlyargs]
     return tuple(each.arg for each in named if each.arg != "self"), arguments.kwarg is not None
@@ -214,89 +204,54 @@ def _is_dataclass(definition: ast.ClassDef) -> bool:
     return any(_name(each) == "dataclass" for each in definition.decorator_list)
 
 
-def _is_parameter(field: ast.AnnAssign) -> bool:
-    """Whether a field of a dataclass is set when an instance is made."""
-    is_init = not (isinstance(field.value, ast.Call) and "init=False" in ast.unparse(field.value))
-    return is_init and not ast.unparse(field.annotation).startswith(("ClassVar", "KW_ONLY"))
-
-
-def _table(class_name: str) -> SourceTable:
-    """The table that a class of `fedsim.config` describes."""
+def _table(class_name: str, place: str = "") -> SourceTable:
+    """The table at a dotted key, which a class of `fedsim.config` describes."""
     definition = _class(class_name)
     fields = {name: each for name, each in _fields(_bases(definition)).items() if "ClassVar" not in ast.unparse(each)}
     tables, lists = dict[str, SourceTable](), dict[str, SourceTable]()
     for name, each in fields.items():
         for word in ast.walk(each.annotation):
-            if isinstance(word, ast.Name) and _is_table(word.id):
-                (tables if word is each.annotation else lists)[name] = _table(word.id)
-    values = {name: list(_values(each)) for name, each in fields.items()}
-    facts = _assignments(definition)
-    named_by = facts.get("named_by")
-    if named_by is None:
-        return SourceTable(tuple(fields), values, tables, lists)
-    naming = ast.literal_eval(named_by)
-    kind = next(kind for kind in PLUGS if _registry(kind) == _name(facts["registry"]))
-    default = fields[naming].value
+            if isinstance(word, (ast.Name, ast.Attribute)) and _is_table(_name(word)):
+                below = _table(_name(word), f"{place}.{name}".lstrip("."))
+                (tables if word is each.annotation else lists)[name] = below
+    own = (key for key in fields if key not in lists and f"{place}.{key}" in KIND_OF_KEY)
+    naming = next(own, "name" if place in KIND_OF_KEY else "")
+    value = fields[naming].value if naming else None
+    assigned = (each for each in definition.body if isinstance(each, ast.Assign))
     return SourceTable(
-        tuple(fields),
-        values,
-        tables,
-        lists,
-        kind,
-        naming,
-        None if default is None else ast.literal_eval(default),
-        "list[" in ast.unparse(fields[naming].annotation),
-        ast.literal_eval(facts["alternatives"]) if "alternatives" in facts else (),
+        keys=tuple(fields),
+        tables=tables,
+        lists=lists,
+        kind=KIND_OF_KEY.get(f"{place}.{naming}", KIND_OF_KEY.get(place)) if naming else None,
+        named_by=naming,
+        default=None if value is None else ast.literal_eval(value),
+        takes_list=bool(naming) and "list[" in ast.unparse(fields[naming].annotation),
+        alternatives=next((ast.literal_eval(a.value) for a in assigned if _name(a.targets[0]) == "alternatives"), ()),
     )
-
-
-def _values(field: ast.AnnAssign) -> Iterator[str]:
-    """The values that a key of `true` and `false`, or of a Literal, may have; of another type the default, if any."""
-    text = ast.unparse(field.annotation)
-    if text == "bool":
-        yield from ("true", "false")
-    elif re.fullmatch(r"Literal\[[\w', ]+\]", text):
-        yield from ast.literal_eval(text.removeprefix("Literal"))
-    elif isinstance(field.value, ast.Constant) and field.value.value not in (None, ""):
-        yield str(field.value.value)
 
 
 @functools.cache
 def _class(name: str) -> ast.ClassDef:
     """The definition of a class of fedsim, of which no two have one name."""
-    (path,) = _files("class", name)
+    (path,) = _declarations().files[f"class {name}"]
     return next(each for each in _body(path) if isinstance(each, ast.ClassDef) and each.name == name)
 
 
 @functools.cache
 def _bases(definition: ast.ClassDef) -> list[ast.ClassDef]:
     """Return the base classes that fedsim defines, from the most distant ancestor to the class itself."""
-    names = [name for name in map(_name, definition.bases) if _files("class", name)]
+    names = [name for name in map(_name, definition.bases) if f"class {name}" in _declarations().files]
     return [*(base for name in names for base in _bases(_class(name))), definition]
 
 
 def _is_table(name: str) -> bool:
-    return bool(_files("class", name)) and any(base.name == "Table" for base in _bases(_class(name)))
+    return f"class {name}" in _declarations().files and any(base.name == "Table" for base in _bases(_class(name)))
 
 
 def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
     """The annotated names in classes."""
     annotated = (each for definition in definitions for each in definition.body if isinstance(each, ast.AnnAssign))
     return {_name(each.target): each for each in annotated}
-
-
-def _assignments(definition: ast.ClassDef) -> dict[str, ast.expr]:
-    """The values that a class and its base classes assign to names, singly or as `a, b = 1, 2`."""
-    found: dict[str, ast.expr] = {}
-    for base in _bases(definition):
-        for each in base.body:
-            if isinstance(each, ast.Assign):
-                target, value = each.targets[0], each.value
-                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                    found |= dict(zip(map(_name, target.elts), value.elts, strict=True))
-                else:
-                    found[_name(target)] = value
-    return found
 
 
 def _name(node: ast.expr) -> str:

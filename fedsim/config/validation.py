@@ -1,20 +1,22 @@
-"""Combinations of settings that an experiment cannot have. Each check yields error lines."""
+"""Combinations of settings: those that an experiment cannot have, and keys that have no effect."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedsim.asynchronous.policies import Policy
-from fedsim.config.local_validation import check_local_work
-from fedsim.config.overrides import SETTINGS
-from fedsim.config.sampling import check_sampling
-from fedsim.config.schema import Aggregate, Checkpoint, Hook, Server
-from fedsim.config.task_tables import check_evaluation, check_metrics, check_stop
+from fedsim.clients import LRSchedule
+from fedsim.clients.adapters import TrainFunction
+from fedsim.config.schema import DIRECTIONS, Clock
+from fedsim.core.learning_task import correct_of
 from fedsim.core.randomness import preserve_random_state
+from fedsim.core.suggestions import nearest
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import free_memory
@@ -24,40 +26,44 @@ if TYPE_CHECKING:
 
 LARGE = 1_000_000  # workers from which lists of them are compared with the free memory
 BYTES_PER_WORKER = 100  # of such lists
-ENGINE_OF_SETTING = {"processes": "spawn", "batched": "batched", "cuda_graphs": "batched", "distributed": "distributed"}
+SETTINGS_OF_ENGINES = {"processes", "timeout", "worker_retries", "batched", "cuda_graphs", "distributed"}
+TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}  # also of one that does not use the key
 
 
 def problems_with(experiment: Experiment) -> list[str]:
     """One error line for each combination of settings that does not work; each table is valid by itself."""
     engine_class, policy = engine.get(experiment.engine).target, experiment.policy.bind()
+    asynchronous = not policy.in_rounds and experiment.mode != "rounds"
     lines = [
         *_check_sizes(experiment),
-        *_check_engine(experiment, engine_class),
-        *_check_unused_keys(experiment),
-        *check_evaluation(experiment),
-        *_check_full_gradients(experiment),
-        *_check_sync(experiment),
-        *check_local_work(experiment, policy),
+        *_check_engine(experiment, engine_class, policy),
+        *_check_worker_tests(experiment, policy),
+        *_check_sync(experiment, policy),
+        *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
-        *_check_weights(experiment),
-        *check_metrics(experiment),
-        *check_stop(experiment),
-        *check_sampling(experiment, policy),
-        *_check_attackers(experiment),
+        *_check_numbers_of_tests(experiment),
+        *_check_workers(experiment),
+        *(_check_policy(experiment, policy) if asynchronous else ()),
     ]
-    if not policy.in_rounds and experiment.mode != "rounds":
-        lines += _check_policy(experiment, policy)
-    if not policy.in_rounds and experiment.mode == "race":
-        lines += _check_race(experiment, engine_class)
+    own_checks: list[Callable[[], object]] = [
+        *_checks_of_schedules(experiment),
+        partial(experiment.sampling.bind().check, experiment.workers, experiment.cohort_size),
+        partial(policy.check, experiment.cohort_size),
+        partial(experiment.pipeline.dry_run, experiment.cohort_size, experiment.local_lr),
+    ]
+    for check in () if lines else own_checks:
+        try:
+            check()
+        except ExperimentError as error:
+            lines += error.lines
     return lines
 
 
 def warnings_about(experiment: Experiment) -> list[str]:
     """One line for each setting that has no effect, or an effect that few users intend."""
-    lines = []
+    attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
     if experiment.cohort_size == experiment.workers:  # otherwise n and f differ between rounds
-        lines.append(experiment.attack.bind().weakness(experiment.workers, experiment.attack.count(experiment.workers)))
-    attack = experiment.attack
+        lines.append(attack.bind().weakness(experiment.workers, attack.count(experiment.workers)))
     if (attack.fraction or attack.workers) and "name" not in attack.model_fields_set:
         lines.append(
             "attack.name is unset: the Byzantine workers train as the others do; write attack.name=sign_flipping, or "
@@ -80,10 +86,93 @@ def _warning_about_statistics(experiment: Experiment) -> str | None:
     )
 
 
-def _given(experiment: Experiment, *keys: str) -> dict[str, Any]:
-    """The keys whose values are not the defaults, with these values."""
-    fields = type(experiment).model_fields
-    return {key: value for key in keys if (value := getattr(experiment, key)) != fields[key].default}
+def settings_without_effect(experiment: Experiment) -> Iterator[str]:
+    """One line for each key with another value than its default that the experiment does not use."""
+    default = type(experiment)()
+    for setting, keys in _unused_keys(experiment):
+        for key in sorted(keys):
+            value, usual = (reduce(getattr, key.split("."), each) for each in (experiment, default))
+            if value not in (usual, TRUE_OF_ANY_ENGINE.get(key, usual)):
+                yield f"{key} has no effect with {setting}; omit it"
+
+
+def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield settings of an experiment, each with the keys that are not used with it."""
+    mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
+    policy, rule, algorithm = experiment.policy.bind(), experiment.pipeline, experiment.client_algorithm
+    processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
+    used = engine.get(experiment.engine).target.traits.settings(processes)
+    yield (
+        f"engine={experiment.engine}",
+        SETTINGS_OF_ENGINES - used - {"batched" if experiment.distributed.inner == "batched" else ""},
+    )
+    yield f"mode={mode}", {"clock", "race"} - {mode}
+    if mode == "race":
+        yield "mode=race", {"batched", "worker_state_memory"}
+    if policy.in_rounds:
+        reason = what_needs_rows(experiment) if experiment.rounds_of_gradients else f"sync={sync}"
+        if reason and "distributed" in used:
+            yield f"{reason}, for which ranks send no means of gradients", {"distributed.hook"}
+        yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
+        yield f"sync={sync}", {"server"} if sync == "gradients" else ()
+        rule_keys = {"aggregate.root_samples": rule.accepts("root"), "aggregate.weights": rule.accepts_weights}
+        yield f"aggregate.rule={rule.name}", {key for key, is_used in rule_keys.items() if not is_used}
+    else:
+        yield (
+            f"policy={experiment.policy.name}",
+            {"sync", "gradient_rounds", "processors", "sampling", "worker_dropout", "records.updates"}
+            | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
+            | ({"server"} if not policy.uses_server_optimizer else set()),
+        )
+    if experiment.clock.log is not None:
+        yield "clock.log", {f"clock.{key}" for key in Clock.model_fields if key != "log"}
+    feedback = any(processor.error_feedback for processor in experiment.processors)
+    if not (experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))):
+        yield "workers that keep no state", {"worker_state_memory"}
+    if isinstance(algorithm, TrainFunction):
+        function = f"local.solver={experiment.local.solver}, which takes the steps of a round itself"
+        yield function, {"local.clip_norm", "local.accumulate", "local.schedule.per"}
+    if not attack.count(experiment.workers):
+        yield "no Byzantine workers (attack.fraction or attack.workers)", {"attack.name", "attack.start_round"}
+    if not attack.fraction:
+        yield "attack.fraction unset", {"attack.redraw", "attack.holding"}
+    if not experiment.data.worker_test:
+        yield "data.worker_test unset", {"evaluation"}
+    if not stop.active:
+        yield "stop.patience and stop.target unset", {"stop.metric", "stop.mode"}
+    if stop.patience is None:
+        yield "stop.patience unset", {"stop.min_delta"}
+    if experiment.checkpoint.every == 0:
+        yield "checkpoint.every=0", {"checkpoint.keep"}
+
+
+def what_needs_rows(experiment: Experiment) -> str | None:
+    """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
+    local, aggregate, rule = experiment.local, experiment.aggregate, experiment.pipeline
+    settings = {
+        f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
+        f"attack.name = {show(experiment.attack.name)}": experiment.attack.name != "none",
+        "processors": experiment.processors,
+        "data.worker_test": experiment.data.worker_test,
+        "local.clip_norm": local.clip_norm is not None,
+        _client_setting(experiment): experiment.client_algorithm.alters_gradients,
+        'aggregate.nonfinite = "exclude"': aggregate.nonfinite == "exclude",
+        f"distributed.inner = {show(experiment.distributed.inner)}": experiment.distributed.inner != "serial",
+        "records.updates": experiment.records.updates,
+    }
+    return next((setting for setting, holds in settings.items() if holds), None)
+
+
+def _client_setting(experiment: Experiment) -> str:
+    """The setting that makes workers do more than step along gradients."""
+    return experiment.client_algorithm.setting or f"local.solver = {show(experiment.local.solver)}"
+
+
+def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
+    other = "omit it" if experiment.local.keep_state else "use another solver"
+    return (
+        f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {other}, or {instead}"
+    )
 
 
 def _check_sizes(experiment: Experiment) -> Iterator[str]:
@@ -102,104 +191,50 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
         yield f"cohort = {cohort}: must be at most workers, {workers}"
 
 
-def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
-    name, distributed = show(experiment.engine), experiment.distributed
-    processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
-    used = engine_class.traits.settings(processes)
-    if distributed.inner == "batched":
-        used = used | {"batched"}
-    given = _given(experiment, *sorted(SETTINGS))
-    for key, value in given.items():
-        if key not in used and (key, value) not in (("processes", 1), ("cuda_graphs", False)):
-            where = key if key == "distributed" else f"{key} = {show(value)}"
-            where = f"batched.width = {value.width}" if key == "batched" else where
-            instead = f", or use engine={ENGINE_OF_SETTING[key]}" if key in ENGINE_OF_SETTING else ""
-            instead = ", or use distributed.timeout" if key == "timeout" and "distributed" in used else instead
-            yield f"{where}: the engine {name} does not use it; omit it{instead}"
-    if "distributed" in used:
-        if not experiment.policy.bind().in_rounds:
-            yield (
-                f"policy.name = {show(experiment.policy.name)}: the engine {name} only runs synchronous rounds; use "
-                "another engine"
-            )
-        if distributed.hook != Hook():
-            yield from _check_hook(experiment)
-
-
-def _check_hook(experiment: Experiment) -> Iterator[str]:
-    where = f"distributed.hook = {show(experiment.distributed.hook.name)}"
-    if not experiment.rounds_of_gradients:
-        yield f"{where}: applies to gradients, and sync = {show(experiment.sync)} averages none; omit it"
-    elif reason := what_needs_rows(experiment):
-        yield f"{where}: needs averaged gradients, and {reason} needs the gradient of each worker; omit it"
-
-
-def what_needs_rows(experiment: Experiment) -> str | None:
-    """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
-    rule = experiment.pipeline
-    if not rule.linear_by_weights:
-        return f"aggregate.rule = {show(rule.name)}"
-    if experiment.attack.name != "none":
-        return f"attack.name = {show(experiment.attack.name)}"
-    if experiment.processors:
-        return "processors"
-    if experiment.data.worker_test:
-        return "data.worker_test"
-    if experiment.local.clip_norm is not None:
-        return "local.clip_norm"
-    if experiment.client_algorithm.alters_gradients:
-        return _client_setting(experiment)
-    if experiment.aggregate.nonfinite == "exclude":
-        return 'aggregate.nonfinite = "exclude"'
-    if experiment.distributed.inner != "serial":
-        return f"distributed.inner = {show(experiment.distributed.inner)}"
-    return "records.updates" if experiment.records.updates else None
-
-
-def _check_unused_keys(experiment: Experiment) -> Iterator[str]:
-    aggregate, checkpoint, rule = experiment.aggregate, experiment.checkpoint, experiment.pipeline
-    if aggregate.root_samples != Aggregate().root_samples and not rule.accepts("root"):
+def _check_engine(experiment: Experiment, engine_class: type[Engine], policy: Policy) -> Iterator[str]:
+    name, traits = show(experiment.engine), engine_class.traits
+    if experiment.mode == "race" and traits.races_on is None:
+        yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
+    elif traits.ranks and not policy.in_rounds:
         yield (
-            f"aggregate.root_samples = {aggregate.root_samples}: the rule {rule.name} uses no samples of the server; "
-            "omit it"
+            f"policy.name = {show(experiment.policy.name)}: the engine {name} only runs synchronous rounds; use "
+            "another engine"
         )
-    if _given(experiment, "worker_state_memory"):
-        feedback = any(processor.error_feedback for processor in experiment.processors)
-        kept = experiment.buffers == "local" or feedback or experiment.client_algorithm.worker_state(torch.zeros(2))
-        reason = "a race keeps its state in shared memory" if experiment.mode == "race" else "workers keep no state"
-        if not kept or experiment.mode == "race":
-            yield f"worker_state_memory = {experiment.worker_state_memory}: {reason}; omit it"
-    if checkpoint.every == 0 and checkpoint.keep != Checkpoint().keep:
-        yield f"checkpoint.keep = {checkpoint.keep}: with checkpoint.every = 0 there are no checkpoints; omit it"
 
 
-def _check_full_gradients(experiment: Experiment) -> Iterator[str]:
-    if experiment.aggregate.nonfinite == "exclude" and experiment.client_algorithm.has("receive_gradients"):
+def _check_worker_tests(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    every, where = experiment.evaluation.every, f"data.worker_test = {experiment.data.worker_test}"
+    if not experiment.data.worker_test:
+        return
+    if experiment.mode == "race" or not policy.in_rounds:
+        yield f"{where}: needs synchronous rounds; omit it"
+    if experiment.attack.redraw:
+        yield (
+            f"{where}: tests workers that never attack, but with attack.redraw any worker may attack; omit one of them"
+        )
+    for round in experiment.records.updates:
+        if round % every == 0 or round == experiment.rounds:
+            yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"
+
+
+def _check_sync(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.client_algorithm
+    if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
         yield (
             f"local.solver = {show(experiment.local.solver)}: sends the mean of all gradients before workers can be "
             'excluded, so it does not work with aggregate.nonfinite = "exclude"; use "error" or another solver'
         )
-
-
-def _check_sync(experiment: Experiment) -> Iterator[str]:
-    sync, count = experiment.sync, experiment.gradient_rounds
     if sync == "post_local" and count is None:
         yield 'sync = "post_local": needs gradient_rounds, the number of rounds before parameters are averaged'
-    if sync != "post_local" and count is not None:
-        yield f"gradient_rounds = {count}: needs sync=post_local, not {sync}; omit it"
-    elif count is not None and count > experiment.rounds:
+    if sync == "post_local" and (count or 0) > experiment.rounds:
         yield f"gradient_rounds = {count}: must be at most rounds, {experiment.rounds}"
-    if sync == "gradients" and experiment.server != Server():
-        yield (
-            f"server.optimizer = {show(experiment.server.optimizer)}: with sync=gradients the local solver takes the "
-            "step (local.*); omit [server]"
-        )
     if experiment.rounds_of_gradients and experiment.needs_local_steps:
         yield _needs_local_steps(experiment, f"sync={sync}", "sync=parameters")
-    if experiment.client_algorithm.alters_gradients:
-        policy, setting = experiment.policy, _client_setting(experiment)
-        if not policy.bind().in_rounds:
-            yield f"{setting}: needs rounds of gradients, and policy.name = {show(policy.name)} has none; omit it"
+    if algorithm.alters_gradients:
+        setting = _client_setting(experiment)
+        if not policy.in_rounds:
+            where = f"policy.name = {show(experiment.policy.name)}"
+            yield f"{setting}: needs rounds of gradients, and {where} has none; omit it"
         elif sync != "gradients":
             yield f"{setting}: needs sync=gradients, not {sync}; omit it"
         elif experiment.pipeline.accepts("root"):
@@ -209,46 +244,49 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def _client_setting(experiment: Experiment) -> str:
-    """The setting that makes workers do more than step along gradients."""
-    return experiment.client_algorithm.setting or f"local.solver = {show(experiment.local.solver)}"
+def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
+    local, rule, policy_name = experiment.local, experiment.pipeline, show(experiment.policy.name)
+    key = "epochs" if local.steps is None else "steps"
+    amount = getattr(local, key)
+    where = f"local.{key} = {show(amount)}"
+    if isinstance(amount, list) and len(amount) != experiment.workers:
+        yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
+    if isinstance(amount, list) and rule.accepts("root"):
+        yield f"{where}: the rule {rule.name} lets the server train too, which is not in the list; use a number"
+    if isinstance(amount, dict) and not policy.in_rounds and policy.work == "gradient":
+        yield f"{where}: with policy.name = {policy_name} a worker sends each gradient and has no rounds; use a number"
+    reasons = {
+        f"with sync={experiment.sync} each batch has its own average": experiment.rounds_of_gradients,
+        "needs synchronous rounds": not policy.in_rounds,
+        f"{show(local.solver)} takes further gradients of each batch": not local.bind().element_wise,
+    }
+    by_function = isinstance(experiment.client_algorithm, TrainFunction)
+    if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
+        yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
+    if local.schedule.per == "step" and not by_function and (rule.accepts("local_lr") or experiment.exchanges):
+        needing = local.solver if experiment.exchanges else rule.name
+        yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
+    for schedule in (experiment.local_schedule, experiment.server.schedule.schedule(experiment.rounds)):
+        if schedule is not None and not policy.in_rounds:
+            yield f"{schedule.place}: asynchronous policies have no rounds in common; omit it"
 
 
-def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
-    other = "omit it" if experiment.local.keep_state else "use another solver"
-    return (
-        f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {other}, or {instead}"
-    )
+def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
+    """Yield, for each schedule of a learning rate, a check of the first rate by the component that gets it."""
+    local, server = experiment.local, experiment.server
 
+    def check(schedule: LRSchedule, with_lr: Callable[..., Any], params: dict[str, Any], owner: str) -> None:
+        try:
+            with_lr(lr=schedule.rate(params["lr"], 1))
+        except (KeyError, TypeError):
+            line = f"{schedule.place}: needs a learning rate `lr`, which {owner} does not have; omit it"
+            raise ExperimentError(line) from None
 
-def _check_weights(experiment: Experiment) -> Iterator[str]:
-    weights, cohort, rule = experiment.aggregate.weights, experiment.cohort_size, experiment.pipeline
-    where = f"aggregate.weights = {show(weights)}"
-    if weights is not None and not rule.accepts_weights:
-        yield f"{where}: the rule {rule.name} takes no weights; omit them"
-    elif isinstance(weights, list) and len(weights) != experiment.workers:
-        yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(weights)}"
-    elif isinstance(weights, list) and weights.count(0) >= cohort:
-        yield f"{where}: too many zeros: all weights of a cohort of {cohort} can be zero"
-
-
-def _check_attackers(experiment: Experiment) -> Iterator[str]:
-    workers, attack = experiment.workers, experiment.attack
-    listed, count = attack.workers or [], attack.count(workers)
-    if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
-        yield f"attack.workers = {show(listed)}: must be different workers, from 0 to {workers - 1}"
-    elif count >= workers:
-        yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
-    elif attack.name != "none" and not count:
-        yield f"attack.name = {show(attack.name)}: no worker attacks; set attack.fraction or attack.workers"
-    for key in ("redraw", "holding"):
-        value = getattr(attack, key)
-        if value not in (False, None) and not attack.fraction:
-            yield f"attack.{key} = {show(value)}: needs attack.fraction"
-    if attack.redraw and attack.holding is not None:
-        yield f"attack.holding = {attack.holding}: does not go with attack.redraw; omit one of them"
-    if attack.start_round > experiment.rounds:
-        yield f"attack.start_round = {attack.start_round}: must be at most rounds, {experiment.rounds}"
+    if schedule := experiment.local_schedule:
+        yield partial(check, schedule, local.bind().with_lr, local.params, f"the solver {show(local.solver)}")
+    if schedule := server.schedule.schedule(experiment.rounds):
+        owner = f"the server optimizer {show(server.optimizer)}"
+        yield partial(check, schedule, partial(replace, server.bind()), server.params, owner)
 
 
 def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
@@ -259,53 +297,77 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
     if mode == "race" and experiment.aggregate.nonfinite == "stop":
         yield 'aggregate.nonfinite = "stop": a race has no model of the round before; use "error", "exclude" or "keep"'
-    for table in ("clock", "race"):
-        if mode != table and _given(experiment, table):
-            yield f"{table}: needs mode={table}; omit [{table}]"
+    if mode != "clock":
+        return
     if clock.departures and (policy.in_rounds or experiment.cohort_size < experiment.workers):
         yield "clock.departures: need an asynchronous policy and no cohort"
     elif clock.departures:
         for name in clock.departures:
             if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
                 yield f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}"
-    if clock.log is not None:
-        if policy.in_rounds or policy.locking != "server":
-            yield f"clock.log = {show(clock.log)}: needs a policy that locks the server, and {where} does not"
-        fields = type(clock).model_fields
-        timed = [key for key in fields if key != "log" and getattr(clock, key) != fields[key].default]
-        yield from (f"clock.{key}: with clock.log no work takes time; omit it" for key in timed)
+    if clock.log is not None and (policy.in_rounds or policy.locking != "server"):
+        yield f"clock.log = {show(clock.log)}: needs a policy that locks the server, and {where} does not"
+
+
+def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
+    """Check the labels of metrics, and the number by which a run ends early."""
+    stop, labels = experiment.stop, [each.bind().label for each in experiment.metrics]
+    for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
+        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each another `label`"
+    if not stop.active:
+        return
+    where, label = f"stop.metric = {show(stop.metric)}", stop.metric.removeprefix("metrics.")
+    if experiment.mode == "race":
+        yield "stop: does not work with mode=race, whose runs are not repeatable; omit it"
+    if label == stop.metric and stop.metric not in DIRECTIONS:
+        hint = nearest(stop.metric, [*DIRECTIONS, *(f"metrics.{each}" for each in labels)])
+        yield f"{where}: no such number of a round; {hint}"
+    elif label != stop.metric and stop.mode is None:
+        yield f'{where}: needs stop.mode, "max" if a higher value is better, or "min"'
+    if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.bind()) is None:
+        yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or a metric"
+    elif label.startswith("validation_") and not experiment.data.validation:
+        yield f"{where}: needs data.validation, such as data.validation=0.1; or use stop.metric=test_accuracy"
+
+
+def _check_workers(experiment: Experiment) -> Iterator[str]:
+    """Check the Byzantine workers, the weights of workers, and how cohorts are drawn."""
+    workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
+    listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.bind()
+    if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
+        yield f"attack.workers = {show(listed)}: must be different workers, from 0 to {workers - 1}"
+    elif count >= workers:
+        yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
+    if attack.redraw and attack.holding is not None:
+        yield f"attack.holding = {attack.holding}: does not go with attack.redraw; omit one of them"
+    if attack.start_round > experiment.rounds:
+        yield f"attack.start_round = {attack.start_round}: must be at most rounds, {experiment.rounds}"
+    if isinstance(weights, list) and len(weights) != workers:
+        yield f"aggregate.weights = {show(weights)}: must be {workers} numbers, one per worker, not {len(weights)}"
+    elif isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
+        where, cohort = f"aggregate.weights = {show(weights)}", experiment.cohort_size
+        yield f"{where}: too many zeros: all weights of a cohort of {cohort} can be zero"
+    if "losses" in strategy.accepts and experiment.buffers == "local":
+        yield f"{strategy.place}: computes losses of the global model, whose buffers are not sent with buffers=local"
 
 
 def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    """Settings of synchronous rounds that an asynchronous policy does not use."""
-    where = f"policy.name = {show(experiment.policy.name)}"
-    unused = {"sync": "workers are not synchronised", "aggregate": "the policy applies updates itself"}
-    unused["processors"] = "they are applied to the updates of a cohort"
-    if not policy.uses_server_optimizer:
-        unused["server"] = "the policy updates the global row itself"
-    for key, reason in unused.items():
-        default = type(experiment).model_fields[key].default
-        if key == "aggregate":
-            default = Aggregate(nonfinite=experiment.aggregate.nonfinite)
-        if getattr(experiment, key) != default:
-            yield f"{key}: is not used with {where}, since {reason}; omit it"
-    if experiment.records.updates:
-        yield f"records.updates: {where} has no synchronous rounds, so no updates to record; omit it"
-    if experiment.attack.name != "none":
-        attack, bound = f"attack.name = {show(experiment.attack.name)}", experiment.attack.bind()
-        if bound.poison is None:
-            yield (
-                f"{attack}: needs the rows of a cohort, and {where} has no cohort; use an attack on data, such as "
-                "label_flipping"
-            )
-        elif bound.alters_rows:
-            yield (
-                f"{attack}: with these parameters it also alters rows, which {where} does not support; use parameters "
-                "that alter only data"
-            )
+    """Check what an asynchronous policy does not support."""
+    where, algorithm = f"policy.name = {show(experiment.policy.name)}", experiment.client_algorithm
+    attack, bound = f"attack.name = {show(experiment.attack.name)}", experiment.attack.bind()
+    attacks = experiment.attack.name != "none" and experiment.attack.count(experiment.workers)
+    if attacks and bound.poison is None:
+        yield (
+            f"{attack}: needs the rows of a cohort, and {where} has no cohort; use an attack on data, such as "
+            "label_flipping"
+        )
+    elif attacks and bound.alters_rows:
+        yield (
+            f"{attack}: with these parameters it also alters rows, which {where} does not support; use parameters "
+            "that alter only data"
+        )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
-    algorithm = experiment.client_algorithm
     if algorithm.has("correct") or algorithm.has("receive_gradients") or algorithm.starts_from_current:
         solver = f"local.solver = {show(experiment.local.solver)}"
         yield f"{solver}: needs rounds in which a cohort is aggregated, and {where} has none; use policy=sync"
@@ -318,14 +380,3 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
         )
     if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"
-    try:
-        policy.check(experiment.cohort_size)
-    except ExperimentError as error:
-        yield from error.lines
-
-
-def _check_race(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
-    if engine_class.traits.races_on is None:
-        yield f"engine = {show(experiment.engine)}: mode=race needs engine=spawn or engine=auto"
-    elif experiment.batched.width is not None:
-        yield f"batched.width = {experiment.batched.width}: a race does not stack rows; omit it"

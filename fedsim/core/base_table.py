@@ -10,8 +10,8 @@ from typing import Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from fedsim.core.name_errors import both_given_error, with_key
 from fedsim.core.registry import Plug, Registry
+from fedsim.core.suggestions import both_given_error, with_key
 from fedsim.errors import ExperimentError
 
 

@@ -26,7 +26,7 @@ import torch
 from pydantic import BaseModel, WrapValidator
 from torch import Tensor, nn
 
-from fedsim.core.name_errors import NOTE
+from fedsim.core.suggestions import NOTE
 from fedsim.errors import ExperimentError, one_line, show
 
 Value = TypeVar("Value")

@@ -26,8 +26,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
-from fedsim.core.name_errors import parameter_errors, plug_name_error
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
+from fedsim.core.suggestions import parameter_errors, plug_name_error
 from fedsim.core.validation_errors import explain
 from fedsim.errors import ExperimentError, cut, one_line, show
 

@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.core.name_errors import unknown_key_error
-from fedsim.core.suggestions import as_list, as_range, nearest_key
+from fedsim.core.suggestions import as_list, as_range, nearest_key, unknown_key_error
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
 

@@ -16,7 +16,7 @@ class EngineTraits:
     """Facts about an engine for the checks of an experiment.
 
     Attributes:
-        own_settings: the keys of `fedsim.config.overrides.SETTINGS` that it uses, besides those of process pools.
+        own_settings: the keys of `SETTINGS_OF_ENGINES` that it uses, besides those of process pools.
         pool_from: the number of processes from which it starts a pool, whose processes may die; None: never.
         one_process_on_gpu: whether one process is the default on an accelerator.
         stacks: whether it may train stacks of rows.
@@ -38,7 +38,7 @@ class EngineTraits:
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
-        """The keys of `fedsim.config.overrides.SETTINGS` that the engine uses with at most so many processes."""
+        """The keys of `SETTINGS_OF_ENGINES` that the engine uses with at most so many processes."""
         return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
 
     def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:

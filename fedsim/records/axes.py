@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fedsim.config.overrides import Change, naming_key, parse_word, split_word
+from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, split_word
 from fedsim.config.source_catalog import plug_tables
-from fedsim.config.toml import parse_value
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fedsim.config.task_tables import Stop
+from fedsim.config.schema import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
 from fedsim.records.metric import Metric
@@ -22,7 +22,7 @@ class EarlyStopping:
     rounds; rounds after which it is not measured, such as the train loss of a round without a cohort, do not count. A
     number that is not finite is no improvement (Prechelt 1998).
 
-    >>> from fedsim.config.task_tables import Stop
+    >>> from fedsim.config.schema import Stop
     >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
     >>> for round, accuracy in enumerate([0.5, 0.7, 0.6, 0.7], start=1):
     ...     reason = stopping.update(RoundRecord(round=round, test_accuracy=accuracy))

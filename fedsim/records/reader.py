@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from fedsim.config.toml import read_toml
+from fedsim.config.files import read_toml
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.engines.worker_evaluation import WorkerResults

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedsim.asynchronous.race.log import FILE as RACE_LOG
 from fedsim.config.experiment import Experiment
-from fedsim.config.toml import to_toml
+from fedsim.config.files import to_toml
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
 from fedsim.records.file_descriptions import EXPERIMENT, PATTERNS

@@ -24,8 +24,6 @@ from fedsim.data import TensorData
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
-from fedsim.runs.reports import check_first_rounds
-from fedsim.server import CohortSampler
 from fedsim.system.devices import free_memory
 
 PROBE_SAMPLES = 8
@@ -185,6 +183,7 @@ def check_local_work(experiment: Experiment, task: TaskSpec, train: TensorData, 
     _check_smallest_batch(experiment, task, train, sizes)
     _check_steps(task, sizes)
     _check_lr_schedules(experiment, task, sizes)
+    _check_last_step(experiment, task, sizes)
 
 
 def _check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
@@ -233,44 +232,21 @@ def _check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[i
     task.server_at(task.rounds)
 
 
-def check_cohorts(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
-    """Check that the rule can aggregate the rows of the cohorts that are known in advance."""
-    check_first_rounds(experiment, task, sampler)
-    _check_last_steps(experiment, task, sampler)
+def _check_last_step(experiment: Experiment, task: TaskSpec, sizes: Mapping[int, int]) -> None:
+    """Check that the rule can aggregate the gradients of the few workers that have data for the last step of round 1.
 
-
-def _check_last_steps(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
-    """Check that the rule can aggregate the gradients of the few workers that have data for the last step of a round.
-
-    All rounds are checked, if cohorts are known in advance.
+    Cohorts of which not all workers report are checked in each round.
     """
-    if not experiment.rounds_of_gradients or not sampler.strategy.known_ahead(timed=experiment.mode == "clock"):
+    partial = len(sizes) > experiment.cohort_size or experiment.worker_dropout
+    if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.bind().accepts:
         return
-    with contextlib.suppress(ExperimentError):
-        task.rule.dry_run(1)
-        return  # then any number is enough
-    whole = experiment.cohort_size == experiment.workers and not (task.schedule.drawn or experiment.worker_dropout)
-    whole = whole and "now" not in sampler.strategy.accepts
-    fewest, first, shards = experiment.cohort_size, 1, sampler.shards
-    for round in (1,) if whole else range(1, experiment.rounds_of_gradients + 1):
-        if not (cohort := sampler(round).workers):
-            continue
-        steps = [task.schedule.of(worker, round).steps_for(shards.size(worker)) for worker in cohort]
-        count = _in_last_step(task, cohort, steps)
-        if count < fewest:
-            fewest, first = count, round
-    if fewest == experiment.cohort_size:  # the experiment itself has been checked with this number
-        return
+    weights = task.weights if isinstance(task.weights, tuple) and task.rule.accepts_weights else None
+    steps = {worker: task.schedule.of(worker, 1).steps_for(size) for worker, size in sizes.items()}
+    last = max(count for worker, count in steps.items() if weights is None or weights[worker])
+    count = sum(steps_of_worker >= last for steps_of_worker in steps.values())
     try:
-        task.rule.dry_run(fewest)
+        task.rule.dry_run(count)
     except ExperimentError as error:
-        where = f"in round {first} only {fewest} of {experiment.cohort_size} workers have data left for the last step"
+        where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
         remedy = "set local.steps, so that all workers take the same number of steps"
         raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None
-
-
-def _in_last_step(task: TaskSpec, cohort: list[int], steps: list[int]) -> int:
-    """How many workers of a cohort take the last step whose gradients are aggregated."""
-    weights = task.weights if isinstance(task.weights, tuple) and task.rule.accepts_weights else None
-    last = max(n for worker, n in zip(cohort, steps, strict=True) if weights is None or weights[worker])
-    return sum(n >= last for n in steps)

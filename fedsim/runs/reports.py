@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fedsim.config.experiment import Experiment
 from fedsim.engines import TaskSpec
 from fedsim.errors import ExperimentError
-from fedsim.server import Cohort, CohortSampler
-
-MOST_LOOKED_AT = 100_000  # workers, in the rounds that are looked at before a run; this takes about a second
+from fedsim.server import Cohort
 
 
 class ReportCheck:
@@ -45,12 +42,3 @@ class ReportCheck:
         except ExperimentError as error:
             return str(error)
         return ""
-
-
-def check_first_rounds(experiment: Experiment, task: TaskSpec, sampler: CohortSampler) -> None:
-    """Check the first rounds of a run whose cohorts are known in advance: all, or those of `MOST_LOOKED_AT` workers."""
-    if not experiment.worker_dropout or not sampler.strategy.known_ahead(timed=experiment.mode == "clock"):
-        return
-    check = ReportCheck(task, experiment.worker_dropout)
-    for round in range(1, min(experiment.rounds, MOST_LOOKED_AT // experiment.workers) + 1):
-        check(round, sampler(round))

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
-from fedsim.config.task_tables import Stop
+from fedsim.config.schema import Stop
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot

@@ -211,7 +211,7 @@ def _with_data(
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
     checks.check_local_work(experiment, task, train, sizes)
-    checks.check_cohorts(experiment, task, cohorts_of(experiment, shards))
+    cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
     return task, train, test, validation, shards, worker_tests, sampled
 
 
@@ -340,7 +340,8 @@ def processes_of(experiment: Experiment, device: torch.device) -> int:
         default = min(most, MOST_RACING)
     else:
         default = engine.traits.default_processes(device, most, experiment.threads_per_process)
-    processes = min(most, experiment.processes or default)
+    given = experiment.processes if "processes" in engine.traits.settings(most) else None
+    processes = min(most, given or default)
     # Data reaches the processes as tensors, whatever the data set is.
     reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
     if reason and engine.traits.may_lose_processes(processes):

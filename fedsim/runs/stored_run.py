@@ -11,8 +11,8 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from fedsim.config.experiment import Experiment
+from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
-from fedsim.config.toml import read_toml
 from fedsim.core.rows import Layout
 from fedsim.errors import RecordError, one_line, show
 from fedsim.records.history import with_nan_losses

@@ -146,10 +146,8 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecordError(f"{folder}: {by_whom} is at work there") from None
+        if not _take_lock(handle):
+            raise RecordError(f"{folder}: {by_whom} is at work there")
         yield
     finally:
         os.close(handle)
@@ -166,13 +164,18 @@ def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
             handle = os.open(path, os.O_RDONLY)
             stack.callback(os.close, handle)
             deadline = time.monotonic() + seconds
-            while fcntl is not None and time.monotonic() < deadline:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.05)
+            while fcntl is not None and not _take_lock(handle) and time.monotonic() < deadline:
+                time.sleep(0.05)
         yield
+
+
+def _take_lock(handle: int) -> bool:
+    """Whether this process got the lock of an open file, which no other process holds."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedsim.asynchronous.delays import BLOCK, Delays, bind_noise, draw_speeds, speed
-from fedsim.config.clock_schema import Noise, Speed
+from fedsim.config.schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
 

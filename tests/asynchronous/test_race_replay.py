@@ -133,7 +133,6 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
             )
             for name in ("hogwild", "gossip", "sync")
         ),
-        ({"clock": {"log": "x", "base": 2.0}}, "clock.base: with clock.log no work takes time; omit it"),
     ],
 )
 def test_keys_that_do_not_go_with_a_log_are_refused(tables, line):

@@ -65,13 +65,6 @@ def test_quick_commands_import_no_heavy_package(tmp_path):
         assert out.endswith("\n[]\n")
 
 
-def test_a_file_and_overrides(cli, tmp_path):
-    (tmp_path / "mine.toml").write_text('rounds = 9\nengine = "serial"\nmodel = "2nn"\n')
-    done = cli("run", "mine.toml", "rounds=1", "data=tests.plugs:tiny", "--out", "x")
-    assert done.exit_code == 0, done.output
-    assert fedsim.load_experiment("x/experiment.toml", allow_imports=True).rounds == 1
-
-
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -83,6 +76,12 @@ def test_a_dry_run_finds_errors_that_need_the_model_or_the_data(words, key, cli)
     done = cli("run", *words, "--dry-run")
     assert done.exit_code == 2
     assert done.stderr.startswith(f"error: {key} = ")
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_dry_run_warns_of_a_key_without_effect(cli):
+    done = cli("run", "engine=serial", "timeout=5", "--dry-run")
+    assert (done.exit_code, done.stderr) == (0, "warning: timeout has no effect with engine=serial; omit it\n")
 
 
 def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_path):
@@ -150,11 +149,8 @@ def test_list_has_a_line_for_each_kind_with_its_names(cli):
         (line,) = [line for line in lines if line.startswith(f"{kind} ")]
         assert sorted(line.removeprefix(kind).strip().split(", ")) == sorted(registry_of(kind).names())
     assert any(line.startswith("experiments ") and "which_rule" in line for line in lines)
-    assert len(lines) <= len(PLUGS) + 3
-
-
-def test_list_shows_the_file_of_an_experiment(cli):
     assert cli("list", "which_rule").stdout == (ROOT / "experiments" / "which_rule.toml").read_text()
+    assert len(lines) <= len(PLUGS) + 3
 
 
 def test_list_shows_every_plug_of_a_kind_with_parameters_and_description(cli):
@@ -167,16 +163,6 @@ def test_list_shows_every_plug_of_a_kind_with_parameters_and_description(cli):
             assert re.search(rf"^  {re.escape(plug.name)} +{re.escape(plug.summary)}$", done.stdout, re.M)
             for parameter in plug.parameters.model_fields:
                 assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
-
-
-def test_list_takes_a_kind(cli):
-    done = cli("list", "partitions")
-    assert "contiguous" in done.stdout
-    assert "krum" not in done.stdout
-    assert "engines" not in done.stdout
-    wrong = cli("list", "partition")
-    assert wrong.exit_code == 2
-    assert 'did you mean "partitions"?' in wrong.stderr
 
 
 def test_list_takes_one_plug_and_shows_its_parameters_and_all_of_its_docstring(cli):

@@ -10,7 +10,7 @@ import pytest
 import fedsim
 from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run, problems_with_names
 from fedsim.comparison import plan_grid
-from fedsim.config.catalog import experiments
+from fedsim.config.files import experiments
 from fedsim.errors import MAX_PROBLEMS
 from tests import test_frozen_numbers
 from tests.commands import start_python
@@ -19,43 +19,28 @@ MISTAKES = [
     "roundz=3",
     "rounds.x=3",
     "learning-rate=0.1",
-    "xyzzy=3",
     "clock.xyzzy=3",
-    "race.run=3 mode=race policy=hogwild",
-    "checkpoint.evry=3",
     "local.momentun=0.9",
     "local={momentun=0.9}",
-    "local.schedule.wramup=3",
     "local.lr=0.1 local=ditto local.lamda=3",
     "partition.alpha=0.1",
-    "partition=dirichlet partition.alfa=0.1",
     "attack.scale=3 attack=sign_flipping attack.fraction=0.2 attack.scael=2",
     "aggregate.ff=1",
-    "aggregate=krum aggregate.m=1",
-    "aggregate=multi_krum aggregate.xyzzy=1",
     "aggregate.rule=medain",
     "aggregate=fedbuff",
     "aggregate=nnm",
     "aggregate=<f>",
     'aggregate=["nmm","median"]',
     "model=MyNet",
-    "model=net.py",
     "model.lr=0.1",
-    "data=emnist",
     "data.augment=['flop']",
     "data.augment=[{name='flip',pixels=3}]",
-    "processors=['sing']",
     "processors=[{name='clip',norm=1.0}]",
-    "metrics=['top5']",
-    "records.loggers=['wanbd']",
     "engine=sreial",
     "engine=batched batched.widht=3",
     "distributed.hook=fp61",
     "clock.speed=equel mode=clock",
-    "server.schedule=cosin",
     "server.betta=0.9",
-    "task=classify",
-    "sampling=unifrom",
     "policy.kk=3 mode=clock policy=fedbuff",
 ]
 LEFT_TO_THE_LATER_CHECK = {"rounds.x=3", "aggregate=nnm", 'aggregate=["nmm","median"]'}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedsim.cli import new
+from fedsim.cli import commands
 from fedsim.cli.main import app
 from tests.commands import ROOT, ended, start
 
@@ -60,8 +60,8 @@ def test_the_commands_of_its_readme_run(project, command):
 def test_the_wheel_carries_the_template_where_it_is_looked_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert ROOT / included["project_template"] == new.FOLDERS[0]
-    assert new.FOLDERS[1] == TEMPLATE
+    assert ROOT / included["project_template"] == commands.FOLDERS[0]
+    assert commands.FOLDERS[1] == TEMPLATE
 
 
 def test_its_readme_is_short_and_names_every_plug():
@@ -79,10 +79,8 @@ def test_its_readme_is_short_and_names_every_plug():
         ("taken", "taken: exists already; choose another name"),
         ("numpy", '"numpy": is the name of an installed Python module; choose another name'),
         ("3d", '"3d": is no name of a Python module; use letters, digits and _, as in my_study'),
-        ("", '"": is no name of a Python module'),
         (".", '"": is no name of a Python module'),
         ("__main__", '"__main__": is the name of an installed Python module'),
-        ("class", '"class": is no name of a Python module'),
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused_in_one_line(cli, tmp_path, name, message, monkeypatch):

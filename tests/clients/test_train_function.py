@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.config.validation import warnings_about
 from tests.models import Normalised
 
 TABLES = {"data": "tests.plugs:tiny", "model": "tests.clients.test_train_function:Dropping", "precision": "float64"}
@@ -199,12 +200,8 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     [
         (of_other_names, {}, r"local\.solver = .*of_other_names.*ClientAlgorithm.*own-client-algorithm\.md"),
         (by_optimizer, {}, r"local\.lr: is required"),
-        (silent, {"clip_norm": 1.0}, r"local\.clip_norm: .*silent"),
-        (silent, {"accumulate": 2}, r"local\.accumulate: .*silent"),
         (silent, {"keep_state": True}, r"local\.keep_state = true: "),
         (silent, {"schedule": "cosine"}, r"local\.schedule: needs .*`lr`"),
-        (by_optimizer, {"lr": 0.1, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}, "steps": 2},
-         r'local\.schedule\.per = "step": .*by_optimizer'),
         (talkative, {}, r"local\.solver = .*talkative.*returned a dict"),
         (reading_twice, {}, r"local\.solver: the function reads .*a second time.*local\.epochs"),
         (costing(0), {}, r"local\.solver = .*gradients_per_step = 0; must be a number greater than 0"),
@@ -215,6 +212,15 @@ def test_a_function_that_cannot_be_used_is_one_line(solver, local, line):
     with pytest.raises(fedsim.ExperimentError, match=f"^{line}") as caught:
         fedsim.run({**TABLES, "local": {"solver": solver, **local}})
     assert len(caught.value.lines) == 1
+
+
+def test_settings_of_single_steps_have_no_effect_on_a_function():
+    keys = {"clip_norm": 1.0, "accumulate": 2, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}}
+    experiment = fedsim.Experiment(**{**TABLES, "local": {"solver": by_optimizer, "lr": 0.1, "steps": 2, **keys}})
+    lines = [
+        line for line in warnings_about(experiment) if "by_optimizer, which takes the steps of a round itself" in line
+    ]
+    assert [line.partition(" ")[0] for line in lines] == ["local.accumulate", "local.clip_norm", "local.schedule.per"]
 
 
 def test_gradients_that_are_averaged_at_each_step_are_no_work_for_a_function():

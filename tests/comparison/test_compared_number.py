@@ -19,7 +19,7 @@ from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
-from fedsim.config.task_tables import DIRECTIONS
+from fedsim.config.schema import DIRECTIONS
 from fedsim.core.metrics import metric
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError

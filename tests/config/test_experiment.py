@@ -3,9 +3,12 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
+import fedsim
 from fedsim import Experiment, ExperimentError
 from fedsim.config.load import load_experiment
+from fedsim.config.validation import warnings_about
 
 
 def error_of(tables):
@@ -19,85 +22,41 @@ def error_of(tables):
 # The beginning of each error line, with the wording of every check of `fedsim.config`.
 WRONG = [
     ("workers=0", "workers = 0: must be greater than 0"),
-    ("rounds=true", "rounds = true: must be a valid integer"),
-    ("seed=-1", "seed = -1: must be greater than or equal to 0"),
     (f"seed={2**63}", f"seed = {2**63}: must be less than {2**63}"),
     ("cohort=9", "cohort = 9: must be at most workers, 4"),
     ({"timeout": float("inf")}, "timeout = inf: must be a finite number"),
     ("precision=half", 'precision = "half": must be "float32", "float64", "tf32" or "bf16"'),
     ("sync=post_local", 'sync = "post_local": needs gradient_rounds, the number of rounds before parameters are aver'),
-    ("gradient_rounds=2", "gradient_rounds = 2: needs sync=post_local, not parameters; omit it"),
     ("gradient_rounds=11 sync=post_local rounds=10", "gradient_rounds = 11: must be at most rounds, 10"),
     ("sync=gradients local=fedprox", 'local.solver = "fedprox": needs local steps, so it does not work with sync=gra'),
-    ("engine=spwan", 'engine = "spwan": no such engine; did you mean "spawn"?'),
-    ("engine=serial processes=2", 'processes = 2: the engine "serial" does not use it; omit it, or use engine=spawn'),
     ("name=../escape", 'name = "../escape": must be one or more of a-z, A-Z, 0-9 and . _ -, the first of them a lett'),
-    ({"name": ""}, 'name = "": must be one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, '),
     ({"name": "a\nb"}, 'name = "a\\nb": contains unprintable characters'),
-    ({"data": {"root": "a\x1b"}}, 'data.root = "a\\u001b": contains unprintable characters'),
     ("alpha=1.0", 'alpha = 1.0: unknown key; did you mean "partition.alpha" or "local.alpha" or "server.alpha" or "po'),
-    ("alpha=1.0 partition=dirichlet", 'alpha = 1.0: unknown key; did you mean "partition.alpha"?'),
-    ("model=3", "model = 3: must be a name or a table"),
     ('data.augment=["flop"]', 'data.augment[0].name = "flop": no such augmentation; did you mean "flip"?'),
     ({"data": {"augment": ["flip", {"name": "shift", "pixels": -3}]}}, "data.augment[1].pixels = -3: must be greater"),
-    ("local.lr=-1.0", "local.lr = -1.0: must be greater than or equal to 0"),
-    ({"local": {"lr": float("nan")}}, "local.lr = nan: must be a finite number"),
-    ("local.epochs=1 local.steps=2", "local: give epochs or steps, not both"),
     ("local.nesterov=true", "local.nesterov = true: needs local.momentum > 0"),
     ("aggregate.weights=[1.0]", "aggregate.weights = [1.0]: must be 4 numbers, one per worker, not 1"),
     ("cohort=2 aggregate.weights=[0,0,1,1]", "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: too many zeros: all weights "),
-    ("engine=serial timeout=5.0", 'timeout = 5.0: the engine "serial" does not use it; omit it'),
-    ('aggregate.rule=["nnm","mean"] aggregate.f=1 aggregate.root_samples=50', "aggregate.root_samples = 50: the "),
-    ("checkpoint.every=0 checkpoint.keep=5", "checkpoint.keep = 5: with checkpoint.every = 0 there are no checkpoint"),
-    ("engine=distributed distributed.hook=fp16", 'distributed.hook = "fp16": applies to gradients, and sync = "param'),
-    ("engine=distributed distributed.hook=tests.plugs:mean", 'distributed.hook.name = "tests.plugs:mean": no such com'),
-    ("engine=distributed sync=gradients aggregate=median distributed.hook=fp16", "distributed.hook"),
-    ("engine=spawn batched.width=3", 'batched.width = 3: the engine "spawn" does not use it; omit it, or use engine='),
     ("engine=fedsim.errors:FedsimError", 'engine = "fedsim.errors:FedsimError": cannot be used: has no signature; wr'),
     ({"model": {"name": "tests.models:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
-    (
-        "aggregate.weights=smaples",
-        'aggregate.weights = "smaples": must be "uniform", "samples" or "inverse',
-    ),
+    ("aggregate.weights=smaples", 'aggregate.weights = "smaples": must be "uniform", "samples" or "inverse'),
     ("aggregate.weights=[1,1,1,-1]", "aggregate.weights[3] = -1: must be greater than or equal to 0"),
-    ("aggregate.rule=tests.plugs:clipped_mean aggregate.weights=samples", 'aggregate.weights = "samples": the rule t'),
-    ("sync=gradients server=momentum", 'server.optimizer = "momentum": with sync=gradients the local solver takes th'),
     ("records.model=no", 'records.model = "no": must be true or false'),
     ("policy=asgd", 'policy.name = "asgd": needs mode=clock or mode=race'),
     ("mode=race", 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
     ("policy.name=asgd policy.k=2 mode=clock", "policy.k = 2: unknown key (the policy is asgd); k goes with "),
-    ("clock.base=2.0", "clock: needs mode=clock; omit [clock]"),
-    ("race.runs=3", "race: needs mode=race; omit [race]"),
-    ("mode=race policy=hogwild batched.width=3", "batched.width = 3: a race does not stack rows; omit it"),
-    ("mode=race policy=hogwild clock.base=2.0", "clock: needs mode=clock; omit [clock]"),
     ("clock.speed=fast mode=clock", 'clock.speed.name = "fast": no such speed; allowed: equal, geometric, linear'),
     ("clock.noise.name=pareto clock.noise.alpha=1.0 mode=clock", "clock.noise.alpha = 1.0: must be greater than 1"),
-    ("policy=asgd sync=gradients mode=clock", 'sync: is not used with policy.name = "asgd", since workers are not sy'),
-    ("policy=asgd aggregate=median mode=clock", 'aggregate: is not used with policy.name = "asgd", since the policy '),
-    ("policy=asgd server=momentum mode=clock", 'server: is not used with policy.name = "asgd", since the policy upda'),
-    ("policy=fedbuff records.updates=[1] mode=clock", 'records.updates: policy.name = "fedbuff" has no synchronous r'),
     ("policy=asgd attack.name=alie attack.fraction=0.3 mode=clock", 'attack.name = "alie": needs the rows of a cohor'),
     ("policy=fedbuff attack.name=backdoor attack.gamma=2.0 attack.fraction=0.3 mode=clock", 'attack.name = "backdoor'),
     ("policy=asgd cohort=2 mode=clock", 'cohort = 2: with mode=clock and policy.name = "asgd" all workers work; omit'),
-    ("policy=fedbuff cohort=2 mode=race", 'cohort = 2: with mode=race and policy.name = "fedbuff" all workers work; '),
     ("policy=asgd local=fedprox mode=clock", 'local.solver = "fedprox": needs local steps, so it does not work with '),
-    (
-        "engine=serial worker_retries=0",
-        'worker_retries = 0: the engine "serial" does not use it; omit ',
-    ),
-    (
-        "engine=batched processes=1 worker_retries=0",
-        'worker_retries = 0: the engine "batched" does not use it',
-    ),
-    ("engine=distributed worker_retries=0", 'worker_retries = 0: the engine "distributed" does not use it; omit it'),
     ("policy=eamsgd mode=clock", 'policy.name = "eamsgd": needs momentum; set local.momentum'),
     ("policy.name=k_sync policy.k=5 mode=clock", "policy.k = 5: must be at most"),
     ("policy.name=backup policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
     ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/n, 1/4"),
     ("clock.departures.1=2.0 mode=clock", "clock.departures: need an asynchronous policy and no cohort"),
-    ("policy=fedasync cohort=2 clock.departures.1=2.0 mode=clock", "clock.departures: need an asynchronous policy an"),
     ("policy=asgd clock.departures.4=2.0 mode=clock", "clock.departures.4: must be a worker, from 0 to 3"),
-    ("policy=asgd clock.departures.01=2.0 mode=clock", "clock.departures.01: must be a worker, from 0 to 3"),
 ]
 
 
@@ -107,6 +66,67 @@ def test_a_wrong_experiment_gives_one_line_with_key_value_and_remedy(tables, lin
     assert len(error.lines) == 1
     assert error.lines[0].startswith(line)
     assert line.startswith(error.key)
+
+
+# Words, and the keys and settings of the warnings: a key has no effect with a setting.
+WITHOUT_EFFECT = [
+    ("gradient_rounds=2", "gradient_rounds: sync=parameters"),
+    ("engine=serial processes=2 timeout=5.0", "processes: engine=serial, timeout: engine=serial"),
+    ("engine=spawn batched.width=3", "batched: engine=spawn"),
+    ("engine=batched processes=1 worker_retries=0", "worker_retries: engine=batched"),
+    ("engine=serial processes=1 cuda_graphs=false", ""),
+    ('aggregate.root_samples=50 aggregate=["nnm","mean"]', "aggregate.root_samples: aggregate.rule=nnm + mean"),
+    ("aggregate=tests.plugs:clipped_mean aggregate.weights=samples", "aggregate.weights: aggregate.rule=tests.plugs:c"),
+    ("checkpoint.every=0 checkpoint.keep=5", "checkpoint.keep: checkpoint.every=0"),
+    ("worker_state_memory=5", "worker_state_memory: workers that keep no state"),
+    ("buffers=local mode=race policy=hogwild worker_state_memory=5", "worker_state_memory: mode=race"),
+    ("engine=distributed distributed.hook=fp16", "distributed.hook: sync=parameters, for which ran"),
+    ("sync=gradients server=momentum", "server: sync=gradients"),
+    ("clock.base=2.0 race.runs=3", "clock: mode=rounds, race: mode=rounds"),
+    ("mode=clock policy=asgd clock.log=x clock.latency=1.0", "clock.latency: clock.log"),
+    ("mode=race policy=hogwild batched.width=3", "batched: mode=race"),
+    ("mode=clock policy=asgd sync=gradients aggregate=median", "aggregate.rule: policy=asgd, sync: policy=asgd"),
+    ("mode=clock policy=asgd sampling=by_size worker_dropout=0.1", "sampling: policy=asgd, worker_dropout: policy=as"),
+    ("mode=clock policy=asgd server=momentum records.updates=[1]", "records.updates: policy=asgd, server: policy=asg"),
+    ("mode=clock policy=fedbuff server=momentum", ""),
+    ("attack=alie", "attack.name: no Byzantine workers (attack.fraction or attack.workers)"),
+    ("attack.redraw=true", "attack.redraw: attack.fraction unset"),
+    ("evaluation.every=3", "evaluation: data.worker_test unset"),
+    ("stop.metric=test_loss", "stop.metric: stop.patience and stop.target unset"),
+    ("stop.metric=test_loss stop.target=0.1 stop.min_delta=0.1", "stop.min_delta: stop.patience unset"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), WITHOUT_EFFECT)
+def test_a_key_without_effect_is_a_warning(words, expected):
+    warned = warnings_about(load_experiment(None, words.split()))
+    lines = [line.replace(" has no effect with ", ": ").removesuffix("; omit it") for line in warned]
+    assert ", ".join(lines).startswith(expected)
+    assert bool(lines) == bool(expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect")
+@pytest.mark.parametrize(
+    ("tables", "more"),
+    [
+        ({}, {"processes": 2, "timeout": 9.0, "batched": {"width": 2}, "cuda_graphs": True, "gradient_rounds": 1}),
+        ({}, {"distributed": {"inner": "batched", "timeout": 9.0}, "race": {"runs": 3}, "clock": {"latency": 1.0}}),
+        ({}, {"attack": "alie", "evaluation": {"every": 1}, "stop": {"metric": "test_loss"}}),
+        ({"sync": "gradients"}, {"server": {"optimizer": "momentum", "lr": 0.5}}),
+        ({"aggregate": "median"}, {"aggregate": {"rule": "median", "weights": "samples", "root_samples": 9}}),
+        (
+            {"mode": "clock", "policy": "asgd"},
+            {
+                **{"sync": "gradients", "aggregate": "krum", "processors": ["sign"], "sampling": "by_size"},
+                **{"worker_dropout": 0.5, "server": "momentum", "records": {"updates": [1]}, "workers": 3},
+            },
+        ),
+    ],
+)
+def test_such_a_key_changes_no_bit_of_a_run(tables, more, tiny_experiment):
+    tables = {**tiny_experiment, "engine": "serial", "model": "logistic", "rounds": 2, **tables}
+    usual, changed = (fedsim.run(each).global_row for each in (tables, {**tables, **more}))
+    assert torch.equal(usual, changed)
 
 
 def test_an_error_has_the_key_of_each_problem():

@@ -21,8 +21,8 @@ from fedsim.cli.main import app
 from fedsim.clients.sgd import SGD
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
+from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
-from fedsim.config.toml import to_toml
 from fedsim.core.objects import name_of
 from fedsim.errors import DataError, ExperimentError, FedsimWarning
 from fedsim.server import ServerStep
@@ -132,11 +132,6 @@ def test_pairs_of_arrays_and_lists_of_samples_are_data_sets(short, pair, form):
     result = fedsim.run({**short, "data": (train, test)})
     assert same(result, fedsim.run({**short, "data": pair}))
     assert same(result, fedsim.run({**short, "data": lambda root: (train, test)}))
-
-
-def test_pairs_of_arrays_go_to_processes(short, pair):
-    tables = {**short, "data": tuple(part.tensors for part in pair)}
-    assert same(fedsim.run({**tables, "engine": "spawn", "processes": 1}), fedsim.run({**tables, "engine": "serial"}))
 
 
 def test_a_data_set_may_have_parameters_train_and_test(short):

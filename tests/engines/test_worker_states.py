@@ -119,18 +119,6 @@ def test_a_run_with_its_worker_state_in_a_file_has_the_same_bits(engine, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "workers keep no state"),
-        ({"buffers": "local", "mode": "race", "policy": "hogwild", "engine": "spawn"}, "a race keeps its state"),
-    ],
-)
-def test_a_limit_without_worker_state_is_refused(changes, message, tiny_experiment):
-    with pytest.raises(fedsim.ExperimentError, match=f"worker_state_memory = 5: {message}"):
-        fedsim.Experiment(**{**tiny_experiment, "worker_state_memory": 5, **changes})
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"workers": torch.tensor([2, 2])},

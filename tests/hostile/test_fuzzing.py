@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import fedsim
+from fedsim.asynchronous import delays
 from fedsim.asynchronous.race.log import FILE, read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
 from fedsim.config.experiment import Experiment
+from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.config.source_catalog import keys_of_tables
-from fedsim.config.toml import to_toml
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run, read_records
@@ -140,19 +141,6 @@ def test_experiment_files(here, examples):
         assert load_experiment(here / "again.toml") == experiment
 
     fuzz(st.tuples(described, st.just([]) | edits), check, examples)
-
-
-def test_experiment_files_of_any_bytes(here, examples):
-    def check(content):
-        (here / "x.toml").write_bytes(content)
-        load_experiment(here / "x.toml")
-        plan_grid(here / "x.toml")
-
-    words = st.sampled_from(
-        [*KEYS, *NAMES, "=", ".", "[", "]", "{", "}", '"', "'''", "\n", "\n[grid]\n", "1", "0x", "-", ","]
-    )
-    texts = st.lists(words, max_size=30).map(lambda parts: "".join(parts).encode())
-    fuzz(st.binary(max_size=300) | texts, check, examples)
 
 
 def test_words_of_the_command_line(here, examples):
@@ -380,13 +368,41 @@ def test_images(tmp_path, examples):
     fuzz(edits, check, examples)
 
 
-def test_traces_of_noise(tmp_path, monkeypatch, examples):
-    from fedsim.asynchronous import delays
+def read_experiment(path):
+    load_experiment(path)
+    plan_grid(path)
 
+
+def read_trace(path):
+    delays._read_trace.cache_clear()
+    delays.trace(3, 0, 0, 2, path=str(path))
+
+
+@pytest.mark.parametrize("read", [read_experiment, read_trace])
+def test_files_of_any_bytes(here, read, examples):
     def check(content):
-        delays._read_trace.cache_clear()
-        (tmp_path / "trace").write_bytes(content)
-        delays.trace(3, 0, 0, 2, path=str(tmp_path / "trace"))
+        (here / "x.toml").write_bytes(content)
+        read(here / "x.toml")
 
-    numbers = st.lists(st.sampled_from(["1", "0.5", "nan", "1e400", "-1", ",", " ", "\n", "#", "x" * 300]), max_size=30)
-    fuzz(st.binary(max_size=60) | numbers.map(lambda parts: "".join(parts).encode()), check, examples)
+    pieces = [
+        "=",
+        ".",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "'''",
+        "\n",
+        "\n[grid]\n",
+        "1",
+        "0.5",
+        "nan",
+        "1e400",
+        "-1",
+        ",",
+        " ",
+        "#",
+    ]
+    texts = st.lists(st.sampled_from([*KEYS, *NAMES, *pieces]), max_size=30).map(lambda parts: "".join(parts).encode())
+    fuzz(st.binary(max_size=300) | texts, check, examples)

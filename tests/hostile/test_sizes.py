@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.cli.main import app
 from fedsim.comparison import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.errors import ExperimentError, RecordError
@@ -25,20 +24,14 @@ DEEP = 5_000
     ("text", "message"),
     [
         ("a=" + "[" * DEEP, "more than 16 nested tables and lists"),
-        ("a=" + "[" * 40 + "]" * 40, "a: more than 16 nested tables and lists"),
         (".".join(["a"] * DEEP) + "=1", "a key of more than 16 dotted parts"),
-        (".".join(["a"] * 40) + "=1", "more than 16 nested tables and lists"),
         (f"seed = {'9' * 5000}", "Exceeds the limit"),
         (f"seed = 0x{'f' * 50_000}", "seed: a whole number of 200000 bits; the largest have 64"),
         (f"{'a' * 10**6} = 1", "a key has at most 100 characters"),
-        (f"model = '{'a' * 10**6}'", "no such model"),
         ('"\\u001b[2J" = 1', '"\\u001b[2J": a key has at most 100 characters, all of them printable'),
-        ('name = "\\u202Egnp.exe"', "contains unprintable characters"),
-        ("local = {lr = 1e400}", "local.lr = inf: must be a finite number"),
         ("local = {lr = nan}", "local.lr = nan: must be a finite number"),
         (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),
         ("processes = 100000\nengine = 'spawn'", "processes = 100000: must be less than or equal to 1024"),
-        ("threads_per_process = 100000", "threads_per_process = 100000: must be less than or equal to 1024"),
         ('"local[" = 1', "local[ = 1: unknown key"),
     ],
 )
@@ -57,11 +50,9 @@ def test_values_beyond_the_limits_are_one_short_line(tmp_path, text, message):
     "text",
     [
         f"aggregate = {{weights = [{'-1,' * 20_000}]}}",
-        f"records = {{updates = [{'-1,' * 20_000}]}}",
         f"attack = {{name = 'alie', workers = [{'7,' * 20_000}]}}",
         "".join(f"k{number} = 1\n" for number in range(5_000)),
         "[local]\n" + "".join(f"k{number} = 1\n" for number in range(5_000)),
-        "[aggregate]\n" + "".join(f"k{number} = 1\n" for number in range(5_000)),
         "mode = 'clock'\npolicy = 'asgd'\n[clock.departures]\n" + "".join(f"k{n} = 1.0\n" for n in range(5_000)),
     ],
 )
@@ -80,11 +71,6 @@ def test_words_beyond_the_limits_are_one_short_line(cli):
         done = cli("run", word, "--dry-run")
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
         assert len(done.stderr) < 1000
-
-
-def test_a_long_list_is_a_word_like_any_other(cli):
-    done = cli("run", "workers=1000", f"aggregate.weights={[1.0] * 1000}", "--dry-run")
-    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -174,4 +160,3 @@ def test_errors_contain_no_control_characters(cli, tmp_path):
     done = cli("report", "\x1b[2J")
     assert done.exit_code == 2
     assert "\x1b" not in done.stderr
-    assert app

@@ -122,11 +122,7 @@ def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
     ("tables", "error"),
     [
         ({"processors": ["top_k"]}, r"processors\[0\].k: is required"),
-        ({"processors": ["sign"], "mode": "clock", "policy": "asgd"}, 'processors: is not used with policy.name = "as'),
-        (
-            {"processors": ["sign"], "engine": "distributed", "sync": "gradients", "distributed": {"hook": "fp16"}},
-            "processors needs the gradient of each worker",
-        ),
+        ({"processors": ["clop"]}, 'did you mean "clip"?'),
     ],
 )
 def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):

@@ -10,7 +10,7 @@ import torch
 
 import fedsim
 from fedsim import ExperimentError
-from fedsim.config.task_tables import Stop
+from fedsim.config.schema import Stop
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.reader import read_run
 from fedsim.records.record import RoundRecord
@@ -99,11 +99,9 @@ def test_a_run_can_stop_on_a_metric(tiny_experiment):
     ("stop", "words"),
     [
         ({"patience": 2}, "data.validation"),
-        ({"min_delta": 0.1}, "stop.patience"),
         ({"metric": "accuracy", "target": 0.5}, "test_accuracy"),
         ({"metric": "metrics.top_k", "target": 0.5}, "stop.mode"),
         ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "not in round 1"),
-        ({"metric": "test_loss", "target": 0.5, "min_delta": 0.1}, "stop.min_delta"),
     ],
 )
 def test_a_wrong_table_is_refused(stop, words, tiny_experiment):

@@ -231,7 +231,7 @@ def test_a_diverged_worker_of_weight_zero_has_no_effect():
 
 
 def test_an_experiment_is_tables_a_file_or_an_object(tiny_experiment, tmp_path):
-    from fedsim.config.toml import to_toml
+    from fedsim.config.files import to_toml
 
     experiment = fedsim.Experiment(**{**tiny_experiment, "rounds": 1})
     path = tmp_path / "experiment.toml"

@@ -1,0 +1,203 @@
+"""Experiments as TOML and YAML files, by path or by the name of an experiment that comes with fedsim."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from fedsim.config.overrides import changes_in, override
+from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words, refuse_long_chains
+from fedsim.core.suggestions import has_words, nearest
+from fedsim.core.text_wrapping import hang
+from fedsim.errors import ExperimentError, cut, show
+from fedsim.system.files import is_file, read_bounded
+from fedsim.system.packages import import_extra
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
+
+GRID = "grid"  # the table of the axes of a comparison
+MAX_BYTES = 8 * 2**20  # of an experiment file: enough for a weight for each of a million workers
+NAME_COLUMNS = 20
+PACKAGE = Path(__file__).parent.parent
+FOLDERS = (PACKAGE / "experiments", PACKAGE.parent / "experiments")  # of an installed wheel; of a checkout
+TOML_REMEDY = (
+    "write key = value, text in double quotes, true and false in lower case, lists in [ ]; a YAML file is called .yaml"
+)
+YAML_SCALARS = {  # those of YAML's core schema (YAML 1.2), by their tag: `no` and `2024-01-01` are strings
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+YAML_TAGS = (*YAML_SCALARS, "str", "seq", "map")
+
+
+def experiments() -> dict[str, Path]:
+    """The files of all experiments that come with fedsim, by name, in alphabetical order."""
+    folder = next(filter(Path.is_dir, FOLDERS), FOLDERS[0])
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find_experiment(source: str | Path) -> Path:
+    """The path of an experiment file: `source` if there is such a file, else the experiment of that name."""
+    path = Path(source)
+    return path if is_file(path) else experiments().get(str(source), path)
+
+
+def list_experiments(columns: int | None = None, search: str = "") -> str:
+    """For each experiment its name, the command that runs it and the first line of its file, wrapped to `columns`.
+
+    Only those that have all words of `search` in their name or file; "" if there are none.
+    """
+    lines = ["experiments (fedsim run NAME, fedsim compare NAME)"]
+    for name, path in experiments().items():
+        text = path.read_text(encoding="utf-8")
+        if has_words(search, name, text):
+            command = "compare" if "\n[grid]" in text else "run"
+            summary = text.partition("\n")[0].removeprefix("# ")
+            lines.append(hang(f"  {name:<{NAME_COLUMNS}} ", f"{command}: {summary}", columns))
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def describe_file(source: str | Path) -> dict[str, Any]:
+    """The settings in an experiment file, or in the experiment of that name, as nested tables, without defaults.
+
+    Raises ExperimentError if the file cannot be read.
+    """
+    path = find_experiment(source)
+    return nested(read_yaml(path)) if path.suffix.lower() in (".yaml", ".yml") else read_toml(path)
+
+
+def nested(tables: dict[str, Any]) -> dict[str, Any]:
+    """Tables with dotted keys as nested tables.
+
+    The axes of a comparison stay flat, {"grid": {dotted key: values}}, since both `attack` and `attack.fraction` may be
+    axes. Raises ExperimentError if a key is given twice.
+    """
+    in_grid = {key: value for key, value in tables.items() if str(key).partition(".")[0] == GRID}
+    if isinstance(in_grid.get(GRID, {}), Mapping) and in_grid:
+        axes: dict[str, Any] = {}
+        for key, values in leaves_of(in_grid):
+            axis = key.partition(".")[2]
+            if axis in axes:
+                raise ExperimentError(f"{key}: is given twice")
+            axes[axis] = values
+        return {**nested({key: value for key, value in tables.items() if key not in in_grid}), GRID: axes}
+    if any("." in str(key) for key in tables):
+        changes, tables = changes_in(tables), {}
+        override(tables, changes)
+    return tables
+
+
+def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
+    """The text of an experiment file; with `inside`, the file must lie in that folder.
+
+    Raises ExperimentError if the file is missing, not a regular file, too large or not UTF-8. `kind` is TOML or YAML.
+    """
+    where = cut(str(path))
+    try:
+        return read_bounded(path, MAX_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
+    except FileNotFoundError:
+        known, is_name = experiments(), path.name == path.stem == str(path)
+        hint = f"; {nearest(path.stem, known)}" if is_name or path.stem in known else ""
+        raise ExperimentError(f"{where}: no such file; expected an experiment ({kind}) or key=value{hint}") from None
+    except OSError as error:
+        raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment ({kind})") from None
+    except ValueError as error:
+        raise ExperimentError(f"{where}: cannot be read as {kind}: {cut(str(error))}") from None
+
+
+def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
+    """The tables of a TOML file; with `inside`, the file must lie in that folder.
+
+    Raises ExperimentError if the file cannot be read, is not TOML, or holds values that no experiment holds.
+    """
+    where, text = cut(str(path)), read_text(path, "TOML", inside)
+    try:
+        refuse_long_chains(text)
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"line (\d+)", str(error))
+        line = text.split("\n")[int(place[1]) - 1] if place else text.rstrip().rpartition("\n")[2]
+        reason = f"{cut(str(error))}: {show(line.strip())}; {TOML_REMEDY}"
+        raise ExperimentError(f"{where}: cannot be read as TOML: {reason}") from None
+    except ValueError as error:  # a number of too many digits
+        raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None
+    if problem := problem_with_words(tables):
+        raise ExperimentError(f"{where}: {problem}")
+    return tables
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The tables of a YAML file; a key may be dotted. An empty file has none.
+
+    Aliases, tags and repeated keys are refused, so that a file is as large as it looks and executes nothing.
+
+    Raises ExperimentError if the file cannot be read, is not YAML, or holds values that no experiment holds, and
+    MissingPackageError if PyYAML is not installed.
+    """
+    yaml = import_extra("yaml", extra="yaml", purpose=f"{path}")
+    where, text = cut(str(path)), read_text(path, "YAML")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+        yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as PyYAML has it
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.MarkedYAMLError(
+                    problem="aliases (*) are not allowed; write the value again", problem_mark=mark
+                )
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            table: dict[str, Any] = {}
+            for key, value in node.value:
+                if not isinstance(key.value, str) or key.value in table:
+                    problem = (
+                        f"{show(key.value)} is there twice" if isinstance(key.value, str) else "a key must be a name"
+                    )
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                table[key.value] = self.construct_object(value, deep=deep)
+            return table
+
+    tags = [f"tag:yaml.org,2002:{name}" for name in YAML_TAGS]
+    Loader.yaml_constructors = {tag: Loader.yaml_constructors[tag] for tag in tags}
+    Loader.add_constructor(None, Loader.construct_undefined)
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+    for name, pattern in YAML_SCALARS.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None)
+    try:
+        tables = yaml.load(text, Loader) or {}  # a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}:" if mark else ""
+        reason = getattr(error, "problem", None) or "has characters that YAML does not allow"
+        raise ExperimentError(f"{where}:{line} cannot be read as YAML: {cut(reason)}") from None
+    except RecursionError:
+        raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
+    except ValueError as error:  # a number of too many digits
+        raise ExperimentError(f"{where}: {cut(str(error))}") from None
+    if not isinstance(tables, dict):
+        raise ExperimentError(f"{where}: must be one table of keys and values, such as rounds: 3")
+    if problem := problem_with_words(tables):
+        raise ExperimentError(f"{where}: {problem}")
+    return tables
+
+
+def to_toml(experiment: Experiment) -> str:
+    """The experiment with all its settings as TOML; reading it gives an equal experiment."""
+    return tomli_w.dumps(experiment.resolved())
