@@ -8,21 +8,78 @@
 A name is imported when it is first used: PyTorch takes a second or more, and `fedsim --help` does not need it.
 """
 
-# ruff: noqa: F403
+# ruff: noqa: F401
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedsim.api import MODULE_OF
 from fedsim.system.openmp import wait_passively
 from fedsim.version import __version__
 
 wait_passively()  # before PyTorch is imported
 
 if TYPE_CHECKING:
-    from fedsim.api import *
+    from fedsim.aggregation import aggregate, pre_aggregate
+    from fedsim.byzantine import attack
+    from fedsim.callbacks import Callback
+    from fedsim.comparison import Comparison, compare, load_comparison, plot
+    from fedsim.config.experiment import Experiment
+    from fedsim.config.load import load_experiment
+    from fedsim.config.plugs import (
+        attacks,
+        noises,
+        partitions,
+        policies,
+        pre_aggregators,
+        processors,
+        rules,
+        server_optimizers,
+        speeds,
+    )
+    from fedsim.core.randomness import Draws
+    from fedsim.core.rows import Layout, bind, new_rows, pull_down
+    from fedsim.core.training import test, train_epoch
+    from fedsim.data import (
+        CustomSubset,
+        Heterogeneity,
+        TensorData,
+        dataset_split,
+        draw_partition,
+        label_counts,
+        load_dataset,
+        partition,
+        partition_transforms,
+    )
+    from fedsim.data.heterogeneity import heterogeneity
+    from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, StopRun, WorkerError
+    from fedsim.runs.result import Result, load_model, load_run
+    from fedsim.runs.run import run
+    from fedsim.runs.session import Session
+    from fedsim.server import ServerOptimizer
+
+MODULES = {  # public names by the module that defines them
+    "aggregation": "aggregate pre_aggregate",
+    "byzantine": "attack",
+    "callbacks": "Callback",
+    "comparison": "Comparison compare load_comparison plot",
+    "config.experiment": "Experiment",
+    "config.load": "load_experiment",
+    "config.plugs": "attacks noises partitions policies pre_aggregators processors rules server_optimizers speeds",
+    "core.randomness": "Draws",
+    "core.rows": "Layout bind new_rows pull_down",
+    "core.training": "test train_epoch",
+    "data": "CustomSubset Heterogeneity TensorData dataset_split draw_partition label_counts load_dataset partition "
+    "partition_transforms",
+    "data.heterogeneity": "heterogeneity",
+    "errors": "DataError ExperimentError FedsimError RecordError StopRun WorkerError",
+    "runs.result": "Result load_model load_run",
+    "runs.run": "run",
+    "runs.session": "Session",
+    "server": "ServerOptimizer",
+}
+MODULE_OF = {name: f"fedsim.{module}" for module, names in MODULES.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(MODULE_OF)]
 
@@ -30,8 +87,7 @@ __all__ = ["__version__", *sorted(MODULE_OF)]
 def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, imported on first use."""
     if name in MODULE_OF:
-        value = getattr(importlib.import_module("fedsim.api"), name)
-        globals()[name] = value
+        value = globals()[name] = getattr(importlib.import_module(MODULE_OF[name]), name)
         return value
     path = f"fedsim.{name}"
     try:

@@ -24,7 +24,7 @@ from fedsim.data import TensorData
 from fedsim.engines import Engine, TaskSpec
 from fedsim.engines.footprint import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
-from fedsim.runs.reports import check_first_rounds
+from fedsim.runs.samples import check_first_rounds
 from fedsim.server import CohortSampler
 from fedsim.system.devices import free_memory
 

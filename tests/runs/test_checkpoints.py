@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from fedsim.callbacks import checkpoints
+from fedsim.callbacks.checkpoints import FIRST_COST, SHARE, CheckpointFolder
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError
-from fedsim.runs import checkpoints
-from fedsim.runs.checkpoints import FIRST_COST, SHARE, Checkpoints
 
 
 def state(value=1.0):
@@ -28,7 +28,7 @@ def clock(monkeypatch):
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=2)
+    kept = CheckpointFolder(tmp_path, every=1, keep=2)
     kept.write(7, state, way={"engine": "serial"})
     read = kept.read(7)
     assert read.facts == {**state().facts, "way": {"engine": "serial"}}
@@ -47,7 +47,7 @@ def test_a_snapshot_is_a_copy():
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=3)
+    kept = CheckpointFolder(tmp_path, every=1, keep=3)
     for round in range(1, 8):
         kept.write(round, state)
     assert kept.rounds() == [7, 6, 5]
@@ -57,14 +57,14 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 
 
 def test_checkpoints_are_due_every_few_rounds_and_after_the_last(tmp_path):
-    kept = Checkpoints(tmp_path, every=3, keep=1)
+    kept = CheckpointFolder(tmp_path, every=3, keep=1)
     assert [round for round in range(1, 9) if kept.due(round, 8)] == [3, 6, 8]
-    assert not any(Checkpoints(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
-    assert not any(Checkpoints(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
+    assert not any(CheckpointFolder(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
+    assert not any(CheckpointFolder(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
 
 
 def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, clock):
-    kept = Checkpoints(tmp_path, every=None, keep=1)
+    kept = CheckpointFolder(tmp_path, every=None, keep=1)
 
     def slow():
         clock[0] += 2.0  # seconds that it takes to write
@@ -83,7 +83,7 @@ def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, c
 
 def test_a_checkpoint_without_its_json_file_is_ignored(tmp_path, monkeypatch):
     """The head is written last, so what a death has left half done is not taken for one."""
-    kept = Checkpoints(tmp_path, every=1, keep=2)
+    kept = CheckpointFolder(tmp_path, every=1, keep=2)
     kept.write(1, state)
     written = checkpoints.write_atomically
 
@@ -100,7 +100,7 @@ def test_a_checkpoint_without_its_json_file_is_ignored(tmp_path, monkeypatch):
 
 
 def test_checkpoints_are_sorted_by_number(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=9)
+    kept = CheckpointFolder(tmp_path, every=1, keep=9)
     for round in (99_999, 100_000, 5):
         kept.write(round, state)
     assert kept.rounds() == [100_000, 99_999, 5]
@@ -110,7 +110,7 @@ def test_checkpoints_are_sorted_by_number(tmp_path):
 
 
 def test_a_checkpoint_larger_than_memory_is_not_read(tmp_path, monkeypatch):
-    kept = Checkpoints(tmp_path, every=1, keep=1)
+    kept = CheckpointFolder(tmp_path, every=1, keep=1)
     kept.write(1, state)
     monkeypatch.setattr(checkpoints, "free_memory", lambda: 100)
     with pytest.raises(RecordError, match="cannot be read: it is larger than 50 bytes"):
@@ -118,7 +118,7 @@ def test_a_checkpoint_larger_than_memory_is_not_read(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_under_the_name_of_another_round_is_damaged(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=9)
+    kept = CheckpointFolder(tmp_path, every=1, keep=9)
     kept.write(1, state)
     folder = tmp_path / "checkpoints"
     (folder / "round-00002.json").write_bytes((folder / "round-00001.json").read_bytes())
@@ -131,4 +131,4 @@ def test_a_checkpoint_under_the_name_of_another_round_is_damaged(tmp_path):
 def test_a_checkpoint_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(RecordError, match="checkpoints: cannot be written"):
-        Checkpoints(tmp_path, every=1, keep=1).write(1, state)
+        CheckpointFolder(tmp_path, every=1, keep=1).write(1, state)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
+from fedsim.callbacks.display import Display, progress_bar
 from fedsim.comparison import grid_terminal as of_comparisons
-from fedsim.runs.terminal import Display, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -44,15 +44,15 @@ def test_the_time_left_of_a_resumed_run_does_not_count_earlier_rounds(monkeypatc
     watched(monkeypatch)
     experiment = {**tiny_experiment, "rounds": 2, "checkpoint": {"every": 1}}
     fedsim.run(experiment, tmp_path / "run")
-    with Display(fedsim.Experiment(rounds=4), None, quiet=False) as display:
-        states = []
+    with Display(fedsim.Experiment(rounds=4), None, quiet=True) as display:
 
-        def on_start(prepared):
-            display.start(prepared)
-            states.append((display._bar.n, display._bar.initial))
+        def on_start(run):
+            Display.on_start(display, run)
+            assert (display._bar.n, display._bar.initial) == (2, 2), "the rate is (n - initial) / seconds"
 
-        fedsim.run({**experiment, "rounds": 4}, tmp_path / "run", resume=True, on_start=on_start)
-    assert states == [(2, 2)], "the rate is (n - initial) / seconds"
+        callback = fedsim.Callback()
+        callback.on_start = on_start
+        fedsim.run({**experiment, "rounds": 4}, tmp_path / "run", resume=True, callbacks=[callback])
 
 
 def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypatch):

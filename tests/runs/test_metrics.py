@@ -8,12 +8,12 @@ import json
 import pytest
 
 import fedsim
+from fedsim.callbacks.display import columns_of, table_header
+from fedsim.callbacks.loggers import scalars
 from fedsim.records.reader import read_records
 from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.report.curves import run_curves
 from fedsim.report.run_page import rounds_table
-from fedsim.runs.run_loggers import scalars
-from fedsim.runs.text_table import columns_of, table_header
 
 CLIPPED = {"processors": [{"name": "clip", "max_norm": 1e-3}]}
 

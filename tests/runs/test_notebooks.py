@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.runs.notebook import in_notebook
+from fedsim.callbacks.notebook import in_notebook
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 needs_kernel = pytest.mark.skipif(

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save
 
 import fedsim
 from fedsim.asynchronous.policies import policy
+from fedsim.callbacks import checkpoints
 from fedsim.errors import FedsimWarning
-from fedsim.runs import checkpoints
 from tests.commands import assert_none_left, read_until, start
 from tests.matrix import in_turn
 

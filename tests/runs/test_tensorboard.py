@@ -5,9 +5,9 @@ import sys
 import pytest
 
 import fedsim
+from fedsim.callbacks.loggers import scalars
 from fedsim.errors import MissingPackageError
 from fedsim.records.record import AsyncRecord, RoundRecord
-from fedsim.runs.run_loggers import scalars
 
 LOGGED = {"tensorboard": True, "curve": False}
 

@@ -7,8 +7,9 @@ import math
 import pytest
 
 import fedsim
+from fedsim.callbacks.display import announcement, columns_of, headline, table_header, table_line
+from fedsim.callbacks.records import draw_curve
 from fedsim.records.record import RoundRecord
-from fedsim.runs.text_table import announcement, columns_of, draw_curve, headline, table_header, table_line
 
 SYNCHRONOUS = "round  accuracy  test loss  train loss  pull_down s   train s  aggregate s    test s"
 HEADS = {

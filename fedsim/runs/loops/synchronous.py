@@ -22,8 +22,7 @@ from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.runs.loops.round_clock import RoundClock
-from fedsim.runs.reports import ReportCheck
-from fedsim.runs.samples import cohorts_of
+from fedsim.runs.samples import ReportCheck, cohorts_of
 from fedsim.runs.setup import PreparedRun
 from fedsim.server import Cohort
 
