@@ -12,7 +12,9 @@ A name is imported when it is first used: PyTorch takes a second or more, and `f
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsim.system.openmp import wait_passively
@@ -59,28 +61,15 @@ if TYPE_CHECKING:
     from fedsim.runs.session import Session
     from fedsim.server import ServerOptimizer
 
-MODULES = {  # public names by the module that defines them
-    "aggregation": "aggregate pre_aggregate",
-    "byzantine": "attack",
-    "callbacks": "Callback",
-    "comparison": "Comparison compare load_comparison plot",
-    "config.experiment": "Experiment",
-    "config.load": "load_experiment",
-    "config.plugs": "attacks noises partitions policies pre_aggregators processors rules server_optimizers speeds",
-    "core.randomness": "Draws",
-    "core.rows": "Layout bind new_rows pull_down",
-    "core.training": "test train_epoch",
-    "data": "CustomSubset Heterogeneity TensorData dataset_split draw_partition label_counts load_dataset partition "
-    "partition_transforms",
-    "data.heterogeneity": "heterogeneity",
-    "errors": "DataError ExperimentError FedsimError RecordError StopRun WorkerError",
-    "runs.result": "Result load_model load_run",
-    "runs.run": "run",
-    "runs.session": "Session",
-    "server": "ServerOptimizer",
+# Public names by the module that defines them: the imports above, which only type checkers execute.
+MODULE_OF = {
+    alias.name: str(statement.module)
+    for block in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    if isinstance(block, ast.If)
+    for statement in block.body
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
 }
-MODULE_OF = {name: f"fedsim.{module}" for module, names in MODULES.items() for name in names.split()}
-
 __all__ = ["__version__", *sorted(MODULE_OF)]
 
 

@@ -108,7 +108,8 @@ class StoredResult(Result):
     @functools.cached_property
     def global_row(self) -> Tensor:
         assert self.folder is not None
-        return _row_of(_stored_model(self.experiment, self.folder))  # `model` may have been trained further
+        stored = _stored_model(self.experiment, self.folder)  # `model` may have been trained further
+        return Layout.of(stored).read(stored)
 
 
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
@@ -153,10 +154,6 @@ def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
         raise RecordError(f"{folder}: is not a run folder (no {EXPERIMENT})")
     read_toml(path, inside=folder)  # refuses a link that leads out of the folder
     return load_experiment(path, allow_imports=allow_imports)
-
-
-def _row_of(model: nn.Module) -> Tensor:
-    return Layout.of(model).read(model)
 
 
 def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:

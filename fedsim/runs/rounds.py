@@ -27,6 +27,7 @@ class Simulation:
     """Runs the rounds of one run; all that `fedsim.run` and its callbacks know about engines and modes.
 
     Attributes:
+        run_round: runs one round, counted from 1, and returns its record.
         prepared: the facts that are known before the first round.
         tests: the newest tests of single workers; None if there are none.
     """
@@ -37,16 +38,14 @@ class Simulation:
         self.prepared, self._engine = prepared, engine
         self.tests: WorkerResults | None = None
         self._loop: Loop = recovering(loop_of(prepared, engine, keep_log, self._keep_tests), prepared, engine, note)
+        ends = prepared.experiment.aggregate.nonfinite == "stop"
+        self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self._loop.run_round
 
-    def run_round(self, round: int) -> RoundRecord:
-        """Run one round, counted from 1.
+    def _run_or_end(self, round: int) -> RoundRecord:
+        """Run one round; if it diverges, restore the global model before it, and return a record with its tests.
 
-        If `aggregate.nonfinite` is "stop", a round that diverges restores the global model before it, and its record
-        has the tests of that model. Cost of that setting: a copy of the global row and buffers for each round, on
-        their device. Otherwise such a round raises DivergedError.
+        Cost: a copy of the global row and buffers for each round, on their device.
         """
-        if self.prepared.experiment.aggregate.nonfinite != "stop":
-            return self._loop.run_round(round)
         engine, shared = self._engine, self._engine.shared
         before = shared.global_row.clone(), shared.global_buffers.clone()
         try:
@@ -122,7 +121,7 @@ class Simulation:
 
     def release(self) -> None:
         """Let go of the tensors: the engine must be the last to hold its memory when it leaves the task."""
-        del self._loop, self._engine
+        del self.run_round, self._loop, self._engine
 
     def _keep_tests(self, tests: WorkerResults) -> None:
         self.tests = tests
