@@ -12,8 +12,8 @@ from fedsim.errors import ExperimentError
 class Noting(fedsim.Callback):
     """Notes its calls; it ends the run, or fails, in a round."""
 
-    def __init__(self, *, ends=None, fails=None, calls=None):
-        self.ends, self.fails, self.calls = ends, fails, [] if calls is None else calls
+    def __init__(self, *, ends=None, fails=None, calls=None, reason="enough"):
+        self.ends, self.fails, self.reason, self.calls = ends, fails, reason, [] if calls is None else calls
 
     def on_setup(self, step):
         self.calls.append(step.split()[0])
@@ -27,7 +27,7 @@ class Noting(fedsim.Callback):
         self.calls.append(record.round)
         if record.round == self.fails:
             raise ZeroDivisionError
-        return "enough" if record.round == self.ends else None
+        return self.reason if record.round == self.ends else None
 
     def on_end(self, result):
         self.calls.append(("end", len(result.history), result.stopped))
@@ -86,6 +86,4 @@ def test_a_callback_sees_the_current_model(tiny_experiment):
 
 def test_a_reason_that_is_no_text_is_an_error(tiny_experiment):
     with pytest.raises(ExperimentError, match=r"^callbacks: Noting.on_round returned 1; return a text to end the run"):
-        noting = Noting()
-        noting.on_round = lambda record: 1
-        fedsim.run(tiny_experiment, callbacks=[noting])
+        fedsim.run(tiny_experiment, callbacks=[Noting(ends=1, reason=1)])
