@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -18,8 +17,18 @@ MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": 
 
 
 def family():
-    """This process and its children."""
-    return [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+    """This process and its descendants."""
+    parents = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended
+                continue
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return own
 
 
 def resident(pid):
