@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.runs.rule_replay import load_round
 from tests.commands import ROOT, ended, start_ranks
 from tests.engines.sampled_cases import SAMPLED
 from tests.engines.test_contract import (
