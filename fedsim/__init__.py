@@ -8,30 +8,75 @@
 A name is imported when it is first used: PyTorch takes a second or more, and `fedsim --help` does not need it.
 """
 
-# ruff: noqa: F403
+# ruff: noqa: F401
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsim.api import MODULE_OF
 from fedsim.system.c_libraries import wait_passively
 from fedsim.version import __version__
 
 wait_passively()  # before PyTorch is imported
 
 if TYPE_CHECKING:
-    from fedsim.api import *
+    from fedsim.aggregation import aggregate, pre_aggregate
+    from fedsim.byzantine import attack
+    from fedsim.callbacks import Callback
+    from fedsim.comparison import Comparison, compare, load_comparison, plot
+    from fedsim.config.experiment import Experiment
+    from fedsim.config.load import load_experiment
+    from fedsim.config.plugs import (
+        attacks,
+        noises,
+        partitions,
+        policies,
+        pre_aggregators,
+        processors,
+        rules,
+        server_optimizers,
+        speeds,
+    )
+    from fedsim.core.randomness import Draws
+    from fedsim.core.rows import Layout, bind, new_rows, pull_down
+    from fedsim.core.training import test, train_epoch
+    from fedsim.data import (
+        CustomSubset,
+        Heterogeneity,
+        TensorData,
+        dataset_split,
+        draw_partition,
+        label_counts,
+        load_dataset,
+        partition,
+        partition_transforms,
+    )
+    from fedsim.data.heterogeneity import heterogeneity
+    from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, StopRun, WorkerError
+    from fedsim.runs.result import Result, load_model, load_run
+    from fedsim.runs.run import run
+    from fedsim.runs.session import Session
+    from fedsim.server import ServerOptimizer
 
+# Public names by the module that defines them: the imports above, which only type checkers execute.
+MODULE_OF = {
+    alias.name: str(statement.module)
+    for block in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    if isinstance(block, ast.If)
+    for statement in block.body
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
+}
 __all__ = ["__version__", *sorted(MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
     """A public name, or a module of the package, imported on first use."""
     if name in MODULE_OF:
-        value = getattr(importlib.import_module("fedsim.api"), name)
-        globals()[name] = value
+        value = globals()[name] = getattr(importlib.import_module(MODULE_OF[name]), name)
         return value
     path = f"fedsim.{name}"
     try:

@@ -39,7 +39,7 @@ RARELY_USED = [
 
 def test_import_fedsim_loads_pytorch_and_other_packages_on_first_use():
     code = (
-        "import sys, fedsim.api; before = [name for name in ('torch', 'pydantic') if name in sys.modules]\n"
+        "import sys, fedsim; before = [name for name in ('torch', 'pydantic') if name in sys.modules]\n"
         "import fedsim.comparison\n"
         "from fedsim.config.plugs import registry_of\n"
         f"print(before, [module for module in {RARELY_USED} if module in sys.modules])\n"

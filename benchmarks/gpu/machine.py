@@ -68,7 +68,7 @@ def packages() -> Facts:
 
 
 def import_fedsim() -> Facts:
-    fedsim = importlib.import_module("fedsim.api")
+    fedsim = importlib.import_module("fedsim")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {"file": fedsim.__file__, "commit": commit.stdout.strip() or None}
 

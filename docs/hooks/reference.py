@@ -45,7 +45,7 @@ KINDS = {  # the title of the page of each kind of plug
     "loggers": "Loggers",
 }
 PYTHON = {  # the sections of the page of the Python API, and their names
-    "Run experiments": "run Result Session Experiment load_experiment load_run load_model StopRun",
+    "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
     "Compare": "compare Comparison load_comparison plot",
     "Aggregate and attack": "aggregate pre_aggregate attack",
     "Data": "load_dataset TensorData partition partition_transforms dataset_split CustomSubset label_counts "

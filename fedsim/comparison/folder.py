@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.grid import Grid, PlannedRun, common_tables, keys_set_in
 from fedsim.config.files import read_toml
 from fedsim.core.input_limits import leaves_of
@@ -27,8 +28,7 @@ from fedsim.records.early_stopping import stop_reason
 from fedsim.records.history import read_history
 from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, read_grid_file
 from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
-from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.runs.differences import NO_EFFECT, differences_of
+from fedsim.runs.resume import NO_EFFECT, differences_of
 from fedsim.system.files import (
     PART,
     is_file,

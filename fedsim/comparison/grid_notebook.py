@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.grid_terminal import Callback, GridDisplay
 from fedsim.comparison.heat_map import draw_heatmap
@@ -14,7 +15,6 @@ from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult
 from fedsim.errors import plural
 from fedsim.records.record import RoundRecord
-from fedsim.runs.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 
 if TYPE_CHECKING:
     from fedsim.comparison.runner import Comparison

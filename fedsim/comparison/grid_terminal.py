@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedsim.callbacks.display import ProgressBar, progress_bar
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.results import RunResult
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
-from fedsim.runs.terminal import ProgressBar, progress_bar
 
 
 class Callback:

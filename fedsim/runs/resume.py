@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from fedsim.callbacks.checkpoints import CheckpointFolder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
 from fedsim.config.schema import Stop
+from fedsim.config.source_catalog import plug_tables
 from fedsim.core.import_policy import untrusted_config
+from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines import Engine
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line
+from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line, show
 from fedsim.records.history import read_history
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
-from fedsim.runs.checkpoints import Checkpoints
-from fedsim.runs.differences import NO_EFFECT, differences_of
-from fedsim.runs.loops.loop import Loop
-from fedsim.runs.setup import PreparedRun
+from fedsim.runs.rounds import Rounds
 
 # Exceptions of a loop that is given the checkpoint of another run; files may hold anything.
 UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
@@ -29,6 +28,12 @@ UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, Attri
 State = tuple[int, Snapshot]  # the last finished round, and the state after it
 
 
+NO_EFFECT = (  # keys that do not change results
+    *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs"),
+    *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
+    *("checkpoint.every", "checkpoint.keep", "worker_retries", "worker_state_memory"),
+    *("records.figures", "records.tensorboard", "records.loggers"),
+)
 LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only say when a run ends
 
 
@@ -44,7 +49,7 @@ class ResumeState:
 
     def __init__(self, folder: RunFolder | None, experiment: Experiment) -> None:
         chosen = experiment.checkpoint
-        self.checkpoints = Checkpoints(folder.path if folder else None, chosen.every, chosen.keep)
+        self.checkpoints = CheckpointFolder(folder.path if folder else None, chosen.every, chosen.keep)
         self.records: list[RoundRecord] = []
         self._candidates: list[int] = []  # rounds of checkpoints, newest first
         self._newest: State | None = None
@@ -62,21 +67,21 @@ class ResumeState:
         choices = newest[1].facts.get("way")
         return _with_choices(experiment, choices if isinstance(choices, dict) else {})
 
-    def restore(self, loop: Loop, engine: Engine) -> int:
-        """Restore the loop from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
-        start = loop.state()
-        while (found := engine.broadcast(self.newest())) is not None:
+    def restore(self, rounds: Rounds) -> int:
+        """Restore the run from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
+        start = rounds.state()
+        while (found := rounds.broadcast(self.newest())) is not None:
             round, state = found
             try:
-                loop.resume(state)
+                rounds.resume(state)
             except UNFIT as error:
-                loop.resume(start)
+                rounds.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
             break
         else:
             round = 0
-        self.records[:] = engine.broadcast(self.records[:round])
+        self.records[:] = rounds.broadcast(self.records[:round])
         self.checkpoints.forget_after(round)
         return round
 
@@ -99,12 +104,6 @@ class ResumeState:
             then = f"round {self._candidates[0]} is tried instead" if self._candidates else "the run starts again"
             warnings.warn(f"checkpoint of round {round}: {why}; {then}", FedsimWarning, stacklevel=2)
         self._newest = None
-
-
-def choices_of(prepared: PreparedRun) -> dict[str, Any]:
-    """The choices of the engine on which rounding depends, for the checkpoint."""
-    chosen = {"engine": prepared.experiment.engine, **prepared.how}
-    return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
@@ -154,3 +153,26 @@ def _warn_of_other_software(folder: RunFolder) -> None:
         warnings.warn(
             f"{folder.path}: {', '.join(differences)}: results may differ in the last bits", FedsimWarning, stacklevel=2
         )
+
+
+def differences_of(
+    there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str] = NO_EFFECT
+) -> list[str]:
+    """Return a line for each key with different values in two resolved experiments: `rounds: 5 there, 10 here`.
+
+    The parameters of two different plugs are not compared.
+    """
+    first, second = dict(leaves_of(there)), dict(leaves_of(here))
+    keys = [key for key in {**first, **second} if first.get(key) != second.get(key) and key not in ignored]
+    of_plugs = {
+        key
+        for place, table in plug_tables().items()
+        if f"{place}.{table.named_by}" in keys
+        for key in keys
+        if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.keys
+    }
+    return [f"{key}: {_shown(first, key)} there, {_shown(second, key)} here" for key in keys if key not in of_plugs]
+
+
+def _shown(leaves: Mapping[str, Any], key: str) -> str:
+    return show(leaves[key]) if key in leaves else "not set"

@@ -20,13 +20,9 @@ from fedsim.aggregation import rule as rules_by_name
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.text_wrapping import hang
-from fedsim.engines import Engine
-from fedsim.engines.aggregator import weights_by_probability
 from fedsim.errors import ExperimentError, RecordError, cut, show
-from fedsim.records.record import RoundRecord
+from fedsim.records.formatting import label
 from fedsim.records.run_folder import EXPERIMENT
-from fedsim.runs.setup import PreparedRun
-from fedsim.runs.simulation import Simulation
 from fedsim.system.files import is_file, require_regular, to_json
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
@@ -179,7 +175,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
         if pipeline.accepts("gram"):
             gram = gram or Gram(cohort.updates)
             cohort.gram = gram
-        results.append(_measured(stored, pipeline, cohort, bad, _label(rule)))
+        results.append(_measured(stored, pipeline, cohort, bad, label(rule)))
     return results
 
 
@@ -203,16 +199,6 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
     if not isinstance(rule, (str, list)):
         raise ExperimentError(f"rules: {show(rule)} is not a rule; give a name, or a list of names and tables")
     return make_pipeline(resolve(rule, params, background={"f": f}))
-
-
-def _label(rule: Any) -> str:
-    """A rule with its parameters: `nnm + multi_krum (m = 2)`."""
-    if isinstance(rule, list):
-        return " + ".join(map(_label, rule))
-    if not isinstance(rule, dict):
-        return str(rule)
-    params = ", ".join(f"{name} = {show(value)}" for name, value in rule.items() if name != "rule")
-    return _label(rule["rule"]) + (f" ({params})" if params else "")
 
 
 def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
@@ -298,29 +284,3 @@ def _described(result: Replayed) -> str:
         every = len(values) == len(result.shares)
         return f"{'all' if every else 'workers ' + ', '.join(map(str, result.chosen))}, equally"
     return "workers " + ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
-
-
-def kept_updates(prepared: PreparedRun, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
-    """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
-
-    In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
-    """
-    shared, cohort, rule = engine.shared, record["cohort"], prepared.task.rule
-    gathered = engine.backend.run(Simulation.round_rows, cohort, record["round"])[0]
-    if gathered is None:
-        return {}
-    (rows, losses), n = gathered, len(cohort)
-    byzantine = prepared.task.byzantine.in_round(record["round"])
-    kept = {
-        "updates": rows[:n],
-        "workers": torch.tensor(cohort),
-        "samples": torch.tensor([shared.shards.size(worker) for worker in cohort]),
-        "byzantine": torch.tensor([worker in byzantine for worker in cohort]),
-    }
-    if rule.accepts("root"):
-        kept["root"] = rows[-1]
-    if rule.accepts("losses"):
-        kept["losses"] = losses[:n]
-    if prepared.task.weights == "inverse_probability":
-        kept["cohort_weights"] = weights_by_probability(shared, cohort)
-    return {name: tensor.cpu().clone() for name, tensor in kept.items()}

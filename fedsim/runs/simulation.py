@@ -34,8 +34,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.runs.loops.round_clock import RoundClock
-from fedsim.runs.reports import ReportCheck
-from fedsim.runs.samples import cohorts_of
+from fedsim.runs.samples import ReportCheck, cohorts_of
 from fedsim.server import Cohort
 from fedsim.system.devices import synchronize
 

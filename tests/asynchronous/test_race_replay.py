@@ -7,8 +7,8 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.race.log import FILE
+from fedsim.callbacks.display import announcement, columns_of
 from fedsim.errors import show
-from fedsim.runs.text_table import announcement, columns_of
 
 POLICIES = {
     "asgd": {},

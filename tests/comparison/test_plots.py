@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from fedsim.callbacks.records import draw_curve
 from fedsim.comparison import Comparison, ComparisonSettings
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels
@@ -21,7 +22,6 @@ from fedsim.core.plotting import COLOURS, encode
 from fedsim.data.picture import draw_partition
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.records.worker_results import draw_workers
-from fedsim.runs.text_table import draw_curve
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]

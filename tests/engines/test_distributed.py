@@ -9,6 +9,7 @@ import torch
 
 import fedsim
 from fedsim.config.validation import warnings_about
+from fedsim.runs.rule_replay import load_round
 from tests.commands import ROOT, ended, start_ranks
 from tests.engines.sampled_cases import SAMPLED
 from tests.engines.test_contract import (
@@ -312,7 +313,7 @@ def test_ranks_send_the_bytes_of_the_formulas(count, groups):
 
 def test_the_first_rank_keeps_the_updates_of_all(groups):
     _, folder = groups(2)
-    stored = fedsim.runs.rule_replay.load_round(folder / "updates-kept", allow_imports=True)
+    stored = load_round(folder / "updates-kept", allow_imports=True)
     assert stored.tensors["updates"].shape[0] == 5
     assert bool(stored.tensors["updates"].any(1).all())
 

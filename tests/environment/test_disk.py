@@ -10,10 +10,10 @@ import shutil
 import pytest
 
 import fedsim
+from fedsim.callbacks.loggers import scalars
 from fedsim.comparison.folder import read_history
 from fedsim.errors import RecordError
-from fedsim.loggers.tensorboard import TensorBoardWriter
-from fedsim.runs.run_loggers import scalars
+from fedsim.loggers import LoggedRun, tensorboard
 from fedsim.system import files
 from fedsim.system.files import append_atomically, require_space
 from tests.environment.confined import QUICK, limited, one_line_of_error, outcomes
@@ -143,14 +143,15 @@ def test_lines_are_appended_completely_or_not_at_all(tmp_path):
 def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment, tmp_path):
     numbers = scalars(fedsim.run(tiny_experiment).history[0])
     (tmp_path / "file").write_text("")
+    board = lambda folder: tensorboard(LoggedRun("run", "group", {}, "0" * 32, folder=folder))  # noqa: E731
     with (
-        TensorBoardWriter(tmp_path / "file", {}) as board,
+        board(tmp_path / "file") as log,
         pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"),
     ):
-        board.log(1, numbers)
-    with limited(resource.RLIMIT_FSIZE, 100), TensorBoardWriter(tmp_path, {}) as board:
+        log(1, numbers)
+    with limited(resource.RLIMIT_FSIZE, 100), board(tmp_path) as log:
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):
-            board.log(1, numbers)
+            log(1, numbers)
         assert [path.stat().st_size < 100 for path in tmp_path.glob("events*")] == [True]
 
 

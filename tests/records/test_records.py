@@ -12,10 +12,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedsim
+from fedsim.callbacks.display import columns_of, headline, table_header, table_line
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records.run_folder import RunFolder, new_folder
-from fedsim.runs.text_table import columns_of, headline, table_header, table_line
 from tests.plugs import tiny
 
 ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}

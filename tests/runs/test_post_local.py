@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.callbacks.display import announcement
 from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.rule_replay import load_round
 from fedsim.runs.setup import prepare
-from fedsim.runs.text_table import announcement
 from fedsim.server import ServerStep
 from tests import plugs
 from tests.engines.test_contract import without_times

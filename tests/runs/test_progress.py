@@ -14,12 +14,9 @@ def asynchronous(round, seconds, updates, arrivals, staleness):
     return RoundRecord(round=round, virtual_seconds=seconds, asynchronous=told, cohort=[0], samples=[5])
 
 
-def test_progress_of_asynchronous_records():
+def test_the_progress_of_asynchronous_records_and_of_rounds_of_models():
     history = [asynchronous(1, 2.5, 4, 8, {"0": 4}), asynchronous(2, 5.0, 9, 16, {"1": 5})]
     assert progress_of(history, {}) == [(1, 2.5, 4, 8), (2, 5.0, 9, 16)]
-
-
-def test_a_synchronous_round_is_one_update_and_a_trip_of_each_of_its_cohort():
     history = [RoundRecord(round=1, cohort=[0, 3]), RoundRecord(round=2, cohort=[1, 2, 4])]
     assert progress_of(history, {"sync": "parameters"}) == [(1, None, 1, 2), (2, None, 2, 5)]
 

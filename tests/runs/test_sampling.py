@@ -32,9 +32,8 @@ def test_power_of_choice_takes_the_workers_with_the_highest_loss_of_the_global_m
 
 def test_candidates_receive_the_model(tables):
     plain = fedsim.run({**tables, "rounds": 1}).history[0]
-    chosen = fedsim.run({**tables, "rounds": 1, "sampling": {"strategy": "power_of_choice", "candidates": 5}}).history[
-        0
-    ]
+    sampling = {"strategy": "power_of_choice", "candidates": 5}
+    chosen = fedsim.run({**tables, "rounds": 1, "sampling": sampling}).history[0]
     assert chosen.bytes_down * 3 == plain.bytes_down * 5
     assert chosen.bytes_up == plain.bytes_up
 

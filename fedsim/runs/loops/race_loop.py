@@ -169,13 +169,6 @@ class RaceLoop:
         return {**self._shared.state_dict(), **self._server.tensors, **of_workers}
 
 
-def caveat(runs: int) -> str:
-    """The warning above the results of a race."""
-    if runs == 1:
-        return "a race is not repeatable, and one run of it (race.runs) shows no spread"
-    return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
-
-
 def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
     total = Measures()
     for result in results:

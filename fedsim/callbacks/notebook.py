@@ -1,4 +1,4 @@
-"""What a run shows in a Jupyter notebook: a progress bar and a curve that grows."""
+"""What a Jupyter notebook shows: a progress bar and a growing curve of a run, and its result."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedsim.callbacks.callback import Callback, CurrentRun
+from fedsim.callbacks.display import Display, announcement, columns_of, headline, stopped_line, table_cell
+from fedsim.callbacks.records import draw_curve
 from fedsim.config.experiment import Experiment
+from fedsim.core.input_limits import leaves_of
 from fedsim.core.plotting import encode
-from fedsim.errors import plural
+from fedsim.errors import plural, show
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import workers_line
-from fedsim.runs.terminal import Display
-from fedsim.runs.text_table import announcement, draw_curve, headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from fedsim.engines.worker_evaluation import WorkerResults
-    from fedsim.runs.setup import PreparedRun
+    from fedsim.runs.result import Result
 
 PAUSE = 1.0  # seconds between two updates; drawing a curve takes a tenth of a second
 PLAIN = "font-family:monospace;white-space:pre;overflow-x:auto;margin:0.3em 0"  # the style of text
@@ -85,47 +86,44 @@ class CellOutput:
         self._shown_at = time.monotonic()
 
 
-class NotebookDisplay:
+class NotebookDisplay(Callback):
     """Shows what is run, the bar and the curve of a run in the output of a cell; a context manager around the run."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment, self._cell = experiment, CellOutput()
-        self._history: list[RoundRecord] = []
+        self._history: list[RoundRecord] = []  # of this session
         self._lines: list[str] = []
         self._done, self._step = 0, ""
+        self._finished = False
 
     def announce(self) -> None:
         """Show what is run."""
         self._lines.append(announcement(self._experiment))
 
-    def setup(self, step: str) -> None:
-        """Show the step of the preparation that begins."""
+    def on_setup(self, step: str) -> None:
         self._step = step
         self._cell.show(self._page())
 
-    def start(self, prepared: PreparedRun) -> None:
-        self._step, self._done = "", prepared.done
-        self._lines.append(headline(prepared))
+    def on_start(self, run: CurrentRun) -> None:
+        self._run, self._step, self._done = run, "", run.prepared.done
+        self._lines.append(headline(run.prepared))
         self._cell.show(self._page())
+        if run.ended:
+            self._lines.append(f"this run is finished: {run.ended}")
 
-    def round(self, record: RoundRecord) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         self._history.append(record)
         self._done = record.round
         if self._cell.due:
             self._cell.show(self._page(curve=True))
+        if tests := self._run.rounds.tests_after(record.round):
+            self._lines.append(workers_line(tests))
 
-    def workers(self, results: WorkerResults) -> None:
-        """Show the accuracies on the workers' own test samples."""
-        self._lines.append(workers_line(results))
-
-    def stopped(self, line: str) -> None:
-        """Show that the run ends, or has ended, before its last round."""
-        self._lines.append(line)
-
-    def finish(self, last: RoundRecord) -> None:
-        """Show the whole curve."""
+    def on_end(self, result: Result) -> None:
+        if result.stopped and not self._run.ended:
+            self._lines.append(stopped_line(result))
+        last, self._finished = result.history[-1], True
         self._lines.append(f"final {score_text(last)} after {plural(last.round, 'round')}")
-        self._cell.show(self._page(curve=bool(self._history), bar=False))
 
     def _page(self, *, curve: bool = False, bar: bool = True) -> str:
         score = f", {score_text(self._history[-1])}" if self._history else ""
@@ -139,8 +137,8 @@ class NotebookDisplay:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._cell.show(self._page(curve=bool(self._history)))
+        if self._finished or kind is not None:
+            self._cell.show(self._page(curve=bool(self._history), bar=kind is not None))
 
 
 def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display | NotebookDisplay:
@@ -148,3 +146,26 @@ def display_of(experiment: Experiment, folder: Path | None, progress: bool | Non
     if progress is None and in_notebook():
         return NotebookDisplay(experiment)
     return Display(experiment, folder, quiet=not progress)
+
+
+def result_html(result: Result) -> str:
+    """The name, the settings that are not the defaults, the numbers of the last round, and the curve."""
+    last = result.history[-1]
+    parts = [f"<h4>{html.escape(result.experiment.name)}: {html.escape(score_text(last))}</h4>"]
+    if result.stopped:
+        parts.append(f"<p>Stopped after round {last.round}: {html.escape(result.stopped)}</p>")
+    defaults = dict(leaves_of(Experiment().resolved()))
+    settings = leaves_of(result.experiment.resolved())
+    changed = [f"{key} = {show(value)}" for key, value in settings if key != "name" and defaults.get(key) != value]
+    if changed:
+        items = ", ".join(f"<code>{html.escape(line)}</code>" for line in changed)
+        parts.append(f"<p>Settings: {items}</p>")
+    curve = figure_html(draw_curve(result.history, result.experiment.name), "curves of the run")
+    return "".join([*parts, _last_round(last), curve])
+
+
+def _last_round(record: RoundRecord) -> str:
+    columns = [column for column in columns_of(record) if column.path[0] != "seconds"]
+    heads = "".join(f"<th>{html.escape(column.column)}</th>" for column in columns)
+    cells = "".join(f"<td>{html.escape(table_cell(column, record))}</td>" for column in columns)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"

@@ -1,4 +1,4 @@
-"""The loggers of a run: begun before its first round, told of each round, and ended with it."""
+"""The loggers of a run (`records.loggers`): begun before its first round, told of each round, and ended with it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fedsim.callbacks.callback import Callback
 from fedsim.config.experiment import Experiment
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, cut, one_line, show
@@ -20,37 +21,35 @@ from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.records.run_folder import RunFolder
 from fedsim.system.files import one_at_a_time
 
+ID = "logged_as"  # the key of the environment that holds the id of a run in its loggers
 MOST_WAITING = 60.0  # seconds until other runs on this machine have begun their loggers
 
 RunLogger = tuple[str, contextlib.AbstractContextManager[Log], Log]  # its name, its context, and what it is told by
 
 
-class RunLoggers:
-    """The loggers that an experiment names; a context manager around the rounds.
+class Loggers(Callback):
+    """Tells the loggers that an experiment names; a context manager around the rounds.
 
     A logger that cannot begin ends the run, before its first round. One that fails later is left out from then on,
     with a warning, so that the run is not lost; but what cannot be written to the run folder ends the run.
+
+    Args:
+        experiment: what is run.
+        folder: of the run; None without one.
+        done: the rounds that a resumed run has finished before.
+
+    Attributes:
+        facts: the id under which the run is logged, for `environment.json`; empty without loggers.
     """
 
-    def __init__(self, experiment: Experiment, run: LoggedRun) -> None:
-        self._loggers: list[RunLogger] = []  # two may have one name
-        with contextlib.ExitStack() as stack:
-            stack.push(self.__exit__)
-            for table in experiment.records.all_loggers:
-                try:
-                    context = table.bind()(run=run)
-                    with one_at_a_time(Path(__file__), MOST_WAITING):  # the first one makes the tables of a data base
-                        self._loggers.append((table.name, context, context.__enter__()))
-                except FedsimError:
-                    raise
-                except Exception as error:
-                    raise ExperimentError(
-                        f"records.loggers: {show(table.name)} cannot begin: {one_line(error)}"
-                    ) from error
-            stack.pop_all()
+    def __init__(self, experiment: Experiment, folder: RunFolder | None, done: int) -> None:
+        self._tables, self._loggers = experiment.records.all_loggers, list[RunLogger]()  # two may have one name
+        self.facts: dict[str, str] = {}
+        if self._tables:
+            self._run = _logged_run(experiment, folder, done)
+            self.facts[ID] = self._run.id
 
-    def round(self, record: RoundRecord) -> None:
-        """Tell all loggers of a round."""
+    def on_round(self, record: RoundRecord) -> None:
         numbers = scalars(record) if self._loggers else {}
         for logger in list(self._loggers):
             name, _, log = logger
@@ -60,38 +59,48 @@ class RunLoggers:
                 raise
             except Exception as error:
                 self._loggers.remove(logger)
-                self._warn(name, f"failed in round {record.round}", error)
-                self._end(logger, type(error), error, error.__traceback__)
+                _warn(name, f"failed in round {record.round}", error)
+                _end(logger, type(error), error, error.__traceback__)
 
-    def _end(
-        self,
-        logger: RunLogger,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        name, context, _ = logger
-        try:
-            context.__exit__(kind, error, trace)
-        except Exception as failure:
-            if failure is not error:
-                self._warn(name, "failed at its end", failure)
-
-    def _warn(self, name: str, what: str, error: Exception) -> None:
-        text = f"the logger {show(name)} {what}: {one_line(error)}; the run goes on without it"
-        warnings.warn(text, FedsimWarning, stacklevel=4)
-
-    def __enter__(self) -> RunLoggers:
+    def __enter__(self) -> Loggers:
+        with contextlib.ExitStack() as stack:
+            stack.push(self.__exit__)
+            for table in self._tables:
+                try:
+                    context = table.bind()(run=self._run)
+                    with one_at_a_time(Path(__file__), MOST_WAITING):  # the first one makes the tables of a data base
+                        self._loggers.append((table.name, context, context.__enter__()))
+                except FedsimError:
+                    raise
+                except Exception as error:
+                    raise ExperimentError(
+                        f"records.loggers: {show(table.name)} cannot begin: {one_line(error)}"
+                    ) from error
+            stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *reason: Any) -> None:
         for logger in self._loggers:
-            self._end(logger, kind, error, trace)
+            _end(logger, *reason)
 
 
-def logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
+def _end(
+    logger: RunLogger, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    name, context, _ = logger
+    try:
+        context.__exit__(kind, error, trace)
+    except Exception as failure:
+        if failure is not error:
+            _warn(name, "failed at its end", failure)
+
+
+def _warn(name: str, what: str, error: Exception) -> None:
+    text = f"the logger {show(name)} {what}: {one_line(error)}; the run goes on without it"
+    warnings.warn(text, FedsimWarning, stacklevel=4)
+
+
+def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
     """What the loggers are told of a run."""
     known = folder.environment().get(ID) if folder and folder.resumes else None
     resumed = isinstance(known, str) and re.fullmatch(r"[0-9a-f]{32}", known) is not None
@@ -104,9 +113,6 @@ def logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> L
         done=done,
         folder=folder.path if folder else None,
     )
-
-
-ID = "logged_as"  # the key of the environment that holds the id of a run in its loggers
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.runs.notebook import in_notebook
+from fedsim.callbacks.notebook import in_notebook
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 needs_kernel = pytest.mark.skipif(
@@ -76,12 +76,6 @@ def test_the_notebooks_are_stored_without_outputs():
         assert '"execution_count": null' in path.read_text()
 
 
-def test_nothing_is_shown_outside_a_notebook(tiny_experiment, capsys):
-    assert not in_notebook()
-    fedsim.run(tiny_experiment, rounds=1)
-    assert capsys.readouterr().out == ""
-
-
 def test_a_result_is_html_in_which_every_text_is_escaped(tiny_experiment):
     result = fedsim.run(tiny_experiment, rounds=1, partition={"strategy": "iid"}, data={"root": "<script>"})
     page = result._repr_html_()
@@ -97,6 +91,7 @@ def test_a_display_that_fails_does_not_end_the_run(tiny_experiment, monkeypatch)
         def get_ipython():
             return type("Shell", (), {"kernel": None})()
 
+    assert not in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", Broken)
     monkeypatch.setitem(sys.modules, "IPython.display", None)
     assert in_notebook()

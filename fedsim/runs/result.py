@@ -1,27 +1,93 @@
-"""Reading a run folder as the result that `fedsim.run` returned."""
+"""The result of a run: what `fedsim.run` returns, and what `fedsim.load_run` reads from a folder."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from fedsim.callbacks.notebook import result_html
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
 from fedsim.core.rows import Layout
-from fedsim.errors import RecordError, one_line, show
+from fedsim.errors import RecordError, one_line, plural, show
+from fedsim.records.dataframe import round_rows, to_frame
+from fedsim.records.formatting import score_text
 from fedsim.records.history import with_nan_losses
 from fedsim.records.reader import read_run
+from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, MODEL
-from fedsim.runs.run import Result
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import free_memory
 from fedsim.system.files import is_file, read_bounded
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+        experiment: the resolved experiment.
+        history: one record per round.
+        model: the global model, on the CPU, in evaluation mode.
+        global_row: its parameters as one row [d], on the CPU.
+        folder: the run folder; None without one.
+        stopped: why the run ended before its last round (the table `stop`, `StopRun`, or
+            divergence); None if it did not.
+
+    >>> import fedsim
+    >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
+    >>> len(result.history), result.global_row.shape
+    (1, torch.Size([7850]))
+    """
+
+    experiment: Experiment
+    history: list[RoundRecord]
+    model: nn.Module
+    global_row: Tensor
+    folder: Path | None
+    stopped: str | None = None
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Accuracy after the last round; None of a task without accuracy."""
+        return self.history[-1].test_accuracy
+
+    @property
+    def test_loss(self) -> float | None:
+        """Loss after the last round."""
+        return self.history[-1].test_loss
+
+    def to_dataframe(self) -> DataFrame:
+        """The numbers of each round as a pandas data frame with one row per round.
+
+        The columns are `round`, `test_accuracy`, `test_loss`, `train_loss`, and the other numbers that the records
+        hold, under the names that `stop.metric` and `--by` use: `metrics.top_k`, `seconds.train`, `bytes_up`. NaN
+        stands for a number that a round does not have. Raises MissingPackageError without pandas.
+        """
+        return to_frame(round_rows(self.history), "Result.to_dataframe")
+
+    def __repr__(self) -> str:
+        seconds = sum(record.total_seconds or 0.0 for record in self.history)
+        where = f", in {self.folder}" if self.folder else ""
+        return (
+            f"Result({self.experiment.name}: {score_text(self.history[-1])} after "
+            f"{plural(len(self.history), 'round')} in {seconds:.1f} s{where})"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return result_html(self)
 
 
 class StoredResult(Result):
@@ -42,7 +108,8 @@ class StoredResult(Result):
     @functools.cached_property
     def global_row(self) -> Tensor:
         assert self.folder is not None
-        return _row_of(_stored_model(self.experiment, self.folder))  # `model` may have been trained further
+        stored = _stored_model(self.experiment, self.folder)  # `model` may have been trained further
+        return Layout.of(stored).read(stored)
 
 
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
@@ -87,10 +154,6 @@ def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
         raise RecordError(f"{folder}: is not a run folder (no {EXPERIMENT})")
     read_toml(path, inside=folder)  # refuses a link that leads out of the folder
     return load_experiment(path, allow_imports=allow_imports)
-
-
-def _row_of(model: nn.Module) -> Tensor:
-    return Layout.of(model).read(model)
 
 
 def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import sys
 
 import pytest
 
 import fedsim
-from fedsim.comparison import plan_grid
-from fedsim.errors import ExperimentError, FedsimWarning
+from fedsim.callbacks.loggers import scalars
+from fedsim.errors import ExperimentError, FedsimWarning, MissingPackageError
 from fedsim.loggers import LoggedRun, logger
+from fedsim.records.record import AsyncRecord, RoundRecord
 from tests.commands import run_python
 
 CALLS: list = []
-GRID = {"local.lr": [0.1, 0.2], "seed": [0, 1]}
 POINTS = [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]
 
 
@@ -56,14 +57,14 @@ def test_a_logger_is_told_of_the_run_and_of_each_round(tiny_experiment, tmp_path
 
 
 def test_a_logger_has_parameters_and_needs_no_folder(tiny_experiment):
-    fedsim.run(logging(tiny_experiment, {"name": "tests.runs.test_loggers:noted", "fails_in": 7}))
+    fedsim.run(logging(tiny_experiment, {"name": "tests.callbacks.test_loggers:noted", "fails_in": 7}))
     assert (CALLS[0].folder, CALLS[0].name, CALLS[-1]) == (None, CALLS[0].group, "finished")
     with pytest.raises(ExperimentError, match="fails = 1: unknown key .*fails_in"):
         fedsim.Experiment(**{"records": {"loggers": [{"name": noted, "fails": 1}]}})
 
 
 def test_two_loggers_of_one_name_are_both_told(tiny_experiment):
-    name = "tests.runs.test_loggers:noted"
+    name = "tests.callbacks.test_loggers:noted"
     fedsim.run(logging(tiny_experiment, name, {"name": name, "fails_in": 7}))
     assert [type(each) for each in CALLS[:2]] == [LoggedRun, LoggedRun]
     assert [each if isinstance(each, str) else each[0] for each in CALLS[2:]] == [1, 1, 2, 2, "finished", "finished"]
@@ -74,26 +75,17 @@ def test_two_loggers_of_one_name_are_both_told(tiny_experiment):
     assert CALLS[-1] == "finished"
 
 
-def test_a_resumed_run_has_the_id_of_its_first_part(tiny_experiment, tmp_path):
-    tables = logging(tiny_experiment, noted)
-    fedsim.run(tables, tmp_path / "run")
-    fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
+def test_a_resumed_run_has_the_id_of_its_first_part_with_loggers(tiny_experiment, tmp_path):
+    for rounds, loggers in enumerate([[], [noted], [noted]], start=1):
+        fedsim.run(logging(tiny_experiment, *loggers, rounds=rounds), tmp_path / "run", resume=True)
     first, second = (each for each in CALLS if hasattr(each, "id"))
-    assert (second.id, second.resumed, second.done) == (first.id, True, 2)
-    assert [each[0] for each in CALLS if isinstance(each, tuple)] == [1, 2, 3]
+    assert (first.resumed, second.resumed, second.done, second.id) == (False, True, 2, first.id)
+    assert [each[0] for each in CALLS if isinstance(each, tuple)] == [2, 3]
     assert json.loads((tmp_path / "run/environment.json").read_text())["logged_as"] == first.id
 
 
-def test_loggers_may_be_changed_when_a_run_is_resumed(tiny_experiment, tmp_path):
-    fedsim.run(logging(tiny_experiment), tmp_path / "run")
-    for rounds in (3, 4):
-        fedsim.run(logging(tiny_experiment, noted, rounds=rounds), tmp_path / "run", resume=True)
-    first, second = (each for each in CALLS if hasattr(each, "id"))
-    assert (first.resumed, second.resumed, first.id == second.id) == (False, True, True)
-
-
 def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tmp_path):
-    failing = {"name": "tests.runs.test_loggers:noted", "fails_in": 0}
+    failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 0}
     line = r'^records.loggers: "tests.\S+:noted" cannot begin: OSError: no connection to the server$'
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 7}, failing), tmp_path / "run")
@@ -102,7 +94,7 @@ def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tm
 
 
 def test_a_logger_that_fails_later_is_left_out_with_a_warning(tiny_experiment, tmp_path):
-    failing = {"name": "tests.runs.test_loggers:noted", "fails_in": 2}
+    failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 2}
     with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: ZeroDivisionError: .*without it$'):
         result = fedsim.run(logging(tiny_experiment, failing, rounds=3), tmp_path / "run")
     assert len(result.history) == 3
@@ -113,39 +105,98 @@ def test_a_logger_that_fails_later_is_left_out_with_a_warning(tiny_experiment, t
 
 
 def test_a_run_that_fails_ends_its_loggers_with_its_error(tiny_experiment):
-    def on_round(record):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fedsim.run(logging(tiny_experiment, noted), on_round=on_round)
-    assert isinstance(CALLS[-1], KeyError)
+    with pytest.raises(ZeroDivisionError):
+        fedsim.run(logging(tiny_experiment, noted), on_round=lambda record: 1 / 0)
+    assert isinstance(CALLS[-1], ZeroDivisionError)
 
 
 def test_each_run_of_a_comparison_is_logged_under_its_id(tiny_experiment, tmp_path):
-    tables = logging(tiny_experiment, noted, rounds=1)
-    fedsim.compare(tables, GRID, tmp_path / "grid", jobs=1)
+    tables, grid = logging(tiny_experiment, noted, rounds=1), {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    comparison = fedsim.compare(tables, grid, tmp_path / "grid", jobs=1)
     runs = [each for each in CALLS if hasattr(each, "id")]
-    assert [run.name for run in runs] == [
-        run.id for run in plan_grid(tables, {"local.lr": [0.1, 0.2], "seed": [0, 1]}).runs
-    ]
-    assert [(run.settings["local.lr"], run.settings["seed"]) for run in runs] == [
-        (0.1, 0),
-        (0.1, 1),
-        (0.2, 0),
-        (0.2, 1),
-    ]
+    assert [run.name for run in runs] == [run.id for run in comparison.runs]
+    assert [(run.settings["local.lr"], run.settings["seed"]) for run in runs] == POINTS
     assert len({run.group for run in runs}) == 1
 
 
 def test_the_loggers_that_come_with_fedsim():
     assert logger.names() == ["tensorboard", "wandb", "mlflow"]
-    table = fedsim.Experiment(records={"loggers": ["tensorboard"], "tensorboard": True}).records
-    assert [each.name for each in table.all_loggers] == ["tensorboard"]
-    assert [each.name for each in fedsim.Experiment(records={"tensorboard": True}).records.all_loggers] == [
-        "tensorboard"
-    ]
+    for records in ({"loggers": ["tensorboard"], "tensorboard": True}, {"tensorboard": True}):
+        assert [each.name for each in fedsim.Experiment(records=records).records.all_loggers] == ["tensorboard"]
     with pytest.raises(ExperimentError, match='no such logger; did you mean "wandb"'):
         fedsim.Experiment(records={"loggers": ["wanb"]})
+
+
+def test_scalars_has_the_numbers_of_a_record():
+    record = RoundRecord(round=1, test_loss=0.5, seconds={"train": 1.0}, metrics={"update_norm": 2.0})
+    assert scalars(record) == {"test/loss": 0.5, "seconds/train": 1.0, "metrics/update_norm": 2.0}
+    work = AsyncRecord(updates=3, arrivals=5, staleness={"1": 1, "2": 3})
+    timed = scalars(RoundRecord(round=1, virtual_seconds=9.0, asynchronous=work))
+    names = {"updates": 3, "arrivals": 5, "staleness": 1.75}
+    assert timed == {"clock/virtual_seconds": 9.0, **{f"asynchronous/{name}": value for name, value in names.items()}}
+
+
+def board_of(folder):
+    """What TensorBoard reads from the event files of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
+
+
+def steps_in(folder):
+    return [event.step for event in board_of(folder).Scalars("test/loss")]
+
+
+def test_the_event_file_holds_each_round_as_soon_as_it_is_over_and_the_settings(tiny_experiment, tmp_path):
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+    steps, folder = [], tmp_path / "run"
+    tables = {**tiny_experiment, "records.tensorboard": True, "aggregate.rule": ["nnm", "median"]}
+    result = fedsim.run(tables, folder, on_round=lambda _: steps.append(steps_in(folder)))
+    assert steps == [[1], [1, 2]]
+    board = board_of(folder)
+    phases = {f"seconds/{phase}" for phase in ("pull_down", "train", "aggregate", "test")}
+    tags = {"test/accuracy": "test_accuracy", "train/loss": "train_loss", "bytes/up": "bytes_up"}
+    assert set(board.Tags()["scalars"]) == {*tags, "test/loss", "bytes/down", *phases}
+    for tag, key in tags.items():
+        values = [event.value for event in board.Scalars(tag)]
+        assert values == pytest.approx([record[key] for record in result.history], rel=1e-6)
+    content = board.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    settings = parse_session_start_info_plugin_data(content).hparams
+    assert (settings["workers"].number_value, settings["engine"].string_value) == (3, "serial")
+    assert settings["aggregate.rule"].string_value == "nnm + median"
+    assert "cohort" not in settings, "it is not set"
+
+
+@pytest.mark.parametrize(("every", "stops_after"), [(0, 2), (None, 1)])
+def test_the_rounds_of_a_resumed_run_are_shown_once(every, stops_after, tiny_experiment, tmp_path, monkeypatch):
+    """Of a run that starts again, and of one that is resumed in the same second, which has a file of its own."""
+
+    def stop(record):
+        if record.round == stops_after:
+            raise fedsim.StopRun
+
+    tables = {**tiny_experiment, "records.tensorboard": True, "checkpoint": {"every": every}}
+    monkeypatch.setattr("time.time", lambda: 1_000_000_000.0)
+    fedsim.run(tables, tmp_path / "run", on_round=stop)
+    fedsim.run(tables, tmp_path / "run", resume=True)
+    assert len(list((tmp_path / "run").glob("events.out*"))) == 2
+    assert steps_in(tmp_path / "run") == [1, 2]
+
+
+def test_tensorboard_is_off_by_default_and_needs_a_folder(tiny_experiment, tmp_path):
+    fedsim.run(tiny_experiment, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("events*"))
+    fedsim.run(tiny_experiment, records={"tensorboard": True})
+
+
+def test_a_missing_package_ends_the_run_at_once(tiny_experiment, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingPackageError, match=r"the logger .tensorboard. needs .*\[tensorboard\]'$"):
+        fedsim.run(tiny_experiment, tmp_path / "run", records={"tensorboard": True})
+    assert not (tmp_path / "run").exists()
 
 
 PROGRAM = """
@@ -225,7 +276,6 @@ def test_mlflow_has_the_rounds_of_all_runs(tmp_path):
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
     steps = [each.step for each in client.get_metric_history(runs["first"].info.run_id, "test/accuracy")]
     assert steps == [1, 2, 3]
-    parameters = {
-        (run.data.params["local.lr"], run.data.params["seed"]) for name, run in runs.items() if name != "first"
-    }
-    assert parameters == {("0.1", "0"), ("0.1", "1"), ("0.2", "0"), ("0.2", "1")}
+    del runs["first"]
+    settings = [run.data.params for run in runs.values()]
+    assert sorted((float(params["local.lr"]), int(params["seed"])) for params in settings) == POINTS

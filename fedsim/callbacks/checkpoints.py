@@ -15,16 +15,21 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from fedsim.callbacks.callback import Callback, CurrentRun
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError, show
+from fedsim.records.record import RoundRecord
 from fedsim.system.devices import free_memory
 from fedsim.system.files import is_outside, read_bounded, write_atomically, write_error
 from fedsim.version import __version__
+
+if TYPE_CHECKING:
+    from fedsim.runs.setup import PreparedRun
 
 FOLDER, FORMAT = "checkpoints", 2
 NAME = re.compile(r"round-(\d{5,18})\.json")
@@ -32,7 +37,30 @@ SHARE = 0.01  # of the run time that checkpoints may take if `checkpoint.every` 
 FIRST_COST = 0.05  # seconds that the first checkpoint is assumed to take
 
 
-class Checkpoints:
+class Checkpoints(Callback):
+    """Writes checkpoints where they are due, and at the end on request; all ranks take part."""
+
+    def __init__(self, run: CurrentRun, checkpoints: CheckpointFolder) -> None:
+        self._run, self._checkpoints = run, checkpoints
+
+    def on_round(self, record: RoundRecord) -> None:
+        run, round = self._run, record.round
+        if record.diverged is not None or not run.recorded:
+            return
+        last = round if run.stopped else run.experiment.rounds
+        if run.rounds.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
+            if run.folder:
+                run.folder.settle()
+            self._checkpoints.write(round, run.rounds.state, way=_choices_of(run.prepared))
+
+
+def _choices_of(prepared: PreparedRun) -> dict[str, Any]:
+    """The choices of the engine on which rounding depends; a resumed run makes the same."""
+    chosen = {"engine": prepared.experiment.engine, **prepared.how}
+    return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
+
+
+class CheckpointFolder:
     """The checkpoints of a run.
 
     Args:

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from fedsim.callbacks import checkpoints
+from fedsim.callbacks.checkpoints import FIRST_COST, SHARE, CheckpointFolder
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError
-from fedsim.runs import checkpoints
-from fedsim.runs.checkpoints import FIRST_COST, SHARE, Checkpoints
 
 
 def state(value=1.0):
@@ -19,18 +19,10 @@ def state(value=1.0):
     return snapshot
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds that pass where the test says so."""
-    now = [100.0]
-    monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: now[0])
-    return now
-
-
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=2)
-    kept.write(7, state, way={"engine": "serial"})
-    read = kept.read(7)
+    folder = CheckpointFolder(tmp_path, every=1, keep=2)
+    folder.write(7, state, way={"engine": "serial"})
+    read = folder.read(7)
     assert read.facts == {**state().facts, "way": {"engine": "serial"}}
     assert read.tensors.keys() == state().tensors.keys()
     assert all(torch.equal(read.tensors[name], tensor) for name, tensor in state().tensors.items())
@@ -47,24 +39,30 @@ def test_a_snapshot_is_a_copy():
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=3)
+    folder = CheckpointFolder(tmp_path, every=1, keep=3)
     for round in range(1, 8):
-        kept.write(round, state)
-    assert kept.rounds() == [7, 6, 5]
+        folder.write(round, state)
+    assert folder.rounds() == [7, 6, 5]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 6
-    kept.forget_after(5)
-    assert kept.rounds() == [5]
+    for name in ("round-1.json", "round-000a1.json", "notes.txt"):
+        (tmp_path / "checkpoints" / name).write_text("{}")
+    folder.write(100_000, state)
+    assert folder.rounds() == [100_000, 7, 6], "sorted by number"
+    folder.forget_after(6)
+    assert folder.rounds() == [6]
 
 
 def test_checkpoints_are_due_every_few_rounds_and_after_the_last(tmp_path):
-    kept = Checkpoints(tmp_path, every=3, keep=1)
-    assert [round for round in range(1, 9) if kept.due(round, 8)] == [3, 6, 8]
-    assert not any(Checkpoints(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
-    assert not any(Checkpoints(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
+    folder = CheckpointFolder(tmp_path, every=3, keep=1)
+    assert [round for round in range(1, 9) if folder.due(round, 8)] == [3, 6, 8]
+    assert not any(CheckpointFolder(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
+    assert not any(CheckpointFolder(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
 
 
-def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, clock):
-    kept = Checkpoints(tmp_path, every=None, keep=1)
+def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, monkeypatch):
+    clock = [100.0]  # seconds that pass where the test says so
+    monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: clock[0])
+    folder = CheckpointFolder(tmp_path, every=None, keep=1)
 
     def slow():
         clock[0] += 2.0  # seconds that it takes to write
@@ -73,8 +71,8 @@ def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, c
     spent, begun = 0.0, clock[0]
     for round in range(1, 2_000):
         clock[0] += 1.0
-        if kept.due(round, 2_000):
-            kept.write(round, slow)
+        if folder.due(round, 2_000):
+            folder.write(round, slow)
             spent += 2.0
             if round > FIRST_COST / SHARE + 1:  # the first one's cost is not known before
                 assert spent - 2.0 <= SHARE * (clock[0] - begun)
@@ -83,8 +81,8 @@ def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, c
 
 def test_a_checkpoint_without_its_json_file_is_ignored(tmp_path, monkeypatch):
     """The head is written last, so what a death has left half done is not taken for one."""
-    kept = Checkpoints(tmp_path, every=1, keep=2)
-    kept.write(1, state)
+    folder = CheckpointFolder(tmp_path, every=1, keep=2)
+    folder.write(1, state)
     written = checkpoints.write_atomically
 
     def dies(path, content):
@@ -94,41 +92,30 @@ def test_a_checkpoint_without_its_json_file_is_ignored(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "write_atomically", dies)
     with pytest.raises(RecordError, match="dead"):
-        kept.write(2, state)
-    assert kept.rounds() == [1]
+        folder.write(2, state)
+    assert folder.rounds() == [1]
     assert (tmp_path / "checkpoints" / "round-00002.safetensors").exists()
 
 
-def test_checkpoints_are_sorted_by_number(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=9)
-    for round in (99_999, 100_000, 5):
-        kept.write(round, state)
-    assert kept.rounds() == [100_000, 99_999, 5]
-    for name in ("round-1.json", "round-000a1.json", "notes.txt"):
-        (tmp_path / "checkpoints" / name).write_text("{}")
-    assert kept.rounds() == [100_000, 99_999, 5]
-
-
 def test_a_checkpoint_larger_than_memory_is_not_read(tmp_path, monkeypatch):
-    kept = Checkpoints(tmp_path, every=1, keep=1)
-    kept.write(1, state)
+    folder = CheckpointFolder(tmp_path, every=1, keep=1)
+    folder.write(1, state)
     monkeypatch.setattr(checkpoints, "free_memory", lambda: 100)
     with pytest.raises(RecordError, match="cannot be read: it is larger than 50 bytes"):
-        kept.read(1)
+        folder.read(1)
 
 
 def test_a_checkpoint_under_the_name_of_another_round_is_damaged(tmp_path):
-    kept = Checkpoints(tmp_path, every=1, keep=9)
-    kept.write(1, state)
-    folder = tmp_path / "checkpoints"
-    (folder / "round-00002.json").write_bytes((folder / "round-00001.json").read_bytes())
-    (folder / "round-00002.safetensors").write_bytes((folder / "round-00001.safetensors").read_bytes())
+    folder = CheckpointFolder(tmp_path, every=1, keep=9)
+    folder.write(1, state)
+    for path in list((tmp_path / "checkpoints").iterdir()):
+        path.with_name(path.name.replace("1", "2")).write_bytes(path.read_bytes())
     with pytest.raises(RecordError, match="is damaged"):
-        kept.read(2)
-    assert json.loads((folder / "round-00001.json").read_text())["format"] == checkpoints.FORMAT
+        folder.read(2)
+    assert json.loads((tmp_path / "checkpoints/round-00001.json").read_text())["format"] == checkpoints.FORMAT
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(RecordError, match="checkpoints: cannot be written"):
-        Checkpoints(tmp_path, every=1, keep=1).write(1, state)
+        CheckpointFolder(tmp_path, every=1, keep=1).write(1, state)

@@ -1,0 +1,144 @@
+"""What a run calls before its first round, after each round, and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fedsim.config.experiment import Experiment
+from fedsim.errors import ExperimentError, StopRun, show
+from fedsim.records.record import RoundRecord
+from fedsim.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from fedsim.runs.result import Result
+    from fedsim.runs.rounds import Rounds
+    from fedsim.runs.setup import PreparedRun
+
+
+@dataclass
+class CurrentRun:
+    """A run from its first to its last round, as `Callback.on_start` receives it.
+
+    Attributes:
+        experiment: the resolved experiment.
+        history: one record per finished round, including the rounds before a resumed run continues.
+        stopped: why the run ends after the current round; None if it continues.
+        folder: writes the run folder; None without one, and in ranks other than the first.
+        rounds: runs the rounds.
+        recorded: whether the first rank has a folder.
+        ended: why an earlier session ended this run; None if it did not, or if it may continue.
+        on_request: whether a callback of the user has ended the run.
+    """
+
+    experiment: Experiment
+    rounds: Rounds
+    history: list[RoundRecord] = field(default_factory=list)
+    folder: RunFolder | None = None
+    stopped: str | None = None
+    recorded: bool = False
+    ended: str | None = None
+    on_request: bool = False
+
+    @property
+    def prepared(self) -> PreparedRun:
+        """Facts that are known before the first round, such as the samples of each worker."""
+        return self.rounds.prepared
+
+    def model(self) -> nn.Module:
+        """Return a copy of the global model, on the CPU and in evaluation mode."""
+        return self.rounds.model()
+
+
+class Callback:
+    """Base class of callbacks, which `fedsim.run(..., callbacks=[...])` calls; override the methods of interest.
+
+    An exception that a method raises ends the run without a result. The rounds before it are on record, and a run in a
+    folder can be resumed. With several ranks, every rank calls its callbacks, and the reasons of the first rank count.
+
+    >>> import fedsim
+    >>> class Patience(fedsim.Callback):
+    ...     def on_start(self, run):
+    ...         self.run = run
+    ...     def on_round(self, record):
+    ...         if record.round > 1 and record.test_loss > self.run.history[-2].test_loss:
+    ...             return "the test loss grows"
+    >>> diverging = {"model": "logistic", "workers": 2, "engine": "serial", "local": {"lr": 20.0, "steps": 5}}
+    >>> fedsim.run(diverging, rounds=9, callbacks=[Patience()]).stopped
+    'the test loss grows'
+    """
+
+    def on_setup(self, step: str) -> None:
+        """Before each step of the preparation, such as "loading the data set mnist"."""
+
+    def on_start(self, run: CurrentRun) -> None:
+        """Before the first round, when data, model and engine are ready."""
+
+    def on_round(self, record: RoundRecord) -> str | None:
+        """After each round; return a reason to end the run after this round, or None to continue."""
+
+    def on_end(self, result: Result) -> None:
+        """After the last round, when all files are written; not called if an exception ends the run."""
+
+
+@dataclass(frozen=True)
+class FunctionCallback(Callback):
+    """The functions `on_setup(step)`, `on_start(prepared)` and `on_round(record)` as a callback."""
+
+    setup: Callable[[str], object] | None = None
+    start: Callable[[PreparedRun], object] | None = None
+    round: Callable[[RoundRecord], object] | None = None
+
+    def on_setup(self, step: str) -> None:
+        if self.setup:
+            self.setup(step)
+
+    def on_start(self, run: CurrentRun) -> None:
+        if self.start:
+            self.start(run.prepared)
+
+    def on_round(self, record: RoundRecord) -> None:
+        if self.round:
+            self.round(record)
+
+
+class UserCallbacks(Callback):
+    """The callbacks of the user, of which all are called; the first rank decides for all."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def on_setup(self, step: str) -> None:
+        for callback in self._callbacks:
+            callback.on_setup(step)
+
+    def on_start(self, run: CurrentRun) -> None:
+        self._run = run
+        for callback in self._callbacks:
+            callback.on_start(run)
+
+    def on_round(self, record: RoundRecord) -> str | None:
+        reasons = [reason for callback in self._callbacks if (reason := _reason(callback, record))]
+        reason = self._run.rounds.broadcast(reasons[0] if reasons else None)
+        self._run.on_request = reason is not None
+        return reason
+
+    def on_end(self, result: Result) -> None:
+        for callback in self._callbacks:
+            callback.on_end(result)
+
+
+def _reason(callback: Callback, record: RoundRecord) -> str | None:
+    try:
+        reason = callback.on_round(record)
+    except StopRun as stop:
+        return str(stop) or "on_round raised StopRun"
+    if reason is not None and not isinstance(reason, str):
+        raise ExperimentError(
+            f"callbacks: {type(callback).__name__}.on_round returned {show(reason)}; return a text to end the run, "
+            "None to continue"
+        )
+    return reason

@@ -1,0 +1,249 @@
+"""What a run prints on the terminal; `comparison/grid_terminal.py` has that of a comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from fedsim.callbacks.callback import Callback, CurrentRun
+from fedsim.callbacks.checkpoints import CheckpointFolder
+from fedsim.config.experiment import Experiment
+from fedsim.core.confidence import fixed
+from fedsim.errors import plural, show
+from fedsim.records.formatting import score_text
+from fedsim.records.metric import Metric
+from fedsim.records.record import METRICS, RoundRecord, metrics_in
+from fedsim.records.worker_results import workers_line
+
+if TYPE_CHECKING:
+    from fedsim.runs.result import Result
+    from fedsim.runs.setup import PreparedRun
+
+BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
+MOST_METRICS = 4  # of plugs in the table; the files have all
+ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
+
+
+class ProgressBar(tqdm):
+    """A progress bar that starts no thread: each round moves it."""
+
+    monitor_interval = 0
+
+
+ProgressBar.set_lock(threading.RLock())  # tqdm's own lock has a semaphore, which a killed process leaves behind
+
+
+def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
+    """A bar over so many rounds with the time left, on stderr; disabled if stderr is no terminal."""
+    watched = not quiet and sys.stderr.isatty()
+    return ProgressBar(total=rounds, bar_format=BAR, smoothing=0.05, leave=False, miniters=1, disable=not watched)
+
+
+class Display(Callback):
+    """Prints what is run, a line of a table per round, and a progress bar; a context manager around the run.
+
+    Args:
+        experiment: what is run.
+        folder: of the records; None without one.
+        quiet: print nothing.
+    """
+
+    def __init__(self, experiment: Experiment, folder: Path | None, *, quiet: bool) -> None:
+        self._experiment, self._folder, self._quiet = experiment, folder, quiet
+        self._done = self._before = 0  # finished rounds, and those of earlier sessions
+        self._last: RoundRecord | None = None  # of a finished run
+        self._columns: list[Metric] = []  # known from the first record on
+        self._begun = time.perf_counter()
+        self._bar = progress_bar(experiment.rounds, quiet=quiet)
+
+    def announce(self) -> None:
+        """Print what is run, before the preparation, which may take long."""
+        if self._experiment.mode == "race":
+            self._print(_caveat(self._experiment.race.runs))
+        self._print(announcement(self._experiment))
+
+    def on_setup(self, step: str) -> None:
+        self._bar.set_description(step)
+
+    def on_start(self, run: CurrentRun) -> None:
+        self._run, done = run, run.prepared.done
+        self._bar.set_description()
+        self._print(headline(run.prepared))
+        if done:
+            self._done = self._before = done
+            self._print(f"continuing after round {done} of {self._bar.total}")
+        self._started = time.perf_counter()
+        self._bar.reset()
+        # The estimate of the time left must not count rounds of earlier sessions.
+        self._bar.n = self._bar.last_print_n = self._bar.initial = done
+        if run.ended:
+            self._print(f"this run is finished: {run.ended}")
+
+    def on_round(self, record: RoundRecord) -> None:
+        self._done = record.round
+        self._bar.set_postfix_str(score_text(record).removeprefix("test "), refresh=False)
+        self._bar.update()
+        if not self._columns:
+            self._columns = columns_of(record)
+            self._print(table_header(self._columns))
+        self._print(table_line(self._columns, record))
+        if tests := self._run.rounds.tests_after(record.round):
+            self._print(workers_line(tests))
+
+    def on_end(self, result: Result) -> None:
+        self._last = result.history[-1]
+        if result.stopped and not self._run.ended:
+            self._print(stopped_line(result))
+
+    def _finish(self, last: RoundRecord) -> None:
+        """Print the final accuracy, or the loss of a task without accuracy, and the time."""
+        seconds = time.perf_counter() - self._started
+        timed = self._columns and last.virtual_seconds is not None  # a finished run that is resumed shows no round
+        virtual = f" and {last.virtual_seconds:.1f} virtual seconds" if timed else ""
+        now = f", {self._done - self._before} of them in this session," if self._before else ""
+        self._print(
+            f"final {score_text(last)} after {plural(self._done, 'round')}{virtual}{now} in {seconds:.1f} s "
+            f"(and {self._started - self._begun:.1f} s to start)"
+        )
+
+    def _leave(self) -> None:
+        """Print how to resume an unfinished run."""
+        if self._done and self._folder:
+            with contextlib.suppress(OSError):  # a closed stdout may be the reason
+                rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
+                saved = CheckpointFolder(self._folder, None, 0).rounds()
+                start = f"continue after round {max(saved)}" if saved else "there is no checkpoint yet; start again"
+                self._print(f"{rounds} are in {self._folder}; {start} with --resume {self._folder}")
+
+    def _print(self, line: str) -> None:
+        if not self._quiet:
+            with ProgressBar.external_write_mode():
+                print(line, flush=True)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._bar.close()
+        if kind is not None:
+            self._leave()
+        elif self._last is not None:
+            self._finish(self._last)
+
+
+def _caveat(runs: int) -> str:
+    """The warning above the results of a race."""
+    if runs == 1:
+        return "a race is not repeatable, and one run of it (race.runs) shows no spread"
+    return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
+
+
+def stopped_line(result: Result) -> str:
+    """The line that says why a run ended before its last round."""
+    return f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}"
+
+
+def columns_of(record: RoundRecord) -> list[Metric]:
+    """The columns of the table, found in the first record.
+
+    They include the seconds of each phase, or, on the clock, virtual seconds and asynchronous work.
+    """
+    asynchronous = record.asynchronous is not None and record.race is None
+    on_clock = asynchronous or record.virtual_seconds is not None
+    optional = ("virtual_seconds", "test_accuracy", "validation_accuracy", "validation_loss")
+    absent = {key for key in optional if record[key] is None}
+    absent |= set() if asynchronous else {"asynchronous.updates", "staleness"}
+    columns = [ROUND]
+    columns += [each for each in METRICS if each.column and each.key not in absent and "{}" not in each.column]
+    for group, most in (("seconds", 0 if on_clock else None), ("metrics", MOST_METRICS)):
+        shown = [each for each in metrics_in([record]) if each.path[0] == group and "_worker_" not in each.key]
+        columns += shown[:most]
+    return columns
+
+
+def _attack(experiment: Experiment) -> str:
+    attack = experiment.attack
+    others = ", others in each round" if attack.redraw else ""
+    return attack.name + others + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
+
+
+def announcement(experiment: Experiment) -> str:
+    """The line that describes a run before anything is prepared: name, workers, rounds and algorithm."""
+    at_work = "per round" if experiment.policy.bind().in_rounds else "at a time"
+    cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
+    byzantine = experiment.attack.count(experiment.workers)
+    attackers = f", {byzantine} of them Byzantine ({_attack(experiment)})" if byzantine else ""
+    workers = f"{experiment.workers:,} worker{'s' * (experiment.workers > 1)}{attackers}{cohort}"
+    return f"{experiment.name}: {workers}; {plural(experiment.rounds, 'round')}; {_algorithm(experiment)}"
+
+
+def headline(prepared: PreparedRun) -> str:
+    """The line that describes a prepared run: data, model, partition, engine and device."""
+    experiment = prepared.experiment
+    smallest, largest = min(prepared.shard_sizes), max(prepared.shard_sizes)
+    shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+    seen = "" if prepared.sampled_workers is None else f", estimated from {len(prepared.sampled_workers):,} workers"
+    processes = f", {prepared.how['processes']} processes" if prepared.how["processes"] > 1 else ""
+    width = f", stacks of {prepared.how['width']} rows" if "width" in prepared.how else ""
+    held_out = f"{prepared.validation_samples:,} validation, " if prepared.validation_samples else ""
+    samples = f"{prepared.train_samples:,} train, {held_out}{prepared.test_samples:,} test"
+    return (
+        f"{experiment.data.dataset} ({samples}), {experiment.model.name} ({prepared.parameters:,} parameters); "
+        f"{shards} samples each ({experiment.partition.strategy}{seen}); "
+        f"{prepared.how.get('engine', experiment.engine)}{processes}{width} on {prepared.device}"
+    )
+
+
+def _algorithm(experiment: Experiment) -> str:
+    """`weighted_mean of parameters`, or `ssp (s = 3) on the virtual clock (linear speeds, lognormal noise)`."""
+    policy, clock = experiment.policy, experiment.clock
+    params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
+    described = f"{policy.name} ({params})" if params else policy.name
+    if policy.bind().in_rounds:
+        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
+    if experiment.local.solver != type(experiment.local).model_fields["solver"].default:
+        described = f"{experiment.local.solver}; {described}"
+    if experiment.mode == "rounds":
+        return described
+    if experiment.mode == "race":
+        return f"{described} in mode race"
+    source = f"{clock.speed.name} speeds, {clock.noise.name} noise"
+    if clock.log is not None:
+        source = f"order from clock.log = {show(clock.log)}"
+    return f"{described} on the virtual clock ({source})"
+
+
+def _aggregated(experiment: Experiment) -> str:
+    if experiment.sync != "post_local":
+        return experiment.sync
+    return f"gradients, of parameters after round {experiment.gradient_rounds}"
+
+
+def table_header(columns: Sequence[Metric]) -> str:
+    """The heads of the columns."""
+    return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
+
+
+def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
+    """One round as a line of the table."""
+    return "  ".join(f"{table_cell(column, record):>{_width(column)}}" for column in columns)
+
+
+def table_cell(column: Metric, record: RoundRecord) -> str:
+    """A number of a round, rounded for its column; "-" if the round does not have it."""
+    value = column.read(record)
+    if value is None:
+        return "-"
+    counted = column.path[0] == "metrics" and float(value).is_integer()
+    return fixed(value, 0 if counted else column.decimals)
+
+
+def _width(column: Metric) -> int:
+    return max(len(column.column), 5 if column is ROUND else 8)

@@ -1,0 +1,29 @@
+"""The end of a run by the table `stop`, or because its updates diverged."""
+
+from __future__ import annotations
+
+from fedsim.callbacks.callback import Callback, CurrentRun
+from fedsim.clients.adapters import TrainFunction
+from fedsim.records.early_stopping import EarlyStopping, divergence
+from fedsim.records.record import RoundRecord
+
+
+class StopEarly(Callback):
+    """Ends a run that meets the table `stop` or has diverged. The first rank decides for all."""
+
+    def __init__(self, run: CurrentRun) -> None:
+        self._run, self._stopping = run, EarlyStopping(run.experiment.stop)
+
+    def on_start(self, run: CurrentRun) -> None:
+        for record in run.history:
+            self._stopping.update(record)
+
+    def on_round(self, record: RoundRecord) -> str | None:
+        run, experiment, reason = self._run, self._run.experiment, None
+        if experiment.stop.active:
+            tested = run.rounds.tests_after(record.round) or not experiment.data.worker_test
+            if record.cohort and tested and not self._stopping.has_best:
+                by_function = isinstance(experiment.client_algorithm, TrainFunction)
+                self._stopping.require_number(record, by_function=by_function)
+            reason = run.rounds.broadcast(self._stopping.update(record))
+        return divergence(record) or reason

@@ -1,0 +1,89 @@
+"""The records of a run in its folder, and the curve of its history."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedsim.callbacks.callback import Callback, CurrentRun
+from fedsim.core.plotting import encode, line_style, prepare_axes
+from fedsim.errors import plural
+from fedsim.records.formatting import score_text
+from fedsim.records.record import RoundRecord, score_in
+from fedsim.records.run_folder import RunFolder
+from fedsim.records.worker_results import draw_workers
+from fedsim.system.files import require_space
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedsim.runs.result import Result
+
+
+class Recorder(Callback):
+    """Writes all files of a run but its checkpoints and stored updates; `facts` are added to `environment.json`."""
+
+    def __init__(self, run: CurrentRun, folder: RunFolder, facts: Mapping[str, Any]) -> None:
+        self._run, self._folder, self._facts = run, folder, facts
+
+    def on_start(self, run: CurrentRun) -> None:
+        prepared, experiment = run.prepared, run.experiment
+        require_space(self._folder.path, prepared.record_bytes, "what this run keeps")
+        self._folder.begin(experiment, run.history, **run.rounds.facts(), **self._facts)
+        self._folder.partition(prepared.label_counts, prepared.byzantine, prepared.sampled_workers, experiment.workers)
+
+    def on_round(self, record: RoundRecord) -> None:
+        if tests := self._run.rounds.tests_after(record.round):
+            self._folder.workers(tests)
+        self._folder.round(record)
+
+    def on_end(self, result: Result) -> None:
+        folder, records = self._folder, result.experiment.records
+        if result.stopped and not self._run.ended:
+            folder.event("stopped", round=len(result.history), reason=result.stopped)
+        folder.settle()
+        if records.model:
+            folder.model(result.model)
+        figures = {}
+        if records.curve and records.figures:
+            figures["curve"] = draw_curve(result.history, result.experiment.name)
+        if records.figures and (tests := self._run.rounds.tests):
+            figures["workers"] = draw_workers(tests, result.experiment.name)
+        for name, figure in figures.items():
+            for format in records.figures:
+                folder.figure(name, encode(figure, format), format)
+
+
+def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
+    """Accuracy and losses over rounds, and the test's score over virtual seconds if the run has a clock."""
+    # Imported here, since it takes half a second. Without pyplot there is no global state.
+    from matplotlib.figure import Figure
+
+    def numbers(key: str) -> list[Any]:
+        return [record[key] for record in history]
+
+    rounds, times, score = numbers("round"), numbers("virtual_seconds"), score_in(history)
+    timed = times[-1] is not None
+    shown = [what for what in ("accuracy", "loss") if numbers(f"test_{what}")[-1] is not None]
+    panels = len(shown) + timed
+    figure = Figure(figsize=(max(6, (4.25 if panels < 3 else 4) * panels), 3.4), layout="constrained")
+    figure.suptitle(f"{title}: {score_text(history[-1])} after {plural(rounds[-1], 'round')}", fontsize="medium")
+    each = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, what in zip(each, shown, strict=False):
+        for index, split in enumerate(("test", "train", "validation")):
+            key = f"{split}_{what}"
+            if key in history[-1] and (split != "validation" or numbers(key)[-1] is not None):
+                axes.plot(rounds, numbers(key), **line_style(index, len(rounds)), label=split)
+        prepare_axes(axes, whole_numbers=True)
+        axes.set(xlabel="round", ylabel="loss" if what == "loss" else "test accuracy")
+        if len(axes.lines) > 1:
+            axes.legend(fontsize="small")
+    if timed:
+        axes = each[-1]
+        axes.plot(times, numbers(score.key), **line_style(0, len(rounds)))
+        prepare_axes(axes, whole_numbers=False)
+        axes.set(xlabel="virtual seconds", ylabel=score.label.lower())
+    for axes in each:
+        if axes.get_ylabel() == "test accuracy":
+            axes.set(ylim=(None, 1))
+    return figure

@@ -1,0 +1,156 @@
+"""The rounds of a prepared run, whatever its mode and engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.config.experiment import Experiment
+from fedsim.core.snapshot import Snapshot
+from fedsim.engines import Engine
+from fedsim.engines.aggregator import weights_by_probability
+from fedsim.engines.evaluation import EvaluationResult
+from fedsim.engines.executor import Executor
+from fedsim.engines.pool.retry import Note
+from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.errors import DivergedError
+from fedsim.records.record import RoundRecord
+from fedsim.runs.loops.loop import Loop, loop_of
+from fedsim.runs.recovery import recovering
+from fedsim.runs.session import Session
+from fedsim.runs.setup import PreparedRun, finished_model, prepare
+from fedsim.runs.simulation import Simulation
+
+
+class Rounds:
+    """Runs the rounds of one run; all that `fedsim.run` and its callbacks know about engines and modes.
+
+    Attributes:
+        run_round: runs one round, counted from 1, and returns its record.
+        prepared: the facts that are known before the first round.
+        tests: the newest tests of single workers; None if there are none.
+    """
+
+    def __init__(
+        self, prepared: PreparedRun, engine: Engine, note: Note | None, keep_log: Callable[[bytes], object] | None
+    ) -> None:
+        self.prepared, self._engine = prepared, engine
+        self.tests: WorkerResults | None = None
+        self._loop: Loop = recovering(loop_of(prepared, engine, keep_log, self._keep_tests), prepared, engine, note)
+        ends = prepared.experiment.aggregate.nonfinite == "stop"
+        self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self._loop.run_round
+
+    def _run_or_end(self, round: int) -> RoundRecord:
+        """Run one round; if it diverges, restore the global model before it, and return a record with its tests.
+
+        Cost: a copy of the global row and buffers for each round, on their device.
+        """
+        engine, shared = self._engine, self._engine.shared
+        before = shared.global_row.clone(), shared.global_buffers.clone()
+        try:
+            return self._loop.run_round(round)
+        except DivergedError as error:
+            if not engine.backend.at_work:  # a pool closes if one of its processes raises an error
+                engine.backend.replace_processes()
+            shared.global_row.copy_(before[0])
+            shared.global_buffers.copy_(before[1])
+            engine.backend.run(Executor.test, round)
+            tested = EvaluationResult.of(self.prepared.task, shared)
+            return RoundRecord(round=round, diverged=error.what, **tested.fields())
+
+    def test_workers(self, round: int) -> dict[str, float]:
+        """Test the models of single workers after a round, if workers are evaluated; figures of the results."""
+        return self._loop.test_workers(round)
+
+    def tests_after(self, round: int) -> WorkerResults | None:
+        """The tests of single workers after a round; None if there are none."""
+        return self.tests if self.tests and self.tests.round == round else None
+
+    def state(self) -> Snapshot:
+        """The state between two rounds, on which the next round depends."""
+        return self._loop.state()
+
+    def resume(self, state: Snapshot) -> None:
+        """Continue from the state of a run of the same experiment."""
+        self._loop.resume(state)
+
+    def broadcast(self, value: Any) -> Any:
+        """The first rank's value, in all ranks."""
+        return self._engine.broadcast(value)
+
+    def model(self) -> nn.Module:
+        """The global model as a module of its own, on the CPU and in evaluation mode."""
+        return finished_model(self.prepared, self._engine)
+
+    @property
+    def global_row(self) -> Tensor:
+        """A copy of the parameters of the global model as one row [d], on the CPU."""
+        return self._engine.shared.global_row.cpu().clone()
+
+    def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
+        """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
+
+        In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
+        """
+        shared, task, cohort = self._engine.shared, self.prepared.task, record.cohort
+        gathered = self._engine.backend.run(Simulation.round_rows, cohort, record.round)[0]
+        if gathered is None:
+            return {}
+        (rows, losses), n = gathered, len(cohort)
+        byzantine = task.byzantine.in_round(record.round)
+        updates = {
+            "updates": rows[:n],
+            "workers": torch.tensor(cohort),
+            "samples": torch.tensor([shared.shards.size(worker) for worker in cohort]),
+            "byzantine": torch.tensor([worker in byzantine for worker in cohort]),
+        }
+        if task.rule.accepts("root"):
+            updates["root"] = rows[-1]
+        if task.rule.accepts("losses"):
+            updates["losses"] = losses[:n]
+        if task.weights == "inverse_probability":
+            updates["cohort_weights"] = weights_by_probability(shared, cohort)
+        return {name: tensor.cpu().clone() for name, tensor in updates.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """The facts for `environment.json`."""
+        return self.prepared.facts()
+
+    def finish(self) -> None:
+        """Do what is due after the last round: a race hands over its log."""
+        self._loop.finish()
+
+    def release(self) -> None:
+        """Let go of the tensors: the engine must be the last to hold its memory when it leaves the task."""
+        del self.run_round, self._loop, self._engine
+
+    def _keep_tests(self, tests: WorkerResults) -> None:
+        self.tests = tests
+
+
+@contextlib.contextmanager
+def prepared_rounds(
+    experiment: Experiment,
+    session: Session,
+    note: Note | None = None,
+    on_setup: Callable[[str], object] = lambda step: None,
+    *,
+    scratch: str | None = None,
+    keep_log: Callable[[bytes], object] | None = None,
+) -> Iterator[Rounds]:
+    """Prepare a run, and give its rounds for the duration of the block.
+
+    Args:
+        experiment, session, note, on_setup, scratch: see `prepare`.
+        keep_log: receives the log of a race.
+    """
+    with prepare(experiment, session, note, on_setup, scratch=scratch) as (prepared, engine):
+        rounds = Rounds(prepared, engine, note, keep_log)
+        try:
+            yield rounds
+        finally:
+            rounds.release()
