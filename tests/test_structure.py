@@ -29,8 +29,9 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
     ("asynchronous",),
     ("config",),
     ("records",),
-    ("report", "runs"),
+    ("runs",),
     ("comparison",),
+    ("report",),
     ("api",),
     ("cli",),
 )

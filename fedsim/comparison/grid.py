@@ -31,10 +31,10 @@ from fedsim.records.axes import (
     describe_point,
     label,
     readable_id,
+    shape_of,
     with_points,
 )
-from fedsim.records.combinations import SEED, canonical
-from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
+from fedsim.records.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
@@ -79,12 +79,7 @@ class Grid:
     @property
     def shape(self) -> str:
         """The number of values on each axis: `3 aggregate.rule x 2 seed`."""
-        return " x ".join(f"{len(values)} {key}" for key, values in self.axes.items())
-
-    @property
-    def compared(self) -> list[str]:
-        """The axes that are compared: all but the seed and those along which values are chosen."""
-        return self.settings.compared(list(self.axes))
+        return shape_of(self.axes)
 
 
 def plan_grid(

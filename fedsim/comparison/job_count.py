@@ -13,7 +13,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.rows import Layout
 from fedsim.errors import FedsimWarning
-from fedsim.records.combinations import canonical
+from fedsim.records.rows import canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.precision import PRECISIONS

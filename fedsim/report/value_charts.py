@@ -7,15 +7,15 @@ from typing import Any
 
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
-from fedsim.records.combinations import Combination
-from fedsim.records.metric import Metric
+from fedsim.records.record import Metric
+from fedsim.records.rows import Row
 from fedsim.records.value_curves import ValueCurve, breaking_point, numeric_axes, value_curves
 from fedsim.report.curves import line_figure, mean_traces
 from fedsim.report.figure import plain, value_axis
 
 
 def value_charts(
-    combined: Sequence[Combination], axes: Mapping[str, Sequence[Any]], compared: Sequence[str]
+    combined: Sequence[Row], axes: Mapping[str, Sequence[Any]], compared: Sequence[str]
 ) -> list[dict[str, Any]]:
     """A figure for each compared axis of numbers: a line for each combination of the values on the others."""
     figures, metric = [], combined[0].metric
@@ -29,7 +29,7 @@ def value_charts(
 
 
 def breaking_texts(
-    combined: Sequence[Combination],
+    combined: Sequence[Row],
     axes: Mapping[str, Sequence[Any]],
     compared: Sequence[str],
     test: Metric,
@@ -44,7 +44,7 @@ def breaking_texts(
 
 
 def _named_curves(
-    combined: Sequence[Combination], axes: Mapping[str, Sequence[Any]], compared: Sequence[str], key: str
+    combined: Sequence[Row], axes: Mapping[str, Sequence[Any]], compared: Sequence[str], key: str
 ) -> Iterator[tuple[str, dict[int, int], ValueCurve]]:
     """The curves along an axis, each with its name and its place on the other axes by their numbers."""
     axis = compared.index(key)

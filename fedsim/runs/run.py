@@ -19,9 +19,9 @@ from fedsim.core.plotting import encode
 from fedsim.engines import engine as engines
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError, SettingWarning, StopRun, plural
-from fedsim.records.dataframe import round_rows, to_frame
 from fedsim.records.early_stopping import EarlyStopping, divergence, stop_reason
 from fedsim.records.formatting import score_text
+from fedsim.records.numbers import round_rows, to_frame
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import draw_workers, newest_table, read_csv

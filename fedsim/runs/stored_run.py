@@ -16,7 +16,7 @@ from fedsim.config.toml import read_toml
 from fedsim.core.rows import Layout
 from fedsim.errors import RecordError, one_line, show
 from fedsim.records.history import with_nan_losses
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 from fedsim.records.run_folder import EXPERIMENT, MODEL
 from fedsim.runs.run import Result
 from fedsim.runs.setup import task_of
@@ -28,7 +28,7 @@ class StoredResult(Result):
     """The result of a run in a folder; `model` and `global_row` are read when they are first used."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        run = read_run(folder)
+        run = Run.read(folder)
         if not run.history:
             raise RecordError(f"{folder}: no round is finished yet")
         history = [with_nan_losses(record) for record in run.history]

@@ -14,8 +14,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
-from fedsim.records.metric import Metric
-from fedsim.records.record import RoundRecord
+from fedsim.records.record import Metric, RoundRecord
 from fedsim.records.worker_results import workers_line
 from fedsim.runs.checkpoints import Checkpoints
 from fedsim.runs.loops.race_loop import caveat

@@ -10,8 +10,7 @@ from fedsim.core.confidence import fixed
 from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.errors import plural, show
 from fedsim.records.formatting import score_text
-from fedsim.records.metric import Metric
-from fedsim.records.record import METRICS, RoundRecord, metrics_in, score_in
+from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in, score_in
 from fedsim.runs.setup import PreparedRun
 
 if TYPE_CHECKING:

@@ -51,8 +51,9 @@ def test_a_run_has_the_results_of_the_same_experiment_alone(serial, tmp_path):
     comparison = fedsim.compare(serial, {"aggregate": RULES, "seed": [0, 1]}, tmp_path)
     assert len(comparison.runs) == 6
     for run in comparison.runs[::5]:
-        assert fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True) == run.experiment
-        assert without_times(fedsim.run(run.experiment).history) == without_times(run.history)
+        experiment = fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True)
+        assert experiment.resolved() == run.experiment
+        assert without_times(fedsim.run(experiment).history) == without_times(run.history)
     assert comparison.summary[0].accuracy.mean == pytest.approx(
         sum(run.test_accuracy for run in comparison.runs[:2]) / 2, abs=1e-12
     )

@@ -18,9 +18,9 @@ from fedsim.asynchronous.race.log import read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
+from fedsim.comparison.results import read_records
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
-from fedsim.records.reader import read_records
 from fedsim.records.run_folder import new_folder
 from fedsim.report.page import render
 from fedsim.runs.rule_replay import load_round

@@ -12,8 +12,8 @@ import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.results import read_records
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.records.reader import read_records
 from fedsim.report.heat_maps import MOST_CELLS, weights_heat_map
 from fedsim.runs import checks
 from tests.report.folders import invent_round, invent_run

@@ -12,7 +12,7 @@ import fedsim
 from fedsim import ExperimentError
 from fedsim.config.task_tables import Stop
 from fedsim.records.early_stopping import stop_reason
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 
 SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
@@ -59,7 +59,7 @@ def test_a_stopped_run_records_its_reason_and_stays_finished(mode, tiny_experime
     assert "stopped after round 3 of 8: validation_accuracy has not improved for 2 rounds" in capsys.readouterr().out
     event = json.loads((tmp_path / "run/events.jsonl").read_text())
     assert event == {"event": "stopped", "round": 3, "reason": result.stopped}
-    assert read_run(tmp_path / "run").finished
+    assert Run.read(tmp_path / "run").finished
     again = fedsim.run(tables, tmp_path / "run", resume=True, progress=True)
     assert "this run is finished: validation_accuracy" in capsys.readouterr().out
     assert [record.test_loss for record in again.history] == [record.test_loss for record in result.history]
@@ -151,7 +151,7 @@ def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment,
     assert "global_worker_accuracy_mean" in result.history[0].metrics
     assert result.history[0].metrics == whole.history[0].metrics
     assert (tmp_path / "run/workers-00001.csv").exists()
-    assert read_run(tmp_path / "run").history[-1].metrics == whole.history[0].metrics
+    assert Run.read(tmp_path / "run").history[-1].metrics == whole.history[0].metrics
 
 
 def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, tmp_path):

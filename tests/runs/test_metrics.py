@@ -8,7 +8,7 @@ import json
 import pytest
 
 import fedsim
-from fedsim.records.reader import read_records
+from fedsim.comparison.results import read_records
 from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.report.curves import run_curves
 from fedsim.report.run_page import rounds_table
