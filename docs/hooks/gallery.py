@@ -277,8 +277,8 @@ def metrics_table(name: str, metrics: dict[str, str]) -> str:
     """A table of the last round: metrics by heading, means over the seeds. FEDSIM_DOCS_RUN=no builds without it."""
     if os.environ.get("FEDSIM_DOCS_RUN") == "no":
         return ""
-    from fedsim.records.axes import label
     from fedsim.comparison import Comparison
+    from fedsim.records.axes import label
 
     with unpacked(name) as folder:
         grid = Comparison.read(folder)

@@ -22,7 +22,7 @@ from fedsim.core.attribute_docstrings import attribute_docstrings
 from fedsim.core.type_text import type_text
 from fedsim.errors import show
 from fedsim.records import record
-from fedsim.records.file_descriptions import FILES
+from fedsim.records.history import FILES
 
 KINDS = {  # the title of the page of each kind of plug
     "rules": "Aggregation rules",

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, keys_set_in, plan_grid
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid
 from fedsim.comparison.results import Comparison
 from fedsim.comparison.settings_check import require_number
 from fedsim.config.toml import read_toml
-from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import Axes
@@ -30,7 +29,7 @@ from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, Run, error_l
 from fedsim.records.rows import canonical
 from fedsim.records.run_folder import ERROR, EXPERIMENT
 from fedsim.runs.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.runs.differences import NO_EFFECT, differences_of
+from fedsim.runs.differences import differences_of
 from fedsim.system.files import (
     PART,
     is_file,
@@ -186,8 +185,7 @@ class GridFolder(GridRecords):
         if not lines:
             points = {canonical(run.point) for run in stored.runs}
             shared = [run for run in self.grid.runs if canonical(run.point) in points]
-            later = keys_set_in(shared) - dict(leaves_of(stored.base)).keys()  # earlier versions left these out
-            lines = differences_of(stored.base, common_tables(shared), {*NO_EFFECT, *later})
+            lines = differences_of(stored.base, common_tables(shared))
             for run in shared:
                 if not lines and self.is_finished(run):
                     there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))

@@ -153,12 +153,6 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
     return tables
 
 
-def keys_set_in(runs: Sequence[PlannedRun]) -> set[str]:
-    """Return the keys that the points of these runs set."""
-    keys = {key for run in runs for key, _ in leaves_of(run.experiment.resolved())}
-    return {key for run in runs for key in _keys_set_by(run, keys)}
-
-
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
     """Return which of these keys the point of a run sets.
 

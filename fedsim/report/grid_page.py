@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsim.comparison.leaderboard import leaderboard, leaderboard_notes
 from fedsim.comparison.results import Comparison
-from fedsim.comparison.tables import Cell, answer, columns, filled, target_text, undecided
+from fedsim.comparison.tables import Cell, answer, breaking_points, columns, filled, target_text, undecided
 from fedsim.core.confidence import FEWEST_FOR_BAND
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run, StoredPartition
@@ -22,7 +22,7 @@ from fedsim.report.heat_maps import (
     partition_heat_map,
     weights_heat_map,
 )
-from fedsim.report.value_charts import breaking_texts, value_charts
+from fedsim.report.value_charts import value_charts
 
 MINUS = "\N{MINUS SIGN}"
 NOT_SHOWN = ("difference", "best_accuracy", "best_loss")  # columns that the page does not have
@@ -67,7 +67,7 @@ def grid_page(grid: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
         "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
         "leaderboard": board,
         "leaderboard_notes": leaderboard_notes(board) if board else [],
-        "breaking": [] if target is None else breaking_texts(rows, grid.axes, compared, test, target),
+        "breaking": breaking_texts(grid),
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
         "value_menus": _value_menus(compared, against),
         "notes": notes(grid),
@@ -142,6 +142,15 @@ def notes(grid: Comparison) -> list[str]:
     if diverged := grid.diverged:
         lines.append(f"Diverged: {diverged} of {total} runs. Their results are those of the last finite model.")
     return [*lines, *undecided(grid)]
+
+
+def breaking_texts(grid: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
+    texts = []
+    for key, points in breaking_points(grid).items():
+        lines = [(" · ".join(map(fmt.label, others.values())) or "all runs", point.text) for others, point in points]
+        texts.append((fmt.key_name(key), lines))
+    return texts
 
 
 def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:

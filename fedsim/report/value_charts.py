@@ -1,4 +1,4 @@
-"""The compared number against the values of a setting, and from which value on the target is missed."""
+"""The compared number against the values of a setting."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
-from fedsim.records.record import Metric
 from fedsim.records.rows import Row
-from fedsim.records.value_curves import ValueCurve, breaking_point, numeric_axes, value_curves
+from fedsim.records.value_curves import ValueCurve, numeric_axes, value_curves
 from fedsim.report.curves import line_figure, mean_traces
 from fedsim.report.figure import plain, value_axis
 
@@ -26,21 +25,6 @@ def value_charts(
         y_axis = value_axis(metric.label, metric.unit)
         figures.append(line_figure(traces, _axis(key, axes[key]), y_axis, {"against": key}, lines=key))
     return figures
-
-
-def breaking_texts(
-    combined: Sequence[Row],
-    axes: Mapping[str, Sequence[Any]],
-    compared: Sequence[str],
-    test: Metric,
-    target: float,
-) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
-    found = []
-    for key in numeric_axes(axes, compared):
-        curves = _named_curves(combined, axes, compared, key)
-        found.append((fmt.key_name(key), [(name, breaking_point(each, test, target).text) for name, _, each in curves]))
-    return found
 
 
 def _named_curves(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import fedsim
 from fedsim.comparison.folder import GridRecords
 from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
@@ -94,14 +93,3 @@ def test_a_comparison_with_invalid_combinations_runs_continues_and_merges(cli, t
         assert [row["aggregate.rule"] for row in csv.DictReader(file)] == ["krum", "median", "median"]
     assert json.loads((tmp_path / "sweep" / "grid.json").read_text())["skip_invalid"] is True
     assert cli("report", "sweep").exit_code == 0
-
-
-def test_from_python():
-    result = fedsim.compare(
-        {"rounds": 1, "workers": 5, "model": "logistic", "attack": {"name": "sign_flipping"}},
-        {"aggregate.rule": ["krum", "median"], "attack.workers": [[0], [0, 1]]},
-        jobs=1,
-        skip_invalid=True,
-    )
-    assert len(result.runs) == 3
-    assert "left out: " in result.table

@@ -160,7 +160,7 @@ def test_nothing_is_removed_or_written_where_links_in_a_comparisons_folder_lead(
     precious.write_text("all of it")
     with GridFolder(folder, grid) as held:
         (folder / "runs").symlink_to(tmp_path / "private")
-        for act in (held.clear, held.run_folder, held.error, lambda run: held.note_failure(run, "x")):
+        for act in (held.clear, held.run_folder, held.result, lambda run: held.note_failure(run, "x")):
             with pytest.raises(RecordError, match="it leads out of"):
                 act(grid.runs[0])
     with pytest.raises(RecordError, match="it leads out of"):

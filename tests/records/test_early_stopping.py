@@ -66,16 +66,14 @@ def test_a_stopped_run_records_its_reason_and_stays_finished(mode, tiny_experime
     assert len((tmp_path / "run/events.jsonl").read_text().splitlines()) == 1
 
 
+def interrupt(record):
+    if record.round == 2:
+        raise KeyboardInterrupt
+
+
 def test_an_interrupted_run_stops_in_the_same_round(tiny_experiment, tmp_path):
-    class InterruptionError(Exception):
-        pass
-
-    def interrupt(record):
-        if record.round == 2:
-            raise InterruptionError
-
     tables = {**tiny_experiment, **STANDING, "checkpoint.every": 1}
-    with pytest.raises(InterruptionError):
+    with pytest.raises(KeyboardInterrupt):
         fedsim.run(tables, tmp_path, on_round=interrupt)
     assert len(fedsim.run(tables, tmp_path, resume=True).history) == 3
 
@@ -159,14 +157,7 @@ def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, 
     tables = {**tiny_experiment, **SMALL, "data": data, "checkpoint.every": 1, "evaluation": {"every": 5}}
     tables["stop"] = {"metric": "test_loss", "target": 1e-9}
 
-    class InterruptionError(Exception):
-        pass
-
-    def interrupt(record):
-        if record.round == 2:
-            raise InterruptionError
-
-    with pytest.raises(InterruptionError):
+    with pytest.raises(KeyboardInterrupt):
         fedsim.run(tables, tmp_path, on_round=interrupt)
     tables["stop"] = {"metric": "test_loss", "target": 1e9}
     resumed = fedsim.run(tables, tmp_path, resume=True)
