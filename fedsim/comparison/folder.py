@@ -207,7 +207,7 @@ def result_in(folder: Path, run: PlannedRun) -> Run:
     failure = None
     with _os_errors_as_record_errors(folder / ERROR, "cannot be read"), contextlib.suppress(FileNotFoundError):
         failure = error_line(read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace"))
-    return Run(folder, run.experiment.resolved(), read_history(folder), id=run.id, point=run.point, failure=failure)
+    return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure)
 
 
 def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
@@ -259,7 +259,7 @@ def differences_of_grids(there: GridFile, here: GridFile) -> list[str]:
 
 def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
     tables = with_objects(there, names_in(run.experiment.model_dump()))
-    return differences_of(tables, run.experiment.resolved())
+    return differences_of(tables, run.tables)
 
 
 def _differences_of_axes(there: Axes, here: Axes) -> list[str]:

@@ -50,6 +50,11 @@ class PlannedRun:
     point: dict[str, Any]
     experiment: Experiment
 
+    @functools.cached_property
+    def tables(self) -> dict[str, Any]:
+        """The resolved tables of the experiment."""
+        return self.experiment.resolved()
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -141,7 +146,7 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
     The value of a key is that of the runs whose point does not set it, if all of these have the same.
     """
-    settings = [dict(leaves_of(run.experiment.resolved())) for run in runs]
+    settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
     own = [_keys_set_by(run, keys) for run in runs]
     tables: dict[str, Any] = {}

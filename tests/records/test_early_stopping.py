@@ -192,31 +192,3 @@ def test_a_session_goes_on_after_a_run_that_on_round_ended(tiny_experiment, sess
 
 def test_a_value_that_on_round_returns_does_not_end_the_run(tiny_experiment):
     assert len(fedsim.run(tiny_experiment, on_round=lambda record: True).history) == 2
-
-
-def test_optuna_prunes_by_on_round(tiny_experiment, session):
-    optuna = pytest.importorskip("optuna", exc_type=ImportError)
-    lengths = {}
-
-    def objective(trial):
-        def on_round(record):
-            trial.report(record.test_loss, record.round)
-            if trial.should_prune():
-                raise fedsim.StopRun("pruned")
-
-        lr = trial.suggest_categorical("lr", [0.1, 1e-9])
-        result = fedsim.run(tiny_experiment, session=session, on_round=on_round, rounds=4, local={"lr": lr})
-        lengths.setdefault(lr, set()).add(len(result.history))
-        if result.stopped:
-            raise optuna.TrialPruned(result.stopped)
-        return result.test_loss
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=1)
-    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"lr": [0.1, 1e-9]}, seed=0), pruner=pruner)
-    study.enqueue_trial({"lr": 0.1})
-    study.enqueue_trial({"lr": 1e-9})
-    study.optimize(objective, n_trials=2)
-    states = [trial.state.name for trial in study.trials]
-    assert states == ["COMPLETE", "PRUNED"]
-    assert lengths == {0.1: {4}, 1e-9: {1}}
