@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.comparison import grid_terminal as of_comparisons
+from fedsim.comparison import displays as of_comparisons
 from fedsim.runs.terminal import Display, progress_bar
 
 
