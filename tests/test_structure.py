@@ -29,9 +29,10 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
     ("asynchronous",),
     ("config",),
     ("records",),
-    ("callbacks", "report"),
+    ("callbacks",),
     ("runs",),
     ("comparison",),
+    ("report",),
     ("cli",),
 )
 

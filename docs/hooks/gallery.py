@@ -64,9 +64,9 @@ def about(name: str) -> dict[str, Any]:
 
 def add(name: str, folder: Path, words: list[str]) -> None:
     """Store the results of a comparison. Raises StaleResultError if they are not those of the experiment."""
-    from fedsim.records.reader import read_grid
+    from fedsim.comparison import Comparison
 
-    grid, now = read_grid(folder), planned(name, words)
+    grid, now = Comparison.read(folder), planned(name, words)
     then = {canonical_point(run.point): flat(run.experiment) for run in grid.runs}
     for line in differences(name, words, then, {point: settings(each) for point, each in now.items()}):
         raise StaleResultError(line)
@@ -277,11 +277,11 @@ def metrics_table(name: str, metrics: dict[str, str]) -> str:
     """A table of the last round: metrics by heading, means over the seeds. FEDSIM_DOCS_RUN=no builds without it."""
     if os.environ.get("FEDSIM_DOCS_RUN") == "no":
         return ""
+    from fedsim.comparison import Comparison
     from fedsim.records.axes import label
-    from fedsim.records.reader import read_grid
 
     with unpacked(name) as folder:
-        grid = read_grid(folder)
+        grid = Comparison.read(folder)
     columns = [replace(grid.settings, by=metric).combined(grid.runs, list(grid.axes)) for metric in metrics.values()]
     rows = ["| " + " | ".join([*grid.compared, *metrics]) + " |", "|---" * (len(grid.compared) + len(metrics)) + "|"]
     for cells in zip(*columns, strict=True):

@@ -20,7 +20,7 @@ from fedsim.config.keys import attribute_docstrings, key_tables, type_text
 from fedsim.config.plugs import PLUGS, registry_of
 from fedsim.errors import show
 from fedsim.records import record
-from fedsim.records.file_descriptions import FILES
+from fedsim.records.history import FILES
 
 KINDS = {  # the title of the page of each kind of plug
     "rules": "Aggregation rules",

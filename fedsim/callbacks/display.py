@@ -18,8 +18,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import fixed
 from fedsim.errors import plural, show
 from fedsim.records.formatting import score_text
-from fedsim.records.metric import Metric
-from fedsim.records.record import METRICS, RoundRecord, metrics_in
+from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
 from fedsim.records.worker_results import workers_line
 
 if TYPE_CHECKING:

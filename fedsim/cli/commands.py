@@ -23,7 +23,6 @@ from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
 from fedsim.config.source_catalog import keys_of_plug, source_plugs
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
-from fedsim.records.file_descriptions import experiment_of_run
 from fedsim.system.packages import EXTRAS
 from fedsim.version import __version__
 
@@ -62,6 +61,8 @@ def run(
             raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
         source, overrides = source_and_overrides(words or [], context)
         if resume and not source:
+            from fedsim.records.history import experiment_of_run
+
             source = str(experiment_of_run(resume))
         check_names_of_run(source, overrides)
     with errors_as_lines(), contextlib.ExitStack() as stack:

@@ -112,11 +112,11 @@ def compare(
             check_names_of_comparison(source, changes, skip_invalid=skip_invalid)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         from fedsim.comparison import plan_grid, run_grid
+        from fedsim.comparison.displays import GridDisplay
         from fedsim.comparison.folder import Shard
-        from fedsim.comparison.grid_terminal import GridDisplay
         from fedsim.comparison.merging import merge
         from fedsim.records.axes import describe_point
-        from fedsim.records.comparison_settings import ComparisonSettings
+        from fedsim.records.rows import ComparisonSettings
         from fedsim.records.run_folder import new_folder
 
         settings = ComparisonSettings(

@@ -44,7 +44,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
     `skip_invalid`: combinations with an error are left out, so that they are no errors.
     """
     from fedsim.records.axes import apply_words, axes_of_tables, changes_of, with_points
-    from fedsim.records.comparison_settings import SETTINGS as GRID_SETTINGS
+    from fedsim.records.rows import SETTINGS as GRID_SETTINGS
 
     description = {} if source is None else describe_file(source)
     grid, skipping = description.pop(GRID, {}), False

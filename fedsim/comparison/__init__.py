@@ -1,13 +1,13 @@
 """Comparisons: a grid of runs that are paired by seed, and their statistics."""
 
+from fedsim.comparison.displays import Callback
+from fedsim.comparison.folder import load_comparison
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
-from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.paper_figure import plot
-from fedsim.comparison.results import RunResult
-from fedsim.comparison.runner import Comparison, compare, run_grid
-from fedsim.comparison.stored_comparison import load_comparison
-from fedsim.comparison.summary import SummaryRow
-from fedsim.records.comparison_settings import ComparisonSettings
+from fedsim.comparison.results import Comparison
+from fedsim.comparison.runner import compare, run_grid
+from fedsim.records.reader import Run
+from fedsim.records.rows import ComparisonSettings, Row
 
 __all__ = [
     "Callback",
@@ -15,8 +15,8 @@ __all__ = [
     "ComparisonSettings",
     "Grid",
     "PlannedRun",
-    "RunResult",
-    "SummaryRow",
+    "Row",
+    "Run",
     "compare",
     "load_comparison",
     "plan_grid",

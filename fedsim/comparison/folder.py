@@ -9,6 +9,7 @@ results.csv, curves.csv, summary.csv, summary.txt, *.png
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, keys_set_in
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid
+from fedsim.comparison.results import Comparison
+from fedsim.comparison.settings_check import require_number
 from fedsim.config.files import read_toml
-from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import Axes
-from fedsim.records.combinations import canonical
-from fedsim.records.early_stopping import stop_reason
 from fedsim.records.history import read_history
-from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, read_grid_file
-from fedsim.records.run_folder import ERROR, EXPERIMENT, MODEL
-from fedsim.runs.resume import NO_EFFECT, differences_of
+from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, Run, error_line, places_in, read_grid_file
+from fedsim.records.rows import canonical
+from fedsim.records.run_folder import ERROR, EXPERIMENT
+from fedsim.runs.resume import differences_of
 from fedsim.system.files import (
     PART,
     is_file,
@@ -83,16 +84,27 @@ class GridRecords:
         """Return the folder of a run's records. Raises RecordError if a link leads out of the comparison's folder."""
         return inner_folder(self.path, run.id)
 
+    def result(self, run: PlannedRun, *, kept: bool = True) -> Run:
+        """Return the result of a run; `kept` is False if the folder is temporary."""
+        place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
+        result = result_in(self.run_folder(run), run)
+        target = self.grid.settings.target
+        return replace(result, folder=result.folder if kept else None, place=place, target=target)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, dict[str, int]]:
+        return places_in(self.grid.axes)
+
     def is_finished(self, run: PlannedRun) -> bool:
         """Whether all records of a run are there."""
-        return is_complete(self.run_folder(run), run)
+        return result_in(self.run_folder(run), run).finished
 
-    def error(self, run: PlannedRun) -> str | None:
-        """Return why a run failed, with details; None if it did not fail."""
-        folder = self.run_folder(run)
-        with _os_errors_as_record_errors(folder / ERROR, "cannot be read"), contextlib.suppress(FileNotFoundError):
-            return read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace")
-        return None
+    def comparison(self, *, kept: bool = True) -> Comparison:
+        """Compare the runs; nothing is written. `kept` is False if the folder is temporary."""
+        grid, runs = self.grid, [self.result(run, kept=kept) for run in self.grid.runs]
+        if grid.settings.by is not None:
+            require_number(grid.settings.by, [run.history[-1] for run in runs if run.finished])
+        return Comparison(grid.name, grid.axes, runs, grid.settings, self.path if kept else None, grid.left_out)
 
     def take_ids(self, stored: GridFile) -> None:
         """Give the runs of the grid the ids of the stored runs with the same points."""
@@ -129,7 +141,7 @@ class GridFolder(GridRecords):
     def make_ready(self, run: PlannedRun) -> None:
         """Remove the records of a run, unless it was interrupted and can be resumed."""
         folder = self.run_folder(run)
-        if self.error(run) is None and (folder / CHECKPOINTS).is_dir():
+        if result_in(folder, run).failure is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):
                 if not _differences_of_run(read_toml(folder / EXPERIMENT), run):
                     return
@@ -173,8 +185,7 @@ class GridFolder(GridRecords):
         if not lines:
             points = {canonical(run.point) for run in stored.runs}
             shared = [run for run in self.grid.runs if canonical(run.point) in points]
-            later = keys_set_in(shared) - dict(leaves_of(stored.base)).keys()  # earlier versions left these out
-            lines = differences_of(stored.base, common_tables(shared), {*NO_EFFECT, *later})
+            lines = differences_of(stored.base, common_tables(shared))
             for run in shared:
                 if not lines and self.is_finished(run):
                     there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))
@@ -191,15 +202,43 @@ def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
         raise RecordError(f"{path}: {problem}: {error.strerror}{remedy(path, error)}") from error
 
 
-def is_complete(folder: Path, run: PlannedRun) -> bool:
-    """Whether all records of a run are in this folder."""
-    records = run.experiment.records
-    files = [MODEL] if records.model else []
-    files += [f"curve.{format}" for format in records.figures] if records.curve else []
-    history, experiment = read_history(folder), run.experiment
-    ended = len(history) == experiment.rounds or stop_reason(history, experiment.stop) is not None
-    complete = ended and all(is_file(folder / name) for name in files)
-    return complete and not (folder / ERROR).exists()
+def result_in(folder: Path, run: PlannedRun) -> Run:
+    """Return the result of a planned run from its folder; of damaged metrics, the rounds before the damage."""
+    failure = None
+    with _os_errors_as_record_errors(folder / ERROR, "cannot be read"), contextlib.suppress(FileNotFoundError):
+        failure = error_line(read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace"))
+    return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure)
+
+
+def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
+    """The results of a comparison from its folder, as `fedsim.compare` returned them.
+
+    Runs that are not finished count as failed. Nothing in the folder is changed, and no code of it is executed.
+
+    Args:
+        folder: of the comparison.
+        allow_imports: whether its experiments may name anything that can be imported; see `load_experiment`.
+
+    Raises RecordError if the folder holds no comparison or damaged files, and ExperimentError if an experiment is
+    invalid or names what may not be imported.
+
+    >>> import fedsim, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     axes = {"aggregate.rule": ["mean", "median"]}
+    ...     comparison = fedsim.compare({"rounds": 1, "model": "logistic"}, axes, folder, jobs=1)
+    ...     fedsim.load_comparison(folder).table == comparison.table
+    True
+    """
+    folder = Path(folder)
+    path = folder / GRID
+    if not is_file(path):
+        shards = f"; its shards are not combined yet: fedsim compare {folder}" if (folder / SHARDS).is_dir() else ""
+        raise RecordError(f"{folder}: is not the folder of a comparison (no {GRID}){shards}")
+    stored = read_grid_file(path)
+    grid = plan_grid(stored.base, stored.axes, (), stored.settings, file=path, allow_imports=allow_imports)
+    records = GridRecords(folder, grid)
+    records.take_ids(stored)
+    return records.comparison()
 
 
 def inner_folder(whole: Path, id: str) -> Path:
@@ -220,7 +259,7 @@ def differences_of_grids(there: GridFile, here: GridFile) -> list[str]:
 
 def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
     tables = with_objects(there, names_in(run.experiment.model_dump()))
-    return differences_of(tables, run.experiment.resolved())
+    return differences_of(tables, run.tables)
 
 
 def _differences_of_axes(there: Axes, here: Axes) -> list[str]:

@@ -31,10 +31,10 @@ from fedsim.records.axes import (
     describe_point,
     label,
     readable_id,
+    shape_of,
     with_points,
 )
-from fedsim.records.combinations import SEED, canonical
-from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
+from fedsim.records.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
@@ -49,6 +49,11 @@ class PlannedRun:
     id: str
     point: dict[str, Any]
     experiment: Experiment
+
+    @functools.cached_property
+    def tables(self) -> dict[str, Any]:
+        """The resolved tables of the experiment."""
+        return self.experiment.resolved()
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,7 @@ class Grid:
     @property
     def shape(self) -> str:
         """The number of values on each axis: `3 aggregate.rule x 2 seed`."""
-        return " x ".join(f"{len(values)} {key}" for key, values in self.axes.items())
-
-    @property
-    def compared(self) -> list[str]:
-        """The axes that are compared: all but the seed and those along which values are chosen."""
-        return self.settings.compared(list(self.axes))
+        return shape_of(self.axes)
 
 
 def plan_grid(
@@ -146,7 +146,7 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
     The value of a key is that of the runs whose point does not set it, if all of these have the same.
     """
-    settings = [dict(leaves_of(run.experiment.resolved())) for run in runs]
+    settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
     own = [_keys_set_by(run, keys) for run in runs]
     tables: dict[str, Any] = {}
@@ -156,12 +156,6 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
             *outer, last = key.split(".")
             functools.reduce(lambda table, name: table.setdefault(name, {}), outer, tables)[last] = values[0]
     return tables
-
-
-def keys_set_in(runs: Sequence[PlannedRun]) -> set[str]:
-    """Return the keys that the points of these runs set."""
-    keys = {key for run in runs for key, _ in leaves_of(run.experiment.resolved())}
-    return {key for run in runs for key in _keys_set_by(run, keys)}
 
 
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.comparison.plots import AnyGrid, AnyRun
+from fedsim.comparison.results import Comparison
 from fedsim.core.confidence import fixed
 from fedsim.core.plotting import SCREEN, FigureStyle
 from fedsim.records.axes import label
-from fedsim.records.best import best_of
-from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import MISSING, comparison_title, key_name
+from fedsim.records.reader import Run
+from fedsim.records.rows import SEED, Row, canonical, groups_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ CHARACTER = 0.09  # inches of width, about
 NO_CELL = HeatCell(math.nan, "")
 
 
-def draw_heatmap(grid: AnyGrid, runs: Sequence[AnyRun], style: FigureStyle = SCREEN) -> Figure | None:
+def draw_heatmap(grid: Comparison, runs: Sequence[Run], style: FigureStyle = SCREEN) -> Figure | None:
     """Draw the mean score and its spread over the first two axes; None if there are not two, or no score."""
     if len(grid.compared) < 2:
         return None
@@ -56,11 +56,11 @@ def draw_heatmap(grid: AnyGrid, runs: Sequence[AnyRun], style: FigureStyle = SCR
     if all(each.score is None for each in combined):
         return None
     score = combined[0].metric
-    cells: dict[tuple[str, str], list[Combination]] = {}
+    cells: dict[tuple[str, str], list[Row]] = {}
     for each in combined:
         point = each.runs[0].point
         cells.setdefault((canonical(point[first]), canonical(point[second])), []).append(each)
-    best = [] if others else [found.combination for group in groups_of(combined) if (found := best_of(group))]
+    best = [] if others else [group.best for group in groups_of(combined) if group.best]
     size = (2.2 + width, 1.5 + height)
     if style.widths:
         size = (style.widths[len(across) > FEW_COLUMNS], max(2.4, 0.36 * len(down) + 0.9))
@@ -102,7 +102,7 @@ def draw_cells(
     return image
 
 
-def _cell(combined: Sequence[Combination], best: Sequence[Combination]) -> HeatCell:
+def _cell(combined: Sequence[Row], best: Sequence[Row]) -> HeatCell:
     """The mean of combinations, with the number of runs that count if not all do, and the spread of a single one."""
     runs, finished = sum(len(each.runs) for each in combined), sum(len(each.finished) for each in combined)
     counted = sum(each.counted for each in combined)

@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedsim.comparison.grid import Grid
 from fedsim.comparison.heat_map import NO_CELL, HeatCell, draw_cells
-from fedsim.comparison.plots import AnyGrid, AnyRun
-from fedsim.comparison.results import RunResult
+from fedsim.comparison.results import Comparison
+from fedsim.comparison.tables import mean_cells
 from fedsim.core.confidence import fixed
 from fedsim.core.plotting import SCREEN, FigureStyle, grid_shape
 from fedsim.records.axes import label
-from fedsim.records.best import Best, best_of
-from fedsim.records.combinations import SEED, Combination, canonical, groups_of
 from fedsim.records.formatting import comparison_title, key_name
+from fedsim.records.reader import Run
+from fedsim.records.rows import SEED, Group, Row, canonical, groups_of
 from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ Panel = dict[tuple[str, str], HeatCell]  # by the values on both axes
 
 
 def draw_panels(
-    grid: AnyGrid, runs: Sequence[AnyRun], over: tuple[str, str], style: FigureStyle = SCREEN
+    grid: Comparison, runs: Sequence[Run], over: tuple[str, str], style: FigureStyle = SCREEN
 ) -> Figure | None:
     """Draw a panel over two axes for each combination of the others; None if no run has a result.
 
@@ -82,7 +81,7 @@ def draw_panels(
     return figure
 
 
-def heatmap_csv(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) -> str:
+def heatmap_csv(grid: Comparison, runs: Sequence[Run], over: tuple[str, str]) -> str:
     """Return a row per cell and combination of the other axes: the best value of the first axis, and those tied."""
     combined = grid.settings.combined(runs, list(grid.axes))
     first, score = grid.compared[0], combined[0].metric.path[-1].removeprefix("test_")
@@ -91,15 +90,15 @@ def heatmap_csv(grid: Grid, runs: Sequence[RunResult], over: tuple[str, str]) ->
     for group in groups_of(combined):
         point = group[0].runs[0].point
         cells: list[Any] = [label(point[key]) for key in keys]
-        if found := best_of(group):
-            half_width = found.score.half_width if found.score.n > 1 else None
-            tied = "; ".join(_value(grid, each) for each in found.tied)
-            cells += [_value(grid, found.combination), found.score.mean, half_width, tied]
-        rows.append(cells if found else [*cells, None, None, None, None])
+        best = group.best
+        if best and best.score:
+            tied = "; ".join(_value(grid, each) for each in group.tied)
+            cells += [_value(grid, best), *mean_cells(best.score), tied]
+        rows.append(cells if best else [*cells, None, None, None, None])
     return to_csv(rows)
 
 
-def _panels(grid: AnyGrid, combined: Sequence[Combination], over: tuple[str, str]) -> dict[str, Panel]:
+def _panels(grid: Comparison, combined: Sequence[Row], over: tuple[str, str]) -> dict[str, Panel]:
     """The panels by name: for each combination of the axes that are on no panel, the best and then each value."""
     panels: dict[str, Panel] = {}
     name = key_name(grid.compared[0])
@@ -107,22 +106,22 @@ def _panels(grid: AnyGrid, combined: Sequence[Combination], over: tuple[str, str
         point = group[0].runs[0].point
         place = canonical(point[over[0]]), canonical(point[over[1]])
         beside = "".join(f", {key_name(key)}: {label(point[key])}" for key in _others(grid, over))
-        panels.setdefault(f"{BEST}{name}{beside}", {})[place] = _best_cell(grid, best_of(group))
+        panels.setdefault(f"{BEST}{name}{beside}", {})[place] = _best_cell(grid, group)
         for each in group:
             panels.setdefault(f"{name}: {_value(grid, each)}{beside}", {})[place] = _cell(each)
     return panels
 
 
-def _others(grid: AnyGrid, over: tuple[str, str]) -> list[str]:
+def _others(grid: Comparison, over: tuple[str, str]) -> list[str]:
     return [axis for axis in grid.compared[1:] if axis not in over]
 
 
-def _value(grid: AnyGrid, combination: Combination) -> str:
+def _value(grid: Comparison, combination: Row) -> str:
     """The value of the first axis."""
     return label(combination.runs[0].point[grid.compared[0]])
 
 
-def _cell(combination: Combination) -> HeatCell:
+def _cell(combination: Row) -> HeatCell:
     score, runs = combination.score, len(combination.runs)
     if score is None:
         return HeatCell(math.nan, "no finite value" if combination.finished else "failed")
@@ -131,9 +130,9 @@ def _cell(combination: Combination) -> HeatCell:
     return HeatCell(score.mean, fixed(score.mean, decimals) + missing, score.spread(decimals))
 
 
-def _best_cell(grid: AnyGrid, found: Best | None) -> HeatCell:
-    if found is None:
+def _best_cell(grid: Comparison, group: Group) -> HeatCell:
+    if group.best is None or group.best.score is None:
         return HeatCell(math.nan, "none is ranked")
-    mean = found.score.mean
-    lines = [fixed(mean, found.combination.metric.decimals_for(mean)), found.tied_text]
-    return HeatCell(mean, _value(grid, found.combination), "\n".join(filter(None, lines)), bold=True)
+    mean = group.best.score.mean
+    lines = [fixed(mean, group.best.metric.decimals_for(mean)), group.tied_text]
+    return HeatCell(mean, _value(grid, group.best), "\n".join(filter(None, lines)), bold=True)

@@ -26,8 +26,8 @@ from fedsim.engines.pool.process_context import AbortedError, ProcessContext
 from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
 from fedsim.engines.pool.retry import announce, last_error
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLostError, SettingWarning, WorkerError
-from fedsim.records.combinations import canonical
 from fedsim.records.record import RoundRecord
+from fedsim.records.rows import canonical
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
 from fedsim.runs.setup import PreparedRun, task_of

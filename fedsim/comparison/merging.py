@@ -13,14 +13,14 @@ from fedsim.comparison.folder import (
     GridFolder,
     differences_of_grids,
     inner_folder,
-    is_complete,
+    result_in,
 )
 from fedsim.comparison.grid import PlannedRun, plan_grid
-from fedsim.comparison.runner import Comparison, summarised
+from fedsim.comparison.results import Comparison
+from fedsim.comparison.runner import summarised
 from fedsim.errors import RecordError, one_line
-from fedsim.records.combinations import canonical
-from fedsim.records.comparison_settings import NO_SETTINGS, ComparisonSettings
 from fedsim.records.reader import GRID, GridFile, read_grid_file
+from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical
 
 
 def merge(
@@ -71,7 +71,7 @@ def _find(run: PlannedRun, grids: dict[Path, GridFile], besides: Path) -> Path |
     stored = [(source, each) for source, grid in grids.items() for each in grid.runs if canonical(each.point) == point]
     folders = [inner_folder(source, each.id) for source, each in stored]
     folders = [folder for folder in folders if folder.is_dir() and folder != besides]
-    complete = (folder for folder in folders if is_complete(folder, run))
+    complete = (folder for folder in folders if result_in(folder, run).finished)
     failed = (folder for folder in folders if (folder / ERROR).is_file())
     return next(itertools.chain(complete, failed), None)
 

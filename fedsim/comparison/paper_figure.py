@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels
 from fedsim.comparison.plots import draw_curves
-from fedsim.comparison.run_names import run_names
+from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.value_figure import draw_values
 from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import axis_called, label
-from fedsim.records.combinations import SEED
-from fedsim.records.progress import SCALES
-from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
+from fedsim.records.numbers import SCALES
 from fedsim.records.record import LARGEST, metric_called, metrics_in
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.files import write_atomically
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["curves", "heatmap"]
 LEAST_INCHES, MOST_INCHES = 1, 30  # of a side of a figure; 30 are 9,000 pixels at the 300 of "paper"
-RUN = "run"  # the axis of runs that are no comparison
 
 
 def plot(
@@ -118,7 +115,7 @@ def _format_of(path: Path) -> str:
     return format
 
 
-def _curves(grid: StoredGrid, x: str, style: str) -> Figure:
+def _curves(grid: Comparison, x: str, style: str) -> Figure:
     keys = numeric_axes(grid.axes, grid.compared)
     _require(x, "x", [*SCALES, *keys])
     if x in keys:
@@ -147,7 +144,7 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
         panel.set(**{f"{axis}lim": ends})
 
 
-def _heatmap(grid: StoredGrid, style: str) -> Figure:
+def _heatmap(grid: Comparison, style: str) -> Figure:
     over = grid.settings.heat_axes(list(grid.axes))
     look = STYLES[style]
     figure = draw_panels(grid, grid.runs, over, look) if over else draw_heatmap(grid, grid.runs, look)
@@ -158,48 +155,25 @@ def _heatmap(grid: StoredGrid, style: str) -> Figure:
     return figure
 
 
-def _grid_in(folders: Sequence[Path]) -> StoredGrid:
+def _grid_in(folders: Sequence[Path]) -> Comparison:
     """The comparison in a folder, or the runs in several folders as one."""
     found = [read_records(folder) for folder in folders]
     if not found:
         raise ExperimentError("folders: must be one or more")
-    if isinstance(found[0], StoredGrid) and len(found) == 1:
+    if isinstance(found[0], Comparison) and len(found) == 1:
         return found[0]
     runs = []
     for each in found:
-        if isinstance(each, StoredGrid):
+        if isinstance(each, Comparison):
             raise ExperimentError(
                 f"{each.folder}: is a comparison; draw one comparison, or several runs; fedsim compare FOLDER FOLDER "
                 "--out NEW makes one comparison of several"
             )
         runs.append(each)
-    return _grid_of(runs)
+    return comparison_of(runs)
 
 
-def _grid_of(runs: Sequence[Run]) -> StoredGrid:
-    """Runs as a comparison of what distinguishes them; a run that is not finished counts with its rounds so far."""
-    names, seeds = run_names(runs), [run.seed for run in runs]
-    axes: dict[str, list[Any]] = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}
-    if len(axes[RUN]) == 1:
-        del axes[RUN]
-    found = []
-    for run, name, seed in zip(runs, names, seeds, strict=True):
-        point = {key: value for key, value in ((RUN, name), (SEED, seed)) if key in axes}
-        place = {key: axes[key].index(value) for key, value in point.items()}
-        fields = {key: vars(run)[key] for key in Run.__dataclass_fields__}
-        found.append(DrawnRun(**fields, id=name, point=point, place=place, error=None, target=None))
-    return StoredGrid(runs[0].folder, " and ".join(dict.fromkeys(run.name for run in runs)), axes, list(found))
-
-
-class DrawnRun(GridRun):
-    """A run that is drawn with all of its rounds, finished or not."""
-
-    @property
-    def finished(self) -> bool:
-        return True
-
-
-def _only(grid: StoredGrid, only: Mapping[str, Any]) -> StoredGrid:
+def _only(grid: Comparison, only: Mapping[str, Any]) -> Comparison:
     """The grid with these values of some of its axes: `alie` means all values of this plug, such as `alie,z=1.5`."""
     axes, runs = dict(grid.axes), grid.runs
     for key, given in only.items():

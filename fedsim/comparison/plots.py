@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import RunResult
+from fedsim.comparison.results import Comparison
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import SCREEN, FigureStyle, grid_shape, line_style, prepare_axes
 from fedsim.records.axes import label
-from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, groups_of, mean_curve
 from fedsim.records.formatting import comparison_title, key_name
-from fedsim.records.progress import SCALES
-from fedsim.records.reader import GridRun, StoredGrid
+from fedsim.records.numbers import SCALES
+from fedsim.records.reader import Run
+from fedsim.records.rows import SEED, MeanCurve, Row, canonical, groups_of, mean_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,12 +26,9 @@ COINCIDE = 0.01  # of the height of a panel: curves that are closer hide each ot
 NARROWEST = 1.6  # inches, of a panel in a figure of a given width
 LETTER, HANDLE = 0.058, 0.55  # inches, of a letter of a legend and of the line beside it
 
-AnyGrid = Grid | StoredGrid  # a comparison, or its folder
-AnyRun = RunResult | GridRun
-
 
 def draw_curves(
-    grid: AnyGrid, runs: Sequence[AnyRun], scale: str = "round", style: FigureStyle = SCREEN
+    grid: Comparison, runs: Sequence[Run], scale: str = "round", style: FigureStyle = SCREEN
 ) -> Figure | None:
     """Draw the mean of the number that runs are compared by; None if no run is finished.
 
@@ -63,7 +59,7 @@ def draw_curves(
     return figure
 
 
-def remark_on_seeds(grid: AnyGrid, seeds: int, shown: int, panels: int) -> str:
+def remark_on_seeds(grid: Comparison, seeds: int, shown: int, panels: int) -> str:
     """The second line of a title: the name, the number of seeds and how they are shown, and what is left out."""
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     remark = f"{grid.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else grid.name
@@ -72,7 +68,7 @@ def remark_on_seeds(grid: AnyGrid, seeds: int, shown: int, panels: int) -> str:
 
 
 def draw_panels(
-    count: int, x: str, y: str, grid: AnyGrid, lines: str | None, style: FigureStyle = SCREEN
+    count: int, x: str, y: str, grid: Comparison, lines: str | None, style: FigureStyle = SCREEN
 ) -> tuple[Figure, list[Axes]]:
     """A figure of empty panels with the names of their axes, and a legend for the values of the axis `lines`."""
     from matplotlib.figure import Figure  # slow to import; and pyplot is not needed
@@ -109,7 +105,7 @@ def draw_panels(
     return figure, list(panels[:count])
 
 
-def _draw_panel(panel: Axes, grid: AnyGrid, group: list[Combination], scale: str) -> None:
+def _draw_panel(panel: Axes, grid: Comparison, group: list[Row], scale: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     failures, ends, curves = [], [], {}

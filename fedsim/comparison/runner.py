@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from fedsim.comparison.breaking_points import breaking_points, breaking_points_csv
-from fedsim.comparison.compared_number import require_number
-from fedsim.comparison.folder import GridFolder, GridRecords, Shard
+from fedsim.comparison.displays import Callback, display_of
+from fedsim.comparison.folder import GridFolder, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
-from fedsim.comparison.grid_notebook import comparison_html, display_of
-from fedsim.comparison.grid_terminal import Callback
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.jobs import (
@@ -29,12 +24,19 @@ from fedsim.comparison.jobs import (
     run_in_jobs,
     why_runs_unsendable,
 )
-from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
+from fedsim.comparison.leaderboard import draw_leaderboard, leaderboard_csv
 from fedsim.comparison.plots import draw_curves
-from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
+from fedsim.comparison.results import Comparison
 from fedsim.comparison.settings_check import untrained_part
-from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
-from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
+from fedsim.comparison.tables import (
+    breaking_points,
+    breaking_points_csv,
+    curves_csv,
+    results_csv,
+    summary_csv,
+    tuning_csv,
+)
+from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.comparison.value_figure import draw_values
 from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.config.experiment import Experiment
@@ -42,78 +44,11 @@ from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, SettingWarning, plural, show
-from fedsim.records.axes import label
-from fedsim.records.combinations import score_of
-from fedsim.records.comparison_settings import ComparisonSettings
-from fedsim.records.dataframe import to_frame
+from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.records.formatting import key_name
-from fedsim.records.leaderboard import Leaderboard, leaderboard
+from fedsim.records.rows import ComparisonSettings, score_of
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.child_process import exit_if_imported_by_child
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result of a comparison.
-
-    Attributes:
-        grid: the axes and the runs.
-        runs: the result of each run, in the grid's order.
-        summary: one row for each combination of values other than the seed; see `SummaryRow`.
-        folder: of the records, if they are kept.
-    """
-
-    grid: Grid
-    runs: list[RunResult]
-    summary: list[SummaryRow]
-    folder: Path | None
-
-    @property
-    def failed(self) -> list[RunResult]:
-        """The runs that failed."""
-        return [run for run in self.runs if run.error is not None]
-
-    @property
-    def answer(self) -> str:
-        """The best value of the first axis in words, with its interval; empty if nothing is compared."""
-        return answer_text(self.grid, self.runs)
-
-    @property
-    def table(self) -> str:
-        """The answer, the summary and the leaderboard as text, as `fedsim compare` prints them."""
-        board = leaderboard_text(self.leaderboard, self.grid.compared[0]) if self.leaderboard else ""
-        return f"{self.answer}\n\n{summary_table(self.grid, self.summary, self.runs)}\n\n{board}".strip()
-
-    @functools.cached_property
-    def leaderboard(self) -> Leaderboard | None:
-        """The mean ranks of the first axis' values over all others; None with fewer than 3 values or 5 combinations."""
-        combined = self.grid.settings.combined(self.runs, list(self.grid.axes))
-        return leaderboard(combined, self.grid.compared, lambda each, axis: label(each.runs[0].point[axis]))
-
-    def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
-        """The results as a pandas data frame with one row per run and round, or one row per run.
-
-        The first columns are `id` and the axes; a list or a table on an axis is its short name. Rows of rounds have the
-        columns of `Result.to_dataframe`, and those of runs the columns of `results.csv`: the numbers of the last
-        round, and `error`. A failed run has its rounds before the failure. Raises MissingPackageError without pandas.
-        """
-        if per not in ("round", "run"):
-            raise ExperimentError(f'per = {show(per)}: must be "round" or "run"')
-        rows = tidy_rows(self.runs) if per == "round" else run_rows(self.runs)
-        return to_frame(rows, "Comparison.to_dataframe")
-
-    def __repr__(self) -> str:
-        failed = f", {len(self.failed)} failed" if self.failed else ""
-        where = f", in {self.folder}" if self.folder else ""
-        count = plural(len(self.runs), "run")
-        return f"Comparison({self.grid.name}: {count} ({self.grid.shape}){failed}{where}; see .table)"
-
-    def _repr_html_(self) -> str:
-        return comparison_html(self)
 
 
 def compare(
@@ -223,25 +158,16 @@ def run_grid(
         callback.on_start(grid, todo, jobs)
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not grid.engine_chosen)
         if shard is not None:
-            return Comparison(grid, [RunResult.read(run, folder) for run in runs], [], path)
+            return Comparison(grid.name, grid.axes, list(map(folder.result, runs)), grid.settings, path)
         return summarised(folder, kept=kept)
 
 
 def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
     """Compare the runs in a folder, and write the tables and figures unless the folder is temporary."""
-    comparison = comparison_in(folder, kept=kept)
+    comparison = folder.comparison(kept=kept)
     if kept:
         _write(comparison, folder)
     return comparison
-
-
-def comparison_in(folder: GridRecords, *, kept: bool = True) -> Comparison:
-    """Compare the runs in a folder; nothing is written. `kept` is False if the folder is temporary."""
-    grid = folder.grid
-    runs = [RunResult.read(run, folder, kept) for run in grid.runs]
-    if grid.settings.by is not None:
-        require_number(grid.settings.by, [run.history[-1] for run in runs if run.finished])
-    return Comparison(grid, runs, summarise(grid, runs), folder.path if kept else None)
 
 
 def _warn(runs: Sequence[PlannedRun], by: str | None) -> None:
@@ -266,7 +192,7 @@ def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Ca
     def on_end(run: PlannedRun, error: str | None) -> None:
         if error is not None:
             folder.note_failure(run, error)
-        callback.on_end(RunResult.read(run, folder))
+        callback.on_end(folder.result(run))
 
     def on_retry(run: PlannedRun) -> None:
         folder.make_ready(run)
@@ -283,33 +209,32 @@ def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Ca
 
 
 def _write(comparison: Comparison, folder: GridFolder) -> None:
-    grid, runs, summary = comparison.grid, comparison.runs, comparison.summary
-    folder.write("results.csv", results_csv(grid, runs).encode())
-    folder.write("curves.csv", curves_csv(grid, runs).encode())
-    folder.write("summary.csv", summary_csv(grid, summary).encode())
+    runs, axes, settings = comparison.runs, comparison.axes, comparison.settings
+    folder.write("results.csv", results_csv(comparison).encode())
+    folder.write("curves.csv", curves_csv(comparison).encode())
+    folder.write("summary.csv", summary_csv(comparison).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, grid.settings.by).path[-1].removeprefix("test_"))
-    figures = {what: draw_curves(grid, runs)}
-    if (over := grid.settings.heat_axes(list(grid.axes))) is None:
-        figures["heatmap"] = draw_heatmap(grid, runs)
+    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.by).path[-1].removeprefix("test_"))
+    figures = {what: draw_curves(comparison, runs)}
+    if (over := settings.heat_axes(list(axes))) is None:
+        figures["heatmap"] = draw_heatmap(comparison, runs)
     else:
-        figures["heatmap"] = draw_panels(grid, runs, over)
-        folder.write("heatmap.csv", heatmap_csv(grid, runs, over).encode())
-    figures["workers"] = draw_worker_comparison(grid, runs)
+        figures["heatmap"] = draw_panels(comparison, runs, over)
+        folder.write("heatmap.csv", heatmap_csv(comparison, runs, over).encode())
+    figures["workers"] = draw_worker_comparison(comparison, runs)
     if any("virtual_seconds" in run.metrics for run in runs):
-        figures[f"{what}_virtual_seconds"] = draw_curves(grid, runs, "virtual_seconds")
-        figures[f"{what}_updates"] = draw_curves(grid, runs, "updates")
-    figures |= {f"{what}_{key}": draw_values(grid, runs, key) for key in numeric_axes(grid.axes, grid.compared)}
+        figures[f"{what}_virtual_seconds"] = draw_curves(comparison, runs, "virtual_seconds")
+        figures[f"{what}_updates"] = draw_curves(comparison, runs, "updates")
+    figures |= {f"{what}_{key}": draw_values(comparison, runs, key) for key in numeric_axes(axes, comparison.compared)}
     if (board := comparison.leaderboard) is not None:
-        folder.write("leaderboard.csv", leaderboard_csv(board, grid.compared[0]).encode())
-        figures["leaderboard"] = draw_leaderboard(board, f"{key_name(grid.compared[0])}: {grid.name}")
-    if points := breaking_points(grid, runs):
-        folder.write("breaking_points.csv", breaking_points_csv(grid, points).encode())
-    if grid.settings.tune is not None:
-        _, tuned = grid.settings.of(runs, list(grid.axes))
-        folder.write("tuning.csv", tuning_csv(grid, tuned).encode())
-        figures["tuning"] = draw_tuning(grid, tuned)
+        folder.write("leaderboard.csv", leaderboard_csv(board, comparison.compared[0]).encode())
+        figures["leaderboard"] = draw_leaderboard(board, f"{key_name(comparison.compared[0])}: {comparison.name}")
+    if breaking_points(comparison):
+        folder.write("breaking_points.csv", breaking_points_csv(comparison).encode())
+    if settings.tune is not None:
+        folder.write("tuning.csv", tuning_csv(comparison).encode())
+        figures["tuning"] = draw_tuning(comparison)
     for name, figure in figures.items():
         if figure is not None:
-            for format in grid.runs[0].experiment.records.figures:
+            for format in folder.grid.runs[0].experiment.records.figures:
                 folder.write(f"{name}.{format}", encode(figure, format))

@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fedsim.comparison.plots import MOST_PANELS, AnyGrid, AnyRun, draw_line, draw_panels, remark_on_seeds, write_remarks
+from fedsim.comparison.plots import MOST_PANELS, draw_line, draw_panels, remark_on_seeds, write_remarks
+from fedsim.comparison.results import Comparison
 from fedsim.core.plotting import SCREEN, FigureStyle, mark_values
 from fedsim.records.axes import label
-from fedsim.records.combinations import SEED, canonical
 from fedsim.records.formatting import comparison_title, key_name
+from fedsim.records.reader import Run
+from fedsim.records.rows import SEED, canonical
 from fedsim.records.value_curves import ValueCurve, value_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def curves_along(grid: AnyGrid, runs: Sequence[AnyRun], key: str) -> list[ValueCurve]:
+def curves_along(grid: Comparison, runs: Sequence[Run], key: str) -> list[ValueCurve]:
     """The curves of the compared number against the values of the axis `key`."""
     combined = grid.settings.combined(runs, list(grid.axes))
     return value_curves(combined, grid.compared.index(key), {run.place[key]: run.point[key] for run in runs})
 
 
-def draw_values(grid: AnyGrid, runs: Sequence[AnyRun], key: str, style: FigureStyle = SCREEN) -> Figure | None:
+def draw_values(grid: Comparison, runs: Sequence[Run], key: str, style: FigureStyle = SCREEN) -> Figure | None:
     """Draw the compared number of the last round against the values of the axis `key`; None if no run is finished.
 
     A line for each value of the first other axis, a panel for each combination of the rest. A value of which a run has

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim.comparison.grid import Grid
-from fedsim.comparison.results import RunResult
+from fedsim.comparison.results import Comparison
 from fedsim.core.plotting import COLOURS
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.records.axes import label
-from fedsim.records.combinations import Combination
 from fedsim.records.formatting import comparison_title
+from fedsim.records.reader import Run
+from fedsim.records.rows import Row
 from fedsim.records.worker_results import LABELS, newest_table, read_csv
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MOST_ROWS = 100  # combinations that a figure shows
 ROW = 0.22  # inches, of a model
 
 
-def draw_worker_comparison(grid: Grid, runs: Sequence[RunResult]) -> Figure | None:
+def draw_worker_comparison(grid: Comparison, runs: Sequence[Run]) -> Figure | None:
     """Draw the last tests of the workers of all seeds, a row for each combination and model; None if there are none.
 
     A stroke is a worker, the bar the middle half of the workers, the dot their mean. Or losses, without accuracies.
@@ -62,7 +62,7 @@ def draw_worker_comparison(grid: Grid, runs: Sequence[RunResult]) -> Figure | No
     return figure
 
 
-def _results(combination: Combination) -> list[WorkerResults]:
+def _results(combination: Row) -> list[WorkerResults]:
     """Return the newest table of workers of each finished run that has one."""
     folders = [(run.folder, len(run.history)) for run in combination.finished if run.folder is not None]
     tables = [newest_table(folder, rounds) for folder, rounds in folders]

@@ -11,7 +11,7 @@ from fedsim.config.source_catalog import plug_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.records.combinations import canonical
+from fedsim.records.rows import canonical
 
 VARIANT = "variant"  # the axis whose values are tables of the whole experiment
 LABEL = "label"  # the name of a table on an axis; it is not a key of the experiment
@@ -128,6 +128,11 @@ def label(value: Any) -> str:
 def describe_point(point: Mapping[str, Any]) -> str:
     """Return a point as on the command line: aggregate.rule=krum seed=0."""
     return " ".join(f"{key}={label(value)}" for key, value in point.items())
+
+
+def shape_of(axes: Axes) -> str:
+    """Return the number of values on each axis: `3 aggregate.rule x 2 seed`."""
+    return " x ".join(f"{len(values)} {key}" for key, values in axes.items())
 
 
 def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:

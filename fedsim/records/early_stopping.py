@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from fedsim.config.schema import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.records.metric import Metric
-from fedsim.records.record import RoundRecord
+from fedsim.records.record import Metric, RoundRecord
 
 
 class EarlyStopping:

@@ -1,4 +1,4 @@
-"""Reading run folders and grid folders.
+"""Reading run folders, and the file of a comparison.
 
 A folder may come from an unknown author, or from a run that is not finished: optional files may be missing, and the
 last line of the metrics may be incomplete. Any other damage is an error with its place.
@@ -6,8 +6,8 @@ last line of the metrics may be incomplete. Any other damage is an error with it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,27 +18,19 @@ from fedsim.config.files import read_toml
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.errors import RecordError, cut, printable, show
-from fedsim.records.combinations import canonical
-from fedsim.records.comparison_settings import NO_SETTINGS, SETTINGS, ComparisonSettings
+from fedsim.errors import RecordError, cut, printable
 from fedsim.records.early_stopping import stop_reason, stored_stop
-from fedsim.records.history import (
-    METRICS,
-    first_problem,
-    noted_stop,
-    read_file,
-    read_metrics,
-    read_object,
-)
-from fedsim.records.progress import Progress, progress_of
+from fedsim.records.history import METRICS, first_problem, noted_stop, read_file, read_metrics, read_object
+from fedsim.records.numbers import Progress, best_score, byzantine_weight, progress_of, run_metrics
 from fedsim.records.record import Count, RoundRecord
-from fedsim.records.run_folder import ENVIRONMENT, EXPERIMENT
-from fedsim.records.run_metrics import byzantine_weight, run_metrics
+from fedsim.records.rows import NO_SETTINGS, SETTINGS, ComparisonSettings, canonical
+from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT, MODEL, PARTITION
 from fedsim.records.worker_results import newest_table, read_csv
-from fedsim.system.files import is_file, is_outside
+from fedsim.system.files import is_file
 
-PARTITION, GRID, ERROR = "partition.json", "grid.json", "error.txt"
+GRID = "grid.json"
 ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # of a run in a grid: a folder name that stays inside its parent
+INCOMPLETE = "its records are not complete"
 
 # Limits on files, much larger than any run writes.
 MOST_PARTITION_BYTES, MOST_GRID_BYTES = 2**28, 2**26
@@ -91,19 +83,51 @@ class GridFile(LenientModel):
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run folder."""
+    """A run, finished or not, as its folder holds it.
 
-    folder: Path
-    experiment: dict[str, Any]  # empty if the file is missing
-    environment: dict[str, Any]
+    Attributes:
+        folder: of the records; None if they are not kept.
+        experiment: its resolved tables; empty if the file is missing.
+        history: one record per round; of a failed run, the rounds before the failure.
+        torn: whether the last line of the metrics is incomplete.
+        id: in a comparison; else "".
+        point: its value on each axis of a comparison.
+        place: the index of each of these values on its axis.
+        failure: the first line of the reason why it failed; None if it did not fail.
+        target: the test result whose time is reported, as of the comparison.
+        counts: whether it counts as finished with its rounds so far.
+    """
+
+    folder: Path | None
+    experiment: dict[str, Any]
     history: list[RoundRecord]
-    torn: bool  # whether the last line is incomplete
-    partition: StoredPartition
-    workers: WorkerResults | None  # the last tests of single workers
+    torn: bool = False
+    id: str = ""
+    point: dict[str, Any] = field(default_factory=dict)
+    place: dict[str, int] = field(default_factory=dict)
+    failure: str | None = None
+    target: float | None = None
+    counts: bool = False
+
+    @classmethod
+    def read(cls, folder: Path, **in_comparison: Any) -> Run:
+        """Read the run in a folder; `in_comparison` are further attributes. Files that are missing are empty.
+
+        Raises RecordError (ExperimentError for invalid TOML) if a file is damaged.
+        """
+        history, torn = read_metrics(folder / METRICS) if is_file(folder / METRICS) else ([], False)
+        experiment = read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {}
+        failure = None
+        if in_comparison and is_file(folder / ERROR):
+            failure = error_line(read_file(folder / ERROR, MOST_ERROR_BYTES).decode(errors="replace"))
+        run = cls(folder, experiment, history, torn, failure=failure, **in_comparison)
+        _ = run.environment, run.partition, run.workers  # damage in these files is an error now, and not later
+        return run
 
     @property
     def name(self) -> str:
-        return cut(str(self.experiment.get("name", self.folder.resolve().name)))
+        default = self.folder.resolve().name if self.folder else self.id
+        return cut(str(self.experiment.get("name", default)))
 
     @property
     def seed(self) -> int:
@@ -116,14 +140,42 @@ class Run:
         rounds = self.experiment.get("rounds")
         return rounds if isinstance(rounds, int) else None
 
-    @property
-    def finished(self) -> bool:
-        return bool(self.history) and (len(self.history) >= (self.planned or 0) or self.stopped is not None)
-
     @cached_property
     def stopped(self) -> str | None:
-        """Why it ended before its last round; None if it did not."""
-        return stop_reason(self.history, stored_stop(self.experiment)) or noted_stop(self.folder, len(self.history))
+        """Why it ended before its last round; None if it did not.
+
+        In a comparison, a run that `StopRun` ended is not finished: the comparison continues it.
+        """
+        reason = stop_reason(self.history, stored_stop(self.experiment))
+        return reason if reason or self.id or not self.folder else noted_stop(self.folder, len(self.history))
+
+    @cached_property
+    def finished(self) -> bool:
+        """Whether it has ended and did not fail; in a comparison, also whether all files of its records are there."""
+        if self.counts:
+            return True
+        ended = bool(self.history) and (len(self.history) >= (self.planned or 0) or self.stopped is not None)
+        return ended and self.failure is None and all(is_file(path) for path in self._expected_files())
+
+    def _expected_files(self) -> list[Path]:
+        records = self.experiment.get("records")
+        if not (self.id and self.folder and isinstance(records, dict)):
+            return []
+        figures = records.get("figures") if records.get("curve") is True else None
+        names = [f"curve.{format}" for format in figures] if isinstance(figures, list) else []
+        return [self.folder / name for name in ([MODEL] if records.get("model") is True else []) + names]
+
+    @property
+    def error(self) -> str | None:
+        """Why it has no result, in one line; None if it is finished."""
+        return None if self.finished else self.failure or INCOMPLETE
+
+    @property
+    def state(self) -> str:
+        """Its finished rounds, or why it failed."""
+        if self.failure is not None:
+            return f"failed: {self.failure}"
+        return f"{len(self.history)} of {self.planned} rounds" if self.history else "not begun"
 
     @cached_property
     def progress(self) -> list[Progress]:
@@ -131,6 +183,44 @@ class Run:
         return progress_of(self.history, self.experiment)
 
     @cached_property
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers of a finished run by name, see `run_metrics`; empty if it is not finished."""
+        return run_metrics(self.history, self.progress, self.target) if self.finished else {}
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """The test accuracy after the last round; None of a task without accuracy."""
+        return self.history[-1].test_accuracy
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The highest accuracy after any round; None of a task without accuracy."""
+        return None if self.test_accuracy is None else best_score(self.history)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all rounds."""
+        return sum(record.total_seconds or 0.0 for record in self.history)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Versions and machine; empty if the file is missing."""
+        path = self.folder and self.folder / ENVIRONMENT
+        return read_object(path) if path and is_file(path) else {}
+
+    @cached_property
+    def partition(self) -> StoredPartition:
+        """The samples of the workers; empty if the file is missing."""
+        path = self.folder and self.folder / PARTITION
+        return _read_partition(path) if path and is_file(path) else StoredPartition()
+
+    @cached_property
+    def workers(self) -> WorkerResults | None:
+        """The last tests of single workers."""
+        table = newest_table(self.folder, len(self.history)) if self.folder else None
+        return read_csv(table) if table else None
+
+    @property
     def byzantine(self) -> frozenset[int]:
         return frozenset(self.partition.byzantine)
 
@@ -139,89 +229,20 @@ class Run:
         return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 
-@dataclass(frozen=True)
-class GridRun(Run):
-    """One run of a grid, begun or not; `point` has its value on each axis, `place` the index of that value."""
-
-    id: str
-    point: dict[str, Any]
-    place: dict[str, int]
-    error: str | None  # the first line of its error
-    target: float | None  # as of the grid
-
-    @property
-    def finished(self) -> bool:
-        return super().finished and self.error is None
-
-    @cached_property
-    def stopped(self) -> str | None:
-        """As of `Run`, except that a run which `StopRun` ended is not finished: a comparison continues it."""
-        return stop_reason(self.history, stored_stop(self.experiment))
-
-    @cached_property
-    def metrics(self) -> dict[str, float | None]:
-        """The numbers of a finished run by name, see `run_metrics`."""
-        return run_metrics(self.history, self.progress, self.target) if self.finished else {}
-
-    @property
-    def state(self) -> str:
-        """Its finished rounds, or its error."""
-        if self.error is not None:
-            return f"failed: {self.error}"
-        return f"{len(self.history)} of {self.planned} rounds" if self.history else "not begun"
-
-
-@dataclass(frozen=True)
-class StoredGrid:
-    """A grid folder."""
-
-    folder: Path
-    name: str
-    axes: dict[str, list[Any]]
-    runs: list[GridRun]
-    settings: ComparisonSettings = NO_SETTINGS
-
-    @property
-    def compared(self) -> list[str]:
-        """The axes that are compared: all but the seed and those along which values are chosen."""
-        return self.settings.compared(list(self.axes))
-
-
-def read_records(folder: Path) -> Run | StoredGrid:
-    """The run or the grid in a folder.
-
-    Raises RecordError (ExperimentError for invalid TOML) if it is neither, has no finished round, or is damaged.
-    """
-    if not folder.is_dir():
-        raise RecordError(f"{folder}: no such folder; expected that of a run or of a grid")
-    if (folder / GRID).is_file():
-        return read_grid(folder)
-    if not is_file(folder / METRICS):
-        raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a grid (it has no {GRID})")
-    run = read_run(folder)
-    if not run.history:
-        raise RecordError(f"{folder / METRICS}: no round is finished yet")
-    return run
-
-
-def read_run(folder: Path) -> Run:
-    """The run in a folder; files that are missing are empty."""
-    return Run(**_content_of(folder))
-
-
-def _content_of(folder: Path) -> dict[str, Any]:
-    """The fields of a `Run`."""
-    history, torn = read_metrics(folder / METRICS) if is_file(folder / METRICS) else ([], False)
-    table = newest_table(folder)
+def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
+    """The index of each value of each axis, by the value's JSON text; the first of equal values."""
     return {
-        "folder": folder,
-        "experiment": read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {},
-        "environment": read_object(folder / ENVIRONMENT) if is_file(folder / ENVIRONMENT) else {},
-        "history": history,
-        "torn": torn,
-        "partition": _read_partition(folder / PARTITION) if is_file(folder / PARTITION) else StoredPartition(),
-        "workers": read_csv(table) if table else None,
+        axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
+        for axis, values in axes.items()
     }
+
+
+def read_grid_file(path: Path, objects: Iterable[ObjectName] = ()) -> GridFile:
+    """The content of a grid.json, with `objects` in the place of their names."""
+    file = _validated(GridFile, path, MOST_GRID_BYTES)
+    if problem := problem_with_words(file.model_dump()):
+        raise RecordError(f"{path}: {problem}")
+    return GridFile.model_validate(with_objects(file.model_dump(), objects))
 
 
 def _read_partition(path: Path) -> StoredPartition:
@@ -235,55 +256,6 @@ def _read_partition(path: Path) -> StoredPartition:
     return partition
 
 
-def read_grid_file(path: Path, objects: Iterable[ObjectName] = ()) -> GridFile:
-    """The content of a grid.json, with `objects` in the place of their names."""
-    file = _validated(GridFile, path, MOST_GRID_BYTES)
-    if problem := problem_with_words(file.model_dump()):
-        raise RecordError(f"{path}: {problem}")
-    return GridFile.model_validate(with_objects(file.model_dump(), objects))
-
-
-def read_grid(folder: Path) -> StoredGrid:
-    """The grid in a folder, with its runs."""
-    path = folder / GRID
-    file = read_grid_file(path)
-    positions = {axis: _positions(values) for axis, values in file.axes.items()}
-    runs, places, folders, target = [], set(), set(), file.settings.target
-    for index, entry in enumerate(file.runs):
-        where = f"{path}: runs.{index}"
-        place = {axis: _position(entry, axis, known, where) for axis, known in positions.items()}
-        if tuple(place.values()) in places:
-            raise RecordError(f"{where}.point: another run has the same")
-        places.add(tuple(place.values()))
-        run_folder = folder / entry.folder
-        if is_outside(run_folder, folder):
-            raise RecordError(f"{where}.folder = {show(entry.folder)}: must lie in the grid's folder")
-        if run_folder.resolve() in folders:
-            raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
-        folders.add(run_folder.resolve())
-        error = _error_in(run_folder / ERROR)
-        content = _content_of(run_folder)
-        runs.append(GridRun(**content, id=entry.id, point=entry.point, place=place, error=error, target=target))
-    if not any(entry.history for entry in runs):
-        raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
-    return StoredGrid(folder, file.name, file.axes, runs, file.settings.known_on(file.axes))
-
-
-def _positions(values: list[Any]) -> dict[str, int]:
-    """The index of each value of an axis, by its JSON text; the first of equal values."""
-    return {canonical(value): position for position, value in reversed(list(enumerate(values)))}
-
-
-def _position(entry: GridEntry, axis: str, known: dict[str, int], where: str) -> int:
-    """The index of a run's value on an axis."""
-    if axis not in entry.point:
-        raise RecordError(f"{where}.point: has no value of the axis {show(axis)}")
-    value = entry.point[axis]
-    if canonical(value) not in known:
-        raise RecordError(f"{where}.point: {show(value)} is not on the axis {show(axis)}")
-    return known[canonical(value)]
-
-
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -292,11 +264,6 @@ def _validated(model: type[Model], path: Path, most: int) -> Model:
         return model.model_validate_json(read_file(path, most))
     except ValidationError as error:
         raise RecordError(f"{path}: {first_problem(error)}") from None
-
-
-def _error_in(path: Path) -> str | None:
-    """The first line of a file that says why a run failed; None if there is no such file."""
-    return error_line(read_file(path, MOST_ERROR_BYTES).decode(errors="replace")) if is_file(path) else None
 
 
 def error_line(text: str) -> str:

@@ -26,8 +26,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
-from fedsim.records.file_descriptions import EXPERIMENT, PATTERNS
-from fedsim.records.history import EVENTS, METRICS, read_object, to_line
+from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, read_object, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import workers_csv
 from fedsim.system.files import (

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.core.confidence import mean_and_half_width
-from fedsim.records.combinations import Combination, MeanCurve
-from fedsim.records.metric import Metric
+from fedsim.records.record import Metric
+from fedsim.records.rows import MeanCurve, Row
 
 FEWEST_VALUES = 3  # from which there is a curve
 
@@ -42,7 +42,7 @@ class ValueCurve:
     """
 
     values: list[float]
-    combinations: list[Combination]
+    combinations: list[Row]
 
     @property
     def mean(self) -> MeanCurve | None:
@@ -55,7 +55,7 @@ class ValueCurve:
         return MeanCurve([(x, of_seed) for of_seed in values], x, values, *mean_and_half_width(values))
 
 
-def value_curves(combined: Sequence[Combination], axis: int, values: Mapping[Any, float]) -> list[ValueCurve]:
+def value_curves(combined: Sequence[Row], axis: int, values: Mapping[Any, float]) -> list[ValueCurve]:
     """The curves along one of the compared axes, one for each combination of the values on the others.
 
     Args:
@@ -63,7 +63,7 @@ def value_curves(combined: Sequence[Combination], axis: int, values: Mapping[Any
         axis: its number among them.
         values: the value of each place on it.
     """
-    groups: dict[tuple[Any, ...], list[Combination]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for each in combined:
         groups.setdefault((*each.place[:axis], *each.place[axis + 1 :]), []).append(each)
     ascending = [sorted(group, key=lambda each: values[each.place[axis]]) for group in groups.values()]

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
-from fedsim.records.combinations import Combination, MeanCurve, mean_curve
-from fedsim.records.metric import Metric
+from fedsim.records.numbers import mean_or_none
 from fedsim.records.reader import Run
-from fedsim.records.record import METRICS, RoundRecord, metrics_in
-from fedsim.records.run_metrics import mean_or_none
+from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.rows import MeanCurve, Row, mean_curve
 from fedsim.report.figure import FEW_ROUNDS, figure, label_axis, plain, round_axis, rounded, value_axis
 
 ROUNDS = "round"
@@ -85,7 +84,7 @@ def run_curves(run: Run) -> list[dict[str, Any]]:
     return figures
 
 
-def grid_curves(combined: Sequence[Combination], names: Sequence[str]) -> list[dict[str, Any]]:
+def grid_curves(combined: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """One figure per chart and scale of a grid: for each combination its mean and the spread over the seeds.
 
     Args:
@@ -232,7 +231,7 @@ def run_time(run: Run) -> dict[str, Any]:
     return _time_figure(traces, 320, "x", xaxis=rounds, yaxis=value_axis("seconds of a round", "s", rangemode="tozero"))
 
 
-def grid_time(combined: Sequence[Combination], names: Sequence[str]) -> dict[str, Any]:
+def grid_time(combined: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:
     """The mean seconds of each phase: one bar per combination, the first on top."""
     traces = []
     records = [records_of(combination.runs) for combination in combined]

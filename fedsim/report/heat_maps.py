@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any
 
 from fedsim.core.confidence import Estimate, decimals_of, estimate, fixed
-from fedsim.records.best import Best, best_of
-from fedsim.records.combinations import Combination, groups_of, score_of
-from fedsim.records.metric import Metric
+from fedsim.records.numbers import LAST_ROUND, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
-from fedsim.records.record import RoundRecord, metrics_in
-from fedsim.records.run_metrics import best_score, mean_or_none
+from fedsim.records.record import Metric, RoundRecord, metrics_in
+from fedsim.records.rows import Group, Row, groups_of, score_of
 from fedsim.report.figure import FEW_ROUNDS, PALETTE, axis, figure, label_axis, plain, round_axis, tick_text
 
 BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
@@ -127,7 +125,7 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
 
 
 def final_heat_maps(
-    combined: Sequence[Combination], axes: Sequence[LabelledAxis], order: Sequence[int]
+    combined: Sequence[Row], axes: Sequence[LabelledAxis], order: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return two axes against each other: one figure per final value and combination of the other axes.
 
@@ -148,23 +146,21 @@ def final_heat_maps(
     figures = []
     for label, read, decimals in values:
         cells = {tuple(each.place[index] for index in order): _mean_of(read, each.finished) for each in combined}
-        means = [cell.mean for cell in cells.values() if cell]
+        means = [cell.mean for cell in cells.values() if cell and math.isfinite(cell.mean)]
         limits = {"cmin": min(means), "cmax": max(means)} if means else {}
         for others in itertools.product(*(range(len(labels)) for _, labels in axes[2:])):
             figures.append(_final_heat_map(label, cells, others, decimals, axes, limits))
     return figures
 
 
-def best_heat_maps(
-    combined: Sequence[Combination], axes: Sequence[LabelledAxis], order: Sequence[int]
-) -> list[dict[str, Any]]:
+def best_heat_maps(combined: Sequence[Row], axes: Sequence[LabelledAxis], order: Sequence[int]) -> list[dict[str, Any]]:
     """Return the best value of the first axis over two others: one figure per combination of the axes after these.
 
     Args:
         combined, axes, order: as of `final_heat_maps`; the first axis is the third of `axes`.
     """
     down, across, (_, values), *beside = axes
-    found = {tuple(group[0].place[index] for index in order if index): best_of(group) for group in groups_of(combined)}
+    found = {tuple(group[0].place[index] for index in order if index): group for group in groups_of(combined)}
     means = [each.score.mean for each in combined if each.score]
     limits = {"cmin": min(means), "cmax": max(means)} if means else {}
     figures = []
@@ -176,19 +172,20 @@ def best_heat_maps(
     return figures
 
 
-def _best_cell(best: Best | None, labels: Sequence[str]) -> CellTexts:
+def _best_cell(group: Group | None, labels: Sequence[str]) -> CellTexts:
     """The name of the best value, its mean, and how many are tied with it; if one points at it, which ones."""
-    if best is None:
+    if group is None or group.best is None or group.best.score is None:
         return None, "", ""
-    name, decimals = tick_text(labels[best.combination.place[0]]), best.combination.metric.decimals_for(best.score.mean)
-    tied = ", ".join(plain(labels[each.place[0]]) for each in best.tied)
-    lines = [name, fixed(best.score.mean, decimals), best.tied_text]
-    hover = [f"{name} {best.score.text(decimals)}", f"tied with {tied}" if tied else ""]
-    return best.score.mean, "<br>".join(filter(None, lines)), "<br>".join(filter(None, hover))
+    best, score = group.best, group.best.score
+    name, decimals = tick_text(labels[best.place[0]]), best.metric.decimals_for(score.mean)
+    tied = ", ".join(plain(labels[each.place[0]]) for each in group.tied)
+    lines = [name, fixed(score.mean, decimals), group.tied_text]
+    hover = [f"{name} {score.text(decimals)}", f"tied with {tied}" if tied else ""]
+    return score.mean, "<br>".join(filter(None, lines)), "<br>".join(filter(None, hover))
 
 
 def _final(metric: Metric, run: Run) -> float | None:
-    return metric.read(run.history[-1])
+    return run.metrics.get(metric.key) if metric.key in LAST_ROUND else metric.read(run.history[-1])
 
 
 def _mean_of(read: Callable[[Run], float | None], runs: Sequence[Run]) -> Estimate | None:
@@ -211,8 +208,8 @@ def _final_heat_map(
 
 
 def _final_cell(cell: Estimate | None, decimals: int | None) -> CellTexts:
-    if cell is None:
-        return None, "", ""
+    if cell is None or not math.isfinite(cell.mean):
+        return None, "" if cell is None else "no finite value", ""
     text = _cell_text(cell, decimals)
     return cell.mean, text, f"{text}<br>seeds: {cell.n}"
 

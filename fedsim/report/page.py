@@ -14,7 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedsim.records.reader import Run, read_records
+from fedsim.comparison.results import read_records
+from fedsim.records.reader import Run
 from fedsim.report.figure import CONFIG, TEMPLATES
 from fedsim.report.grid_page import grid_page
 from fedsim.report.run_page import run_page

@@ -7,10 +7,9 @@ from typing import Any
 
 from fedsim.core.input_limits import leaves_of
 from fedsim.records import formatting as fmt
-from fedsim.records.metric import Metric
+from fedsim.records.numbers import best_score
 from fedsim.records.reader import Run
-from fedsim.records.record import mean_staleness, metrics_in, score_in
-from fedsim.records.run_metrics import best_score
+from fedsim.records.record import Metric, mean_staleness, metrics_in, score_in
 from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
 from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
 from fedsim.report.workers import workers_chart

@@ -1,4 +1,4 @@
-"""The compared number against the values of a setting, and from which value on the target is missed."""
+"""The compared number against the values of a setting."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
-from fedsim.records.combinations import Combination
-from fedsim.records.metric import Metric
-from fedsim.records.value_curves import ValueCurve, breaking_point, numeric_axes, value_curves
+from fedsim.records.rows import Row
+from fedsim.records.value_curves import ValueCurve, numeric_axes, value_curves
 from fedsim.report.curves import line_figure, mean_traces
 from fedsim.report.figure import plain, value_axis
 
 
 def value_charts(
-    combined: Sequence[Combination], axes: Mapping[str, Sequence[Any]], compared: Sequence[str]
+    combined: Sequence[Row], axes: Mapping[str, Sequence[Any]], compared: Sequence[str]
 ) -> list[dict[str, Any]]:
     """A figure for each compared axis of numbers: a line for each combination of the values on the others."""
     figures, metric = [], combined[0].metric
@@ -28,23 +27,8 @@ def value_charts(
     return figures
 
 
-def breaking_texts(
-    combined: Sequence[Combination],
-    axes: Mapping[str, Sequence[Any]],
-    compared: Sequence[str],
-    test: Metric,
-    target: float,
-) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
-    found = []
-    for key in numeric_axes(axes, compared):
-        curves = _named_curves(combined, axes, compared, key)
-        found.append((fmt.key_name(key), [(name, breaking_point(each, test, target).text) for name, _, each in curves]))
-    return found
-
-
 def _named_curves(
-    combined: Sequence[Combination], axes: Mapping[str, Sequence[Any]], compared: Sequence[str], key: str
+    combined: Sequence[Row], axes: Mapping[str, Sequence[Any]], compared: Sequence[str], key: str
 ) -> Iterator[tuple[str, dict[int, int], ValueCurve]]:
     """The curves along an axis, each with its name and its place on the other axes by their numbers."""
     axis = compared.index(key)

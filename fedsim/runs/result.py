@@ -18,10 +18,10 @@ from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
 from fedsim.core.rows import Layout
 from fedsim.errors import RecordError, one_line, plural, show
-from fedsim.records.dataframe import round_rows, to_frame
 from fedsim.records.formatting import score_text
 from fedsim.records.history import with_nan_losses
-from fedsim.records.reader import read_run
+from fedsim.records.numbers import round_rows, to_frame
+from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, MODEL
 from fedsim.runs.setup import task_of
@@ -94,7 +94,7 @@ class StoredResult(Result):
     """The result of a run in a folder; `model` and `global_row` are read when they are first used."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        run = read_run(folder)
+        run = Run.read(folder)
         if not run.history:
             raise RecordError(f"{folder}: no round is finished yet")
         history = [with_nan_losses(record) for record in run.history]

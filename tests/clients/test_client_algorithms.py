@@ -9,7 +9,7 @@ import fedsim
 from fedsim.clients import solver
 from fedsim.config.plugs import describe_plug
 from fedsim.core.randomness import sample_cohort
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 from fedsim.runs.setup import check_run
 from tests.clients import plain_loops
 from tests.clients.plain_loops import BATCH, TABLES, WORKERS, Workers
@@ -72,7 +72,7 @@ def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
     for local in ({"solver": "mime", "beta": 0.0}, {"solver": "sgd"}):
         out = tmp_path / local["solver"]
         fedsim.run({**TABLES, **one, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
-        losses.append(read_run(out).workers.loss["fine_tuned"])
+        losses.append(Run.read(out).workers.loss["fine_tuned"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 

@@ -12,7 +12,7 @@ import fedsim
 from fedsim.core.randomness import batch_order, sample_cohort
 from fedsim.data import hold_out
 from fedsim.data.partitions import partition_shards
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 from tests import models, plugs
 from tests.matrix import in_turn
 from tests.textbook import start_of
@@ -58,7 +58,7 @@ def losses_of(local, out, session=None, **changes):
     """The test losses of the workers' personal models, and of those after local training."""
     local = {"batch_size": BATCH, "lr": LR, **local}
     fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
-    found = read_run(out).workers
+    found = Run.read(out).workers
     assert found.workers == list(range(WORKERS))
     return [found.loss["personal"], found.loss["fine_tuned"]]
 

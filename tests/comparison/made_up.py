@@ -1,46 +1,59 @@
-"""Grids with invented results."""
+"""Comparisons with invented results."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import fedsim
-from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.grid import Grid, PlannedRun
-from fedsim.comparison.results import RunResult
+from fedsim.comparison import Comparison, ComparisonSettings, Run
+from fedsim.records.reader import places_in
 from fedsim.records.record import AsyncRecord, RoundRecord
+from fedsim.records.rows import canonical
+
+EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # which asks for no files
 
 
-def grid_of(axes: dict, target: float | None = None) -> Grid:
-    """Return a grid with these axes and default experiments."""
-    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    runs = [PlannedRun(f"run{index}", point, fedsim.Experiment()) for index, point in enumerate(points)]
-    return Grid("made_up", axes, runs, False, ComparisonSettings(target=target))
+def grid_of(axes: dict, target: float | None = None, **settings: Any) -> Comparison:
+    """Return a comparison with these axes and default experiments, of which no run has begun."""
+    places, runs = places_in(axes), []
+    for index, values in enumerate(itertools.product(*axes.values())):
+        point = dict(zip(axes, values, strict=True))
+        place = {axis: places[axis][canonical(value)] for axis, value in point.items()}
+        runs.append(Run(None, EXPERIMENT, [], id=f"run{index}", point=point, place=place, target=target))
+    return Comparison("made_up", axes, runs, ComparisonSettings(target=target, **settings))
 
 
-def results_of(grid: Grid, accuracies: Callable[[dict], list[float] | None]) -> list[RunResult]:
+def results_of(grid: Comparison, accuracies: Callable[[dict], list[float] | None]) -> list[Run]:
     """Return results with the accuracies of each round that `accuracies(point)` gives; None: the run failed."""
     results = []
     for run in grid.runs:
         values = accuracies(run.point)
         history = [record(round, value) for round, value in enumerate(values or [], start=1)]
-        error = "worker 1 in round 2 failed: no" if values is None else None
-        results.append(RunResult(run.id, run.point, run.experiment, history, error, None, grid.settings.target))
+        failure = "worker 1 in round 2 failed: no" if values is None else None
+        experiment = {**run.experiment, "rounds": len(history)}
+        results.append(replace(run, experiment=experiment, history=history, failure=failure))
     return results
 
 
-def on_the_clock(results: list[RunResult], seconds: Callable[[dict], float]) -> list[RunResult]:
+def compared(axes: dict, accuracies: Callable[[dict], list[float] | None], **settings: Any) -> Comparison:
+    """Return a comparison with these axes, results and settings."""
+    grid = grid_of(axes, **settings)
+    return replace(grid, runs=results_of(grid, accuracies))
+
+
+def on_the_clock(results: list[Run], seconds: Callable[[dict], float]) -> list[Run]:
     """Return the results of runs on a virtual clock, on which each round took `seconds(point)`.
 
     Every round has two updates of staleness 1 and four arrivals.
     """
     for run in results:
-        for index, record in enumerate(run.history):
-            work = AsyncRecord(updates=2 * record.round, arrivals=4 * record.round, staleness={"1": 2})
-            virtual_seconds = record.round * seconds(run.point)
-            run.history[index] = replace(record, virtual_seconds=virtual_seconds, asynchronous=work)
+        for index, each in enumerate(run.history):
+            work = AsyncRecord(updates=2 * each.round, arrivals=4 * each.round, staleness={"1": 2})
+            virtual_seconds = each.round * seconds(run.point)
+            run.history[index] = replace(each, virtual_seconds=virtual_seconds, asynchronous=work)
     return results
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from fedsim.comparison import ComparisonSettings
-from fedsim.records.axes import label
-from fedsim.records.best import answer
-from tests.comparison.made_up import grid_of, results_of
+from fedsim.comparison.tables import answer
+from tests.comparison.made_up import compared
 
 FINAL = {  # by rule and attack: the accuracy of each seed
     ("mean", "none"): [0.80, 0.85, 0.90],
@@ -23,14 +19,10 @@ AXES = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "i
 
 
 def answer_to(axes, final=FINAL, failed=(), **settings):
-    grid = replace(grid_of(axes), settings=ComparisonSettings(**settings))
-
     def accuracies(point):
         return None if tuple(point.values()) in failed else [final[tuple(point.values())[:2]][point.get("seed", 0)]]
 
-    runs = results_of(grid, accuracies)
-    text = lambda each, axis: label(each.runs[0].point[axis])  # noqa: E731
-    return answer(grid.settings.combined(runs, list(axes)), grid.compared, grid.settings, text)
+    return answer(compared(axes, accuracies, **settings))
 
 
 def test_of_a_few_groups_each_has_its_best_with_its_ties_or_the_difference_of_the_next():
@@ -105,7 +97,4 @@ def test_of_many_groups_the_value_that_is_most_often_best_is_named():
 
 @pytest.mark.parametrize("axes", [{"seed": [0, 1]}, {"aggregate.rule": ["mean"], "attack.name": ["none", "ipm"]}])
 def test_without_two_values_of_the_first_axis_there_is_no_answer(axes):
-    grid = grid_of(axes)
-    runs = results_of(grid, lambda point: [0.5])
-    text = lambda each, axis: label(each.runs[0].point[axis])  # noqa: E731
-    assert answer(grid.settings.combined(runs, list(axes)), grid.compared, grid.settings, text) is None
+    assert answer(compared(axes, lambda point: [0.5])) is None

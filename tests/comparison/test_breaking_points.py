@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 import fedsim
-from fedsim.comparison.breaking_points import MOST_LINES, breaking_points, breaking_points_csv
-from fedsim.comparison.summary import summarise, summary_table
-from fedsim.records.reader import read_records
+from fedsim.comparison.results import read_records
+from fedsim.comparison.tables import MOST_LINES, breaking_points, breaking_points_csv, summary_text
 from fedsim.report.grid_page import grid_page
-from tests.comparison.made_up import grid_of, results_of
+from tests.comparison.made_up import compared
 from tests.report.folders import invent_run, write_points
 
 AXES = {"aggregate.rule": ["mean", "krum", "median", "caf", "rfa"], "attack.scale": [10, 1, 0.5, 2], "seed": [0, 1]}
@@ -42,8 +41,7 @@ def accuracies(point):
 
 
 def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_target():
-    grid = grid_of(AXES, target=0.6)
-    ((key, found),) = breaking_points(grid, results_of(grid, accuracies)).items()
+    ((key, found),) = breaking_points(compared(AXES, accuracies, target=0.6)).items()
     assert key == "attack.scale"
     assert {others["aggregate.rule"]: point.text for others, point in found} == TEXTS
     assert {others["aggregate.rule"]: tuple(point) for others, point in found} == {
@@ -55,58 +53,49 @@ def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_t
     }
 
 
+def points_of(accuracies, change=None, **axes):
+    """The breaking points of a comparison of three scales, of whose last run the last record is changed."""
+    comparison = compared({"attack.scale": [1, 2, 5], **axes}, accuracies, target=0.6)
+    if change:
+        history = comparison.runs[-1].history
+        history[-1] = replace(history[-1], **change)
+    ((_, point),) = breaking_points(comparison)["attack.scale"]
+    return point.text
+
+
 def test_a_loss_reaches_the_target_from_below():
-    grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
-    runs = results_of(grid, lambda point: [point["attack.scale"] / 5])
-    for run in runs:
+    comparison = compared({"attack.scale": [1, 2, 5]}, lambda point: [0.5], target=0.6)
+    for run in comparison.runs:
         run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=run.point["attack.scale"] / 5)
-    ((_, point),) = breaking_points(grid, runs)["attack.scale"]
+    ((_, point),) = breaking_points(comparison)["attack.scale"]
     assert point.text == "5"
 
 
 @pytest.mark.parametrize("change", [{"diverged": "NaN"}, {"test_accuracy": math.nan}])
 def test_a_value_of_which_a_run_diverged_misses_the_target(change):
     """Though the last finite model reaches it, as that of the other seed."""
-    grid = grid_of({"attack.scale": [1, 2, 5], "seed": [0, 1]}, target=0.6)
-    runs = results_of(grid, lambda point: [0.9])
-    runs[-1].history[-1] = replace(runs[-1].history[-1], **change)
-    ((_, point),) = breaking_points(grid, runs)["attack.scale"]
-    assert point.text == "5"
+    assert points_of(lambda point: [0.9], change, seed=[0, 1]) == "5"
 
 
 def test_of_failed_runs_alone_nothing_is_known():
-    grid = grid_of({"attack.scale": [1, 2, 5]}, target=0.6)
-    ((_, point),) = breaking_points(grid, results_of(grid, lambda point: None))["attack.scale"]
-    assert point.text == "unknown; no result at 1, 2, 5"
+    assert points_of(lambda point: None) == "unknown; no result at 1, 2, 5"
 
 
-def test_the_table_has_the_breaking_points_below_it():
-    grid = grid_of(AXES, target=0.6)
-    runs = results_of(grid, accuracies)
-    lines = summary_table(grid, summarise(grid, runs), runs).splitlines()
+def test_the_table_has_the_first_breaking_points_below_it():
+    lines = summary_text(compared(AXES, accuracies, target=0.6)).splitlines()
     assert [line for line in lines if line.startswith("attack.scale from which on")]
     assert all(f"  {rule}: {text}" in lines for rule, text in TEXTS.items())
-
-
-def test_of_many_lines_the_table_has_the_first():
-    grid = grid_of({"aggregate.rule": [f"rule{n}" for n in range(MOST_LINES + 3)], "workers": [5, 6, 7]}, target=0.6)
-    runs = results_of(grid, lambda point: [0.5])
-    table = summary_table(grid, summarise(grid, runs), runs)
-    assert table.count(": 5, the smallest value\n") == MOST_LINES
-    assert "  3 more" in table.splitlines()
-
-
-def test_without_a_target_there_are_none():
-    grid = grid_of(AXES)
-    runs = results_of(grid, accuracies)
-    assert breaking_points(grid, runs) == {}
-    assert "from which on" not in summary_table(grid, summarise(grid, runs), runs)
+    rules = [f"rule{number}" for number in range(MOST_LINES + 3)]
+    many = summary_text(compared({"aggregate.rule": rules, "workers": [5, 6, 7]}, lambda point: [0.5], target=0.6))
+    assert many.count(": 5, the smallest value\n") == MOST_LINES
+    assert "  3 more" in many.splitlines()
+    assert "from which on" not in summary_text(compared(AXES, accuracies))
 
 
 def test_the_file_has_a_row_for_each_axis_of_numbers_and_line():
-    grid = grid_of({"attack.scale": [1, 2, 5], "attack.name": ["ipm", "foe"], "workers": [5, 6, 7]}, target=0.6)
-    runs = results_of(grid, lambda point: [0.7 if point["attack.scale"] == 2 else 0.1])
-    rows = list(csv.DictReader(io.StringIO(breaking_points_csv(grid, breaking_points(grid, runs)))))
+    axes = {"attack.scale": [1, 2, 5], "attack.name": ["ipm", "foe"], "workers": [5, 6, 7]}
+    comparison = compared(axes, lambda point: [0.7 if point["attack.scale"] == 2 else 0.1], target=0.6)
+    rows = list(csv.DictReader(io.StringIO(breaking_points_csv(comparison))))
     assert [row["key"] for row in rows] == ["attack.scale"] * 6 + ["workers"] * 6
     assert list(rows[3].values()) == ["attack.scale", "", "foe", "5", "0.6", "5", "2", "1", ""]
     assert list(rows[6].values()) == ["workers", "1", "ipm", "", "0.6", "5", "", "", ""]

@@ -13,10 +13,10 @@ import pytest
 import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
-from fedsim.comparison.summary import summarise, summary_csv, summary_table
-from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
+from fedsim.comparison.tables import summary_csv, summary_text, tuning_csv
+from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.errors import ExperimentError, SettingWarning
-from tests.comparison.made_up import grid_of, results_of
+from tests.comparison.made_up import compared
 
 AXES = {
     "aggregate.rule": ["mean", "median"],
@@ -38,33 +38,34 @@ VALIDATED = {  # the order of the rates by the worst case differs from that on t
 }
 
 
-def grid_with(settings):
-    return replace(grid_of(AXES), settings=settings)
-
-
-def results(grid, failed=()):
+def made_up(failed=(), **settings):
     """Results whose seeds differ by 0.02 in both accuracies."""
 
     def read(table, point):
         of_attacks = table[point["aggregate.rule"], point["local.lr"]]
         return of_attacks[AXES["attack.name"].index(point["attack.name"])] + 0.02 * point["seed"]
 
-    runs = results_of(grid, lambda point: None if tuple(point.values()) in failed else [0.1, read(TESTED, point)])
-    for run in runs:
+    def accuracies(point):
+        return None if tuple(point.values()) in failed else [0.1, read(TESTED, point)]
+
+    comparison = compared(AXES, accuracies, **settings)
+    for run in comparison.runs:
         if run.history:
             run.history[-1] = replace(run.history[-1], validation_accuracy=read(VALIDATED, run.point))
-    return runs
+    return comparison
 
 
-def rows_of(grid, runs):
-    return {
-        tuple(row.point.values()): (*row.chosen.values(), round(row.score.mean, 6)) for row in summarise(grid, runs)
-    }
+def chosen_in(comparison):
+    rows = comparison.summary
+    return {tuple(row.point.values()): (*row.chosen.values(), round(row.score.mean, 6)) for row in rows}
+
+
+def tuning_of(comparison):
+    return list(csv.DictReader(io.StringIO(tuning_csv(comparison))))
 
 
 def test_the_worst_case_has_the_lowest_test_accuracy_of_the_axis():
-    grid = grid_with(ComparisonSettings(worst="attack.name"))
-    assert rows_of(grid, results(grid)) == {
+    assert chosen_in(made_up(worst="attack.name")) == {
         ("mean", 0.1): ("ipm", 0.31),
         ("mean", 0.2): ("alie", 0.36),
         ("median", 0.1): ("ipm", 0.61),
@@ -73,8 +74,7 @@ def test_the_worst_case_has_the_lowest_test_accuracy_of_the_axis():
 
 
 def test_a_value_is_tuned_on_validation_samples_alone():
-    grid = grid_with(ComparisonSettings(tune="local.lr"))
-    assert rows_of(grid, results(grid)) == {
+    assert chosen_in(made_up(tune="local.lr")) == {
         ("mean", "none"): (0.1, 0.91),
         ("mean", "ipm"): (0.1, 0.31),  # though 0.2 is better on test samples
         ("mean", "alie"): (0.2, 0.36),
@@ -85,84 +85,68 @@ def test_a_value_is_tuned_on_validation_samples_alone():
 
 
 def test_a_value_is_tuned_for_the_worst_case():
-    grid = grid_with(ComparisonSettings(tune="local.lr", worst="attack.name"))
-    runs = results(grid)
-    assert rows_of(grid, runs) == {("mean",): (0.1, "ipm", 0.31), ("median",): (0.2, "alie", 0.11)}
-    rows = list(csv.DictReader(io.StringIO(summary_csv(grid, summarise(grid, runs)))))
+    comparison = made_up(tune="local.lr", worst="attack.name")
+    assert chosen_in(comparison) == {("mean",): (0.1, "ipm", 0.31), ("median",): (0.2, "alie", 0.11)}
+    rows = list(csv.DictReader(io.StringIO(summary_csv(comparison))))
     assert [(row["tuned local.lr"], row["worst attack.name"]) for row in rows] == [("0.1", "ipm"), ("0.2", "alie")]
-    table = summary_table(grid, summarise(grid, runs), runs)
-    assert "in its worst\n  case of attack.name" in table
-    _, tuned = grid.settings.of(runs, list(grid.axes))
-    rows = list(csv.DictReader(io.StringIO(tuning_csv(grid, tuned))))
-    assert [(row["local.lr"], row["attack.name"], float(row["validation"]), row["chosen"]) for row in rows] == [
+    assert "in its worst\n  case of attack.name" in summary_text(comparison)
+    tuning = tuning_of(comparison)
+    assert [(row["local.lr"], row["attack.name"], float(row["validation"]), row["chosen"]) for row in tuning] == [
         ("0.1", "alie", pytest.approx(0.41), "yes"),
         ("0.2", "ipm", pytest.approx(0.31), ""),
         ("0.1", "ipm", pytest.approx(0.51), ""),
         ("0.2", "alie", pytest.approx(0.56), "yes"),
     ]
-    (axes,) = draw_tuning(grid, tuned).axes
+    (axes,) = draw_tuning(comparison).axes
     lines = [line for line in axes.lines if len(line.get_xdata()) == 2]
     assert [list(line.get_ydata()) for line in lines] == [pytest.approx([0.41, 0.31]), pytest.approx([0.51, 0.56])]
 
 
 def test_a_value_with_a_failed_run_is_not_chosen_and_is_the_worst_case():
     failed = [("mean", "none", 0.1, 1)]
-    tuned, worst = grid_with(ComparisonSettings(tune="local.lr")), grid_with(ComparisonSettings(worst="attack.name"))
-    assert rows_of(tuned, results(tuned, failed))["mean", "none"] == (0.2, 0.81)
-    assert rows_of(worst, results(worst, failed))["mean", 0.1] == ("none", 0.9)
+    assert chosen_in(made_up(failed, tune="local.lr"))["mean", "none"] == (0.2, 0.81)
+    assert chosen_in(made_up(failed, worst="attack.name"))["mean", 0.1] == ("none", 0.9)
 
 
 def test_losses_are_tuned_to_the_lowest_and_the_worst_is_the_highest():
-    grid = replace(
-        grid_of({"attack.name": ["none", "ipm"], "local.lr": [0.1, 0.2]}), settings=ComparisonSettings(tune="local.lr")
+    comparison = compared(
+        {"attack.name": ["none", "ipm"], "local.lr": [0.1, 0.2]}, lambda point: [0.5], tune="local.lr"
     )
-    runs = results_of(grid, lambda point: [0.5])
-    for run, loss in zip(runs, [2.0, 1.0, 3.0, 4.0], strict=True):
+    for run, loss in zip(comparison.runs, [2.0, 1.0, 3.0, 4.0], strict=True):
         run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=loss, validation_loss=loss)
-    assert rows_of(grid, runs) == {("none",): (0.2, 1.0), ("ipm",): (0.1, 3.0)}
-    worst = replace(grid, settings=ComparisonSettings(worst="attack.name"))
-    assert rows_of(worst, runs) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
+    assert chosen_in(comparison) == {("none",): (0.2, 1.0), ("ipm",): (0.1, 3.0)}
+    worst = replace(comparison, settings=ComparisonSettings(worst="attack.name"))
+    assert chosen_in(worst) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
 
 
 LOSSES = {0.1: 2.0, 0.05: 1.0}  # of the seeds that have one; 0.05 is better where it does not fail
 
 
-def incomplete(how, settings):
+def incomplete(how, **settings):
     """Runs of two learning rates and seeds, of which that of 0.05 and seed 1 failed, diverged or has no finite loss."""
-    grid = replace(grid_of({"local.lr": [0.05, 0.1], "seed": [0, 1]}), settings=settings)
-    runs = results_of(grid, lambda point: [0.5])
-    for index, run in enumerate(runs):
-        loss = LOSSES[run.point["local.lr"]]
-        if (run.point["local.lr"], run.point["seed"]) == (0.05, 1):
-            if how == "failed":
-                runs[index] = replace(run, error="no")
-            loss = math.nan if how == "not finite" else loss
-        diverged = "NaN" if run.point == {"local.lr": 0.05, "seed": 1} and how == "diverged" else None
-        numbers = {"test_accuracy": None, "test_loss": loss, "validation_loss": loss, "diverged": diverged}
-        run.history[-1] = replace(run.history[-1], **numbers)
-    return grid, runs
+    comparison = compared({"local.lr": [0.05, 0.1], "seed": [0, 1]}, lambda point: [0.5], **settings)
+    for index, run in enumerate(comparison.runs):
+        loss, bad = LOSSES[run.point["local.lr"]], run.point == {"local.lr": 0.05, "seed": 1}
+        if bad and how == "failed":
+            comparison.runs[index] = replace(run, failure="no")
+        loss = math.nan if bad and how == "not finite" else loss
+        numbers = {"test_accuracy": None, "test_loss": loss, "validation_loss": loss}
+        run.history[-1] = replace(run.history[-1], diverged="NaN" if bad and how == "diverged" else None, **numbers)
+    return comparison
 
 
 @pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
 def test_a_value_without_a_result_of_every_seed_is_never_the_best_and_always_the_worst(how):
-    grid, runs = incomplete(how, ComparisonSettings(tune="local.lr"))
-    assert rows_of(grid, runs) == {(): (0.1, 2.0)}
-    grid, runs = incomplete(how, ComparisonSettings(worst="local.lr"))
-    assert rows_of(grid, runs) == {(): (0.05, 1.0)}
-    grid, runs = incomplete(how, ComparisonSettings())
-    rows = summarise(grid, runs)
-    assert {row.point["local.lr"]: row.mark for row in rows} == {0.05: "", 0.1: "*"}
-    (line,) = [line for line in summary_table(grid, rows, runs).splitlines() if line.startswith("0.05 ")]
+    assert chosen_in(incomplete(how, tune="local.lr")) == {(): (0.1, 2.0)}
+    assert chosen_in(incomplete(how, worst="local.lr")) == {(): (0.05, 1.0)}
+    comparison = incomplete(how)
+    assert {row.point["local.lr"]: row.mark for row in comparison.summary} == {0.05: "", 0.1: "*"}
+    (line,) = [line for line in summary_text(comparison).splitlines() if line.startswith("0.05 ")]
     assert line.endswith("2, 1 diverged" if how == "diverged" else "1 of 2")
-
-
-@pytest.mark.parametrize("how", ["failed", "diverged", "not finite"])
-def test_without_a_complete_value_none_is_chosen(how):
-    grid, runs = incomplete(how, ComparisonSettings(tune="local.lr"))
-    runs = [run for run in runs if run.point["local.lr"] == 0.05]
-    _, tuned = grid.settings.of(runs, list(grid.axes))
-    assert [row["chosen"] for row in csv.DictReader(io.StringIO(tuning_csv(grid, tuned)))] == [""]
-    assert "no value was chosen" in " ".join(summary_table(grid, summarise(grid, runs), runs).split())
+    bad = [run for run in comparison.runs if run.point["local.lr"] == 0.05]
+    without = replace(comparison, runs=bad, settings=ComparisonSettings(tune="local.lr"))
+    assert [row["chosen"] for row in tuning_of(without)] == [""]
+    assert "no value was chosen" in " ".join(summary_text(without).split())
 
 
 def test_tuning_does_not_see_the_test_set(serial):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -29,17 +28,6 @@ def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
     assert re.match(r"runs/quick-grid-\d{8}-\d{6}$", lines[-1])
     assert (folder / "summary.txt").read_text().strip() == "\n".join(lines[7:-2])
     assert (folder / "accuracy.png").is_file()
-
-
-def test_a_file_with_a_grid(cli, tmp_path):
-    (tmp_path / "x.toml").write_text(
-        'name = "x"\n[grid]\nseed = [0, 1]\n"aggregate.rule" = ["mean", "weighted_mean"]\n'
-    )
-    done = cli("compare", "x.toml", *SERIAL[1:], "seed=7,8,9", "--out", "g")
-    assert done.exit_code == 0, done.output
-    held = json.loads((tmp_path / "g/grid.json").read_text())
-    assert held["axes"] == {"aggregate.rule": ["mean", "weighted_mean"], "seed": [7, 8, 9]}
-    assert held["name"] == "x"
 
 
 def test_a_dry_run_lists_the_runs_and_leaves_nothing(cli, tmp_path):

@@ -14,19 +14,18 @@ import pytest
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.plots import draw_curves
-from fedsim.comparison.summary import summarise, summary_csv, summary_table
+from fedsim.comparison.results import read_records
+from fedsim.comparison.tables import summary_csv, summary_text
 from fedsim.config.schema import DIRECTIONS
 from fedsim.core.metrics import metric
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
-from fedsim.records.reader import read_records
 from fedsim.records.record import METRICS, metric_called
 from fedsim.report.grid_page import grid_page
-from tests.comparison.made_up import grid_of, results_of
+from tests.comparison.made_up import compared
 
 AXES = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}
 DRIFT = {("mean", "none"): 3.0, ("mean", "ipm"): 5.0, ("median", "none"): 2.0, ("median", "ipm"): 7.0}
@@ -34,35 +33,32 @@ DRIFT = {("mean", "none"): 3.0, ("mean", "ipm"): 5.0, ("median", "none"): 2.0, (
 
 def made_up(**choices):
     """Runs of equal accuracy, with a metric `drift`, and bytes in proportion to it."""
-    grid = replace(grid_of(AXES), settings=ComparisonSettings(**choices))
-    runs = results_of(grid, lambda point: [0.1, 0.8])
-    for run in runs:
+    comparison = compared(AXES, lambda point: [0.1, 0.8], **choices)
+    for run in comparison.runs:
         drift = DRIFT[run.point["aggregate.rule"], run.point["attack.name"]] + run.point["seed"] / 10
         for place, each in enumerate(run.history):
             run.history[place] = replace(each, metrics={"drift": drift}, bytes_up=round(20 * drift))
-    return grid, runs
+    return comparison
 
 
 @pytest.mark.parametrize("by", ["metrics.drift", "-metrics.drift", "-bytes_up"])
 def test_the_sign_of_the_name_says_which_is_better(by):
-    grid, runs = made_up(by=by)
-    best = {row.point["attack.name"]: row.point["aggregate.rule"] for row in summarise(grid, runs) if row.mark == "*"}
+    best = {row.point["attack.name"]: row.point["aggregate.rule"] for row in made_up(by=by).summary if row.mark == "*"}
     up = not by.startswith("-")
     assert best == {"none": "mean" if up else "median", "ipm": "median" if up else "mean"}
-    worst = summarise(*made_up(by=by, worst="attack.name"))
+    worst = made_up(by=by, worst="attack.name").summary
     assert [row.chosen["attack.name"] for row in worst] == (["none"] * 2 if up else ["ipm"] * 2)
 
 
 def test_the_table_the_files_and_the_figures_show_the_number():
-    grid, runs = made_up(by="-metrics.drift")
-    summary = summarise(grid, runs)
-    (mean, median, *_) = csv.DictReader(io.StringIO(summary_csv(grid, summary)))
+    comparison = made_up(by="-metrics.drift")
+    (mean, median, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
     assert (float(mean["metrics.drift"]), mean["mark"]) == (pytest.approx(3.1), "")
     assert (float(median["difference"]), median["mark"]) == (pytest.approx(-1.0), "best")
     assert float(mean["test_accuracy"]) == pytest.approx(0.8)
-    head = summary_table(grid, summary, runs).splitlines()[0]
+    head = summary_text(comparison).splitlines()[0]
     assert head.index("drift") < head.index("difference to mean") < head.index("test accuracy")
-    figures = draw_curves(grid, runs), draw_heatmap(grid, runs)
+    figures = [draw(comparison, comparison.runs) for draw in (draw_curves, draw_heatmap)]
     assert ["drift by" in figure.get_suptitle() for figure in figures] == [True, True]
     assert max(figures[0].axes[0].lines[0].get_ydata()) == pytest.approx(3.1)
 
@@ -75,7 +71,7 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
     assert json.loads((tmp_path / "grid" / "grid.json").read_text())["by"] == "-train_loss"
     assert (tmp_path / "grid" / "train_loss.png").is_file()
     context, _ = grid_page(read_records(tmp_path / "grid"))
-    assert context["table"]["head"][:3] == ["train_loss", "difference to best", "test accuracy"]
+    assert context["table"]["head"][:3] == ["train loss", "difference to best", "test accuracy"]
     assert context["metrics"][0] == "Train loss"
     again = cli("compare", "grid", "--allow-imports", "--by", "test_loss")
     assert "test loss after the last round" in again.stdout
@@ -106,28 +102,8 @@ def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
         fedsim.compare(tables, {"seed": [0, 1]}, by="metrics.macro_f2", jobs=1)
 
 
-BETTER = {  # of every number of a round
-    "test_accuracy": "higher",
-    "test_loss": "lower",
-    "validation_accuracy": "higher",
-    "validation_loss": "lower",
-    "train_loss": "lower",
-    "attack_success": "lower",  # a defence is compared
-    "seconds.train": "lower",
-    "bytes_up": "lower",
-    "bytes_down": "lower",
-    "virtual_seconds": "lower",
-    "asynchronous.updates": None,
-    "asynchronous.arrivals": None,
-    "asynchronous.buffered": None,
-    "asynchronous.discarded": "lower",
-    "total_seconds": "lower",
-    "total_bytes": "lower",
-    "staleness": "lower",
-    "race.lost_fraction": "lower",
-    "race.torn_reads": "lower",
-    "race.lock_contention": "lower",
-}
+HIGHER = {"test_accuracy", "validation_accuracy"}  # of all other numbers of a round but these a lower one is better
+NEITHER = {"asynchronous.updates", "asynchronous.arrivals", "asynchronous.buffered"}
 BETTER_OF_PLUGS = {  # of every number that plugs of fedsim record
     "available_workers": None,
     "clipped_share": None,
@@ -145,11 +121,14 @@ BETTER_OF_METRICS = {
 
 
 def test_every_number_of_a_round_says_which_value_is_better():
-    declared = {metric.key.replace("seconds.{}", "seconds.train") for metric in METRICS} - {"metrics", "seconds"}
-    assert declared | {"seconds.train"} == BETTER.keys()
-    assert {key: metric_called(key).better for key in BETTER} == BETTER
+    """Of the attack success a lower one: a defence is compared."""
+    keys = {metric.key.replace("seconds.{}", "seconds.train") for metric in METRICS} - {"metrics", "seconds"}
+    keys |= {"seconds.train"}
+    better = {key: metric_called(key).better for key in keys}
+    assert {key for key in keys if better[key] == "higher"} == HIGHER
+    assert {key for key in keys if better[key] is None} == NEITHER
     stops = {key: {"max": "higher", "min": "lower"}[mode] for key, mode in DIRECTIONS.items()}
-    assert stops == {key: BETTER[key] for key in DIRECTIONS}
+    assert stops == {key: better[key] for key in DIRECTIONS}
 
 
 def test_every_number_of_a_plug_says_which_value_is_better():
@@ -180,25 +159,24 @@ def test_every_number_of_single_workers_says_which_value_is_better(score):
     assert better == {"mean": of_score, "worst10": of_score, "std": "lower", "gini": "lower"}
 
 
-@pytest.mark.parametrize("key", [key for key, better in BETTER.items() if better is None])
+@pytest.mark.parametrize("key", sorted(NEITHER))
 def test_a_number_without_a_better_value_needs_a_sign(key, serial):
     with pytest.raises(ExperimentError, match=rf'by = "{key}": neither .* write \+{key} .* or -{key}'):
         plan_grid(serial, {"seed": [0, 1], "by": key})
     for sign in "+-":
         assert plan_grid(serial, {"seed": [0, 1], "by": f"{sign}{key}"}).settings.by == f"{sign}{key}"
-    grid, runs = made_up(by=key)  # of a folder that somebody else has written
-    assert {row.mark for row in summarise(grid, runs)} == {""}
+    assert {row.mark for row in made_up(by=key).summary} == {""}  # of a folder that somebody else has written
 
 
 def test_the_best_defence_is_that_against_which_the_attack_succeeds_least():
-    grid, runs = made_up(by="attack_success", worst="attack.name")
-    for run in runs:
+    comparison = made_up(by="attack_success", worst="attack.name")
+    for run in comparison.runs:
         success = {"mean": 0.9, "median": 0.2}[run.point["aggregate.rule"]] - 0.1 * (run.point["attack.name"] == "none")
         run.history[-1] = replace(run.history[-1], attack_success=success)
-    rows = summarise(grid, runs)
+    rows = comparison.summary
     assert {row.point["aggregate.rule"]: row.mark for row in rows} == {"mean": "", "median": "*"}
     assert [row.chosen["attack.name"] for row in rows] == ["ipm", "ipm"]
-    assert "attack success after the last round (lower is better)" in summary_table(grid, rows, runs)
+    assert "attack success after the last round (lower is better)" in summary_text(comparison)
 
 
 def distance(outputs, targets):

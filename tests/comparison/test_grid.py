@@ -50,7 +50,6 @@ def test_the_default_name_of_a_grid_depends_on_no_axis(words, name):
 def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
     grid = plan_grid(file)
     assert list(grid.axes) == ["aggregate.rule", "local.lr", "seed"]
-    assert grid.compared == ["aggregate.rule", "local.lr"]
     points = [(r, lr, s) for r in ("mean", "weighted_mean") for lr in (0.1, 0.2) for s in (0, 1)]
     assert [tuple(run.point.values()) for run in grid.runs] == points
     assert [(e.aggregate.rule, e.local.params["lr"], e.seed) for e in (run.experiment for run in grid.runs)] == points

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-import fedsim
+from fedsim.comparison.folder import GridRecords
 from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.plots import draw_curves
-from fedsim.comparison.summary import summarise
 from fedsim.errors import ExperimentError
-from fedsim.records.comparison_settings import ComparisonSettings
+from fedsim.records.rows import ComparisonSettings
 from tests.comparison.made_up import results_of
 
 SKIP = ComparisonSettings(skip_invalid=True)
@@ -24,6 +25,12 @@ NAMES = [("krum", [0]), ("median", [0]), ("median", [0, 1])]
 
 def grid_of(axes=AXES, settings=SKIP):
     return plan_grid({"grid": {**axes, "attack.name": ["sign_flipping"]}}, None, WORDS, settings, allow_imports=True)
+
+
+def made_up(accuracies):
+    """The comparison of this grid with invented results."""
+    comparison = GridRecords(Path("nowhere"), grid_of()).comparison(kept=False)
+    return replace(comparison, runs=results_of(comparison, accuracies))
 
 
 def test_invalid_combinations_have_no_run_and_are_listed():
@@ -52,8 +59,7 @@ def test_a_comparison_without_any_valid_combination_is_an_error():
 
 
 def test_no_difference_is_shown_where_the_first_value_is_left_out():
-    grid = grid_of()
-    rows = summarise(grid, results_of(grid, lambda point: [0.5, 0.6 if point["aggregate.rule"] == "krum" else 0.7]))
+    rows = made_up(lambda point: [0.5, 0.6 if point["aggregate.rule"] == "krum" else 0.7]).summary
     found = {(row.point["aggregate.rule"], len(row.point["attack.workers"])): row.difference for row in rows}
     assert round(found["median", 1].mean, 6) == 0.1
     assert found["krum", 1] is None
@@ -61,11 +67,10 @@ def test_no_difference_is_shown_where_the_first_value_is_left_out():
 
 
 def test_figures_show_each_line_as_in_the_legend_and_an_empty_cell():
-    grid = grid_of()
-    runs = results_of(grid, lambda point: [0.5, 0.6])
-    whole, part = draw_curves(grid, runs).axes[:2]
+    grid = made_up(lambda point: [0.5, 0.6])
+    whole, part = draw_curves(grid, grid.runs).axes[:2]
     assert part.lines[0].get_color() == whole.lines[1].get_color() != whole.lines[0].get_color()
-    texts = [text.get_text() for text in draw_heatmap(grid, runs).axes[0].texts]
+    texts = [text.get_text() for text in draw_heatmap(grid, grid.runs).axes[0].texts]
     assert texts.count("0.6000") == 3
     assert "failed" not in texts
 
@@ -88,14 +93,3 @@ def test_a_comparison_with_invalid_combinations_runs_continues_and_merges(cli, t
         assert [row["aggregate.rule"] for row in csv.DictReader(file)] == ["krum", "median", "median"]
     assert json.loads((tmp_path / "sweep" / "grid.json").read_text())["skip_invalid"] is True
     assert cli("report", "sweep").exit_code == 0
-
-
-def test_from_python():
-    result = fedsim.compare(
-        {"rounds": 1, "workers": 5, "model": "logistic", "attack": {"name": "sign_flipping"}},
-        {"aggregate.rule": ["krum", "median"], "attack.workers": [[0], [0, 1]]},
-        jobs=1,
-        skip_invalid=True,
-    )
-    assert len(result.runs) == 3
-    assert "left out: " in result.table

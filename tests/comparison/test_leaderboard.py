@@ -5,16 +5,21 @@ from __future__ import annotations
 import csv
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
-from fedsim.comparison.runner import Comparison
-from fedsim.comparison.summary import summarise
-from fedsim.records.leaderboard import friedman, nemenyi, ranks_of
-from tests.comparison.made_up import grid_of, results_of
+from fedsim.comparison.leaderboard import (
+    draw_leaderboard,
+    friedman,
+    leaderboard_csv,
+    leaderboard_text,
+    nemenyi,
+    ranks_of,
+)
+from tests.comparison.made_up import compared
 
 RULES = ["mean", "median", "krum"]
 CELLS = ["none", "ipm", "alie", "gaussian", "min_max"]
@@ -28,14 +33,11 @@ ACCURACY = {  # by attack: of mean, median and krum; None: failed
 
 
 def comparison_of(accuracy=ACCURACY, rules=RULES, seeds=(0, 1)):
-    grid = grid_of({"aggregate.rule": rules, "attack.name": list(accuracy), "seed": list(seeds)})
-
     def of(point):
         value = accuracy[point["attack.name"]][RULES.index(point["aggregate.rule"])]
         return None if value is None else [value + 0.01 * point["seed"]]
 
-    runs = results_of(grid, of)
-    return Comparison(grid, runs, summarise(grid, runs), None)
+    return compared({"aggregate.rule": rules, "attack.name": list(accuracy), "seed": list(seeds)}, of)
 
 
 def test_mean_ranks_and_counts_are_those_computed_by_hand():
@@ -93,7 +95,7 @@ def test_the_order_of_the_runs_does_not_matter():
     comparison = comparison_of()
     backwards = comparison.runs[::2] + comparison.runs[1::2][::-1]
     mixed = [*backwards[3:], *backwards[:3]]
-    board = Comparison(comparison.grid, mixed, summarise(comparison.grid, mixed), None).leaderboard
+    board = replace(comparison, runs=mixed).leaderboard
     expected = {each.name: each.mean_rank for each in comparison.leaderboard.standings}
     assert {each.name: each.mean_rank for each in board.standings} == pytest.approx(expected)
 

@@ -9,15 +9,13 @@ from dataclasses import replace
 import pytest
 
 import fedsim
-from fedsim.comparison import ComparisonSettings
+from fedsim.comparison import ComparisonSettings, plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.plots import draw_curves
-from fedsim.comparison.results import results_csv
-from fedsim.comparison.summary import summarise, summary_csv, summary_table
-from fedsim.records.combinations import combinations
-from fedsim.records.reader import read_records
+from fedsim.comparison.results import read_records
+from fedsim.comparison.tables import results_csv, summary_csv, summary_text
 from fedsim.report import grid_page, run_page
-from tests.comparison.made_up import results_of
+from tests.comparison.made_up import compared
 from tests.other_tasks import REGRESSION
 
 AXES = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0, 1, 2]}
@@ -30,17 +28,15 @@ def losses(point):
 
 
 def made_up(axes=AXES, target=None):
-    grid = fedsim.comparison.grid.plan_grid(REGRESSION, axes, (), ComparisonSettings(target=target))
-    runs = results_of(grid, losses)
-    for run in runs:
+    comparison = compared(axes, losses, target=target)
+    for run in comparison.runs:
         for place, value in enumerate(losses(run.point)):
             run.history[place] = replace(run.history[place], test_accuracy=None, test_loss=value)
-    return grid, runs
+    return comparison
 
 
 def test_the_lowest_loss_is_the_best():
-    grid, runs = made_up()
-    rows = {(row.point["aggregate.rule"], row.point["local.lr"]): row for row in summarise(grid, runs)}
+    rows = {(row.point["aggregate.rule"], row.point["local.lr"]): row for row in made_up().summary}
     best, other = rows["median", 0.1], rows["mean", 0.1]
     assert (best.mark, other.mark) == ("*", "")
     assert best.score.mean == pytest.approx(4e-3)
@@ -52,37 +48,34 @@ def test_the_lowest_loss_is_the_best():
 
 
 def test_the_table_and_the_files_name_the_loss():
-    grid, runs = made_up(target=2.0)
-    summary = summarise(grid, runs)
-    table = summary_table(grid, summary, runs)
+    comparison = made_up(target=2.0)
+    table = summary_text(comparison)
     assert "accuracy" not in table
     for words in ("test loss", "lowest", "rounds to 2", "-0.000300", "with that loss at most"):
         assert words in table
-    (row, *_) = csv.DictReader(io.StringIO(summary_csv(grid, summary)))
+    (row, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
     assert float(row["test_loss"]) == pytest.approx(4.3e-3)
     assert row["reached"] == "3"
-    (first, *_) = csv.DictReader(io.StringIO(results_csv(grid, runs)))
+    (first, *_) = csv.DictReader(io.StringIO(results_csv(comparison)))
     assert (float(first["best_loss"]), first["rounds_to_target"]) == (pytest.approx(3.3e-3), "2")
-    figures = draw_curves(grid, runs), draw_heatmap(grid, runs)
+    figures = [draw(comparison, comparison.runs) for draw in (draw_curves, draw_heatmap)]
     assert ["Test loss by" in figure.get_suptitle() for figure in figures] == [True, True]
     assert figures[0].axes[0].get_ylabel() == "test loss"
 
 
 def test_a_run_whose_loss_is_not_finite_has_no_mark():
-    grid, runs = made_up()
-    runs[0].history[-1] = replace(runs[0].history[-1], test_loss=float("nan"))
-    rows = summarise(grid, runs)
-    assert (rows[0].score.n, rows[0].mark, rows[1].mark) == (2, "", "*")
-    grid, runs = made_up()
-    for run in runs:
+    comparison = made_up()
+    comparison.runs[0].history[-1] = replace(comparison.runs[0].history[-1], test_loss=float("nan"))
+    assert [(row.counted, row.mark) for row in comparison.summary[:2]] == [(2, ""), (3, "*")]
+    for run in comparison.runs:
         run.history[-1] = replace(run.history[-1], test_loss=float("nan"))
-    assert summary_table(grid, summarise(grid, runs), runs).count("no finite value") == 4
+    assert summary_text(replace(comparison)).count("no finite value") == 4
 
 
 @pytest.mark.parametrize("target", [float("inf"), True])
 def test_a_target_of_a_loss_is_a_number(target):
     with pytest.raises(fedsim.ExperimentError, match="must be a test loss, since a task has no accuracy"):
-        made_up(target=target)
+        plan_grid(REGRESSION, AXES, (), ComparisonSettings(target=target))
 
 
 def test_reports_show_losses(tmp_path):
@@ -93,10 +86,10 @@ def test_reports_show_losses(tmp_path):
     assert [row.mark for row in comparison.summary if row.point["local.lr"] == 0.0001].count("*") == 1
     stored = read_records(tmp_path / "grid")
     context, charts = grid_page.grid_page(stored)
-    assert context["table"]["head"][0] == "loss"
+    assert context["table"]["head"][0] == "test loss"
     assert context["values"][:2] == ["Final test loss", "Best test loss"]
     assert "test loss" in context["title"].lower()
-    assert {each.metric.key for each in combinations(stored.runs, list(axes))} == {"test_loss"}
+    assert stored.metric.key == "test_loss"
     context, _ = run_page.run_page(stored.runs[0])
     assert [tile[0] for tile in context["tiles"]][:2] == ["final loss", "best loss"]
     assert "Test loss" in context["metrics"]

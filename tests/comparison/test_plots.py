@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedsim.callbacks.records import draw_curve
-from fedsim.comparison import Comparison, ComparisonSettings
+from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.comparison.heat_panels import draw_panels
-from fedsim.comparison.leaderboard_files import draw_leaderboard
+from fedsim.comparison.leaderboard import draw_leaderboard
 from fedsim.comparison.plots import MOST_PANELS, draw_curves
-from fedsim.comparison.summary import summarise, summary_table
+from fedsim.comparison.tables import summary_text
 from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.comparison.value_figure import draw_values
 from fedsim.core.confidence import on_common_grid
@@ -94,8 +94,8 @@ def test_labels_and_names_are_no_formulas():
         draw_heatmap(tuned, runs),
         draw_panels(panels, runs, ("attack.name", "local.lr")),
         draw_values(grid, runs, "local.lr"),
-        draw_tuning(grid=tuned, tuned=tuned.settings.of(runs, list(tuned.axes))[1]),
-        draw_leaderboard(Comparison(grid, runs, [], None).leaderboard, grid.name),
+        draw_tuning(replace(tuned, runs=runs)),
+        draw_leaderboard(replace(grid, runs=runs).leaderboard, grid.name),
         draw_curve(runs[0].history, grid.name),
         draw_workers(WorkerResults(1, [0], [3], {"global": [0.5]}, {}), grid.name),
     ]
@@ -172,10 +172,9 @@ def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
     finals = [0.8230, 0.8239, 0.82345]
     grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))})
     runs = results_of(grid, lambda point: [finals[point["seed"]]])
-    summary = summarise(grid, runs)
     mean, *beside = texts_of(draw_heatmap(grid, runs))[: 1 + bool(spread)]
     assert (mean, "".join(beside)) == ("0.8235" if seeds > 1 else "0.8230", spread)
-    assert " ".join([mean, *beside]) in summary_table(grid, summary, runs)
+    assert " ".join([mean, *beside]) in summary_text(replace(grid, runs=runs))
 
 
 @pytest.mark.parametrize(("seeds", "lines", "bands"), [(1, 1, 0), (2, 3, 0), (3, 4, 0), (4, 1, 1)])

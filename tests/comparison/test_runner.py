@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import multiprocessing
 import re
 from typing import ClassVar
@@ -51,8 +50,9 @@ def test_a_run_has_the_results_of_the_same_experiment_alone(serial, tmp_path):
     comparison = fedsim.compare(serial, {"aggregate": RULES, "seed": [0, 1]}, tmp_path)
     assert len(comparison.runs) == 6
     for run in comparison.runs[::5]:
-        assert fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True) == run.experiment
-        assert without_times(fedsim.run(run.experiment).history) == without_times(run.history)
+        experiment = fedsim.load_experiment(run.folder / "experiment.toml", allow_imports=True)
+        assert experiment.resolved() == run.experiment
+        assert without_times(fedsim.run(experiment).history) == without_times(run.history)
     assert comparison.summary[0].accuracy.mean == pytest.approx(
         sum(run.test_accuracy for run in comparison.runs[:2]) / 2, abs=1e-12
     )
@@ -158,13 +158,6 @@ def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):
     run_grid(grid, tmp_path, callback=Look())
     assert len(seen) == 1
     assert len(*seen) == 2
-
-
-def test_a_diverged_run_is_counted(serial):
-    comparison = fedsim.compare({**serial, "local": {"lr": 1e38}, "aggregate": {"nonfinite": "keep"}}, {"seed": [0, 1]})
-    assert not comparison.failed
-    assert math.isnan(comparison.runs[0].history[-1]["test_loss"])
-    assert comparison.summary[0].accuracy.mean < 0.5
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 
 import fedsim
 from fedsim.config.plugs import PLUGS, registry_of
-from fedsim.records.file_descriptions import FILES
+from fedsim.records.history import FILES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "hooks"))  # as mkdocs does

@@ -19,7 +19,7 @@ from fedsim.core.randomness import draw_key
 from fedsim.data import ListedShards, hold_out
 from fedsim.data.partitions import partition_shards
 from fedsim.engines.worker_evaluation import describe
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def test_they_are_those_of_plain_pytorch(tables, tmp_path):
     train, _ = fedsim.load_dataset("tests.plugs:tiny")
     shards = partition_shards(train.targets, 4, "dirichlet", 0)
     trains, tests = hold_out(shards, 0.25, seed=0)
-    read = read_run(tmp_path / "run").workers
+    read = Run.read(tmp_path / "run").workers
     assert read.round == 1
     assert read.workers == list(range(4))
     data = train.to(torch.device("cpu"), torch.float64)
@@ -184,7 +184,7 @@ def test_byzantine_workers_and_workers_without_test_samples_are_not_tested(table
 def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
     tables = {**tables, "workers": 10**5, "cohort": 3, "partition": {"strategy": "virtual", "samples": 20}}
     fedsim.run(tables, out=tmp_path / "run", evaluation={"workers": 7})
-    assert len(set(read_run(tmp_path / "run").workers.workers)) == 7
+    assert len(set(Run.read(tmp_path / "run").workers.workers)) == 7
 
 
 @pytest.mark.parametrize(
@@ -249,4 +249,4 @@ def test_a_damaged_table_is_one_line(tables, tmp_path):
     for line in ("1,x", "1\r2,3", "1" * 200_000):
         (tmp_path / "run" / "workers-00002.csv").write_text(f"worker,samples\n{line}\n", newline="")
         with pytest.raises(fedsim.errors.RecordError, match="workers-00002.csv"):
-            read_run(tmp_path / "run")
+            Run.read(tmp_path / "run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 from tests.engines.test_resuming_ranks import model_of, ranks
 
 WORDS = (
@@ -38,6 +38,6 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
     ranks(1, *words, "engine=serial", "rounds=4", "--resume", "whole", cwd=tmp_path)
     assert torch.allclose(model_of(tmp_path / "run"), model_of(tmp_path / "whole"), rtol=0, atol=1e-9)
     if "evaluation.fine_tune=1" in words:
-        run, whole = (read_run(tmp_path / name).workers.loss for name in ("run", "whole"))
+        run, whole = (Run.read(tmp_path / name).workers.loss for name in ("run", "whole"))
         assert run.keys() == whole.keys() == {"global", "personal", "fine_tuned"}
         assert all(run[model] == pytest.approx(whole[model], abs=1e-9) for model in run)

@@ -26,13 +26,14 @@ from fedsim.asynchronous.race.log import FILE, read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
+from fedsim.comparison.results import read_records
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history
-from fedsim.records.reader import Run, read_records
+from fedsim.records.reader import Run
 from fedsim.report.grid_page import grid_page
 from fedsim.report.page import to_script_json
 from fedsim.report.run_page import run_page

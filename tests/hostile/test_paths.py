@@ -18,9 +18,9 @@ from fedsim.asynchronous.race.log import read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
 from fedsim.comparison.merging import merge
+from fedsim.comparison.results import read_records
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
-from fedsim.records.reader import read_records
 from fedsim.records.run_folder import new_folder
 from fedsim.report.page import render
 from fedsim.runs.rule_replay import load_round
@@ -160,7 +160,7 @@ def test_nothing_is_removed_or_written_where_links_in_a_comparisons_folder_lead(
     precious.write_text("all of it")
     with GridFolder(folder, grid) as held:
         (folder / "runs").symlink_to(tmp_path / "private")
-        for act in (held.clear, held.run_folder, held.error, lambda run: held.note_failure(run, "x")):
+        for act in (held.clear, held.run_folder, held.result, lambda run: held.note_failure(run, "x")):
             with pytest.raises(RecordError, match="it leads out of"):
                 act(grid.runs[0])
     with pytest.raises(RecordError, match="it leads out of"):

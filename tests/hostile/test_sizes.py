@@ -11,8 +11,8 @@ import pytest
 import fedsim
 from fedsim.comparison import plan_grid
 from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.results import Comparison, read_records
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.records.reader import read_records
 from fedsim.report.heat_maps import MOST_CELLS, weights_heat_map
 from fedsim.runs import checks
 from tests.report.folders import invent_round, invent_run
@@ -118,8 +118,7 @@ def test_a_grid_has_only_so_many_combinations():
 
 
 def test_a_heat_map_of_very_many_values_is_not_drawn():
-    grid = plan_grid({"model": "logistic"}, {"local.lr": [0.1, 0.2], "seed": [0, 1]})
-    grid.axes["local.momentum"] = [number / 1000 for number in range(500)]
+    grid = Comparison("wide", {"local.lr": [0.1, 0.2], "local.momentum": [number / 1000 for number in range(500)]}, [])
     assert draw_heatmap(grid, []) is None
 
 

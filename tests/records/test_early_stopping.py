@@ -12,7 +12,7 @@ import fedsim
 from fedsim import ExperimentError
 from fedsim.config.schema import Stop
 from fedsim.records.early_stopping import stop_reason
-from fedsim.records.reader import read_run
+from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 
 SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
@@ -59,7 +59,7 @@ def test_a_stopped_run_records_its_reason_and_stays_finished(mode, tiny_experime
     assert "stopped after round 3 of 8: validation_accuracy has not improved for 2 rounds" in capsys.readouterr().out
     event = json.loads((tmp_path / "run/events.jsonl").read_text())
     assert event == {"event": "stopped", "round": 3, "reason": result.stopped}
-    assert read_run(tmp_path / "run").finished
+    assert Run.read(tmp_path / "run").finished
     again = fedsim.run(tables, tmp_path / "run", resume=True, progress=True)
     assert "this run is finished: validation_accuracy" in capsys.readouterr().out
     assert [record.test_loss for record in again.history] == [record.test_loss for record in result.history]
@@ -147,7 +147,7 @@ def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment,
     assert "global_worker_accuracy_mean" in result.history[0].metrics
     assert result.history[0].metrics == whole.history[0].metrics
     assert (tmp_path / "run/workers-00001.csv").exists()
-    assert read_run(tmp_path / "run").history[-1].metrics == whole.history[0].metrics
+    assert Run.read(tmp_path / "run").history[-1].metrics == whole.history[0].metrics
 
 
 def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, tmp_path):
@@ -184,30 +184,8 @@ def test_on_round_ends_a_run_whose_result_and_records_are_whole(tiny_experiment,
 
 def test_only_stop_run_of_on_round_ends_a_run_and_its_session_goes_on(tiny_experiment, session):
     fedsim.run(tiny_experiment, session=session, on_round=stop_after(1))
-    assert len(fedsim.run(tiny_experiment, session=session, on_round=lambda record: True).history) == 2
+    assert len(fedsim.run(tiny_experiment, session=session).history) == 2
 
 
-def test_optuna_prunes_by_on_round(tiny_experiment, session):
-    optuna = pytest.importorskip("optuna", exc_type=ImportError)
-    lengths = []
-
-    def objective(trial):
-        def on_round(record):
-            trial.report(record.test_loss, record.round)
-            if trial.should_prune():
-                raise fedsim.StopRun("pruned")
-
-        lr = trial.suggest_categorical("lr", [0.1, 1e-9])
-        result = fedsim.run(tiny_experiment, session=session, on_round=on_round, rounds=4, local={"lr": lr})
-        lengths.append(len(result.history))
-        if result.stopped:
-            raise optuna.TrialPruned(result.stopped)
-        return result.test_loss
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1))
-    for lr in (0.1, 1e-9):
-        study.enqueue_trial({"lr": lr})
-    study.optimize(objective, n_trials=2)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
-    assert lengths == [4, 1]
+def test_a_value_that_on_round_returns_does_not_end_the_run(tiny_experiment):
+    assert len(fedsim.run(tiny_experiment, on_round=lambda record: True).history) == 2

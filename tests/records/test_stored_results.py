@@ -12,7 +12,7 @@ from torch import nn
 
 import fedsim
 from fedsim.errors import ExperimentError, MissingPackageError, RecordError
-from fedsim.records.dataframe import round_rows
+from fedsim.records.numbers import round_rows
 from fedsim.records.record import RoundRecord
 
 GRID = {"aggregate.rule": ["mean", ["nnm", "median"]], "seed": [0, 1]}
@@ -148,7 +148,7 @@ def test_a_comparison_that_is_loaded_is_the_one_that_was_returned(tiny_experimen
         loaded = fedsim.load_comparison(folder, allow_imports=True)
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
         assert loaded.table == comparison.table
-        assert loaded.grid == comparison.grid
+        assert (loaded.axes, loaded.settings) == (comparison.axes, comparison.settings)
         assert loaded.runs == comparison.runs
         assert repr(loaded) == repr(comparison)
 

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from fedsim.records.combinations import combinations
-from fedsim.records.reader import read_records
+from fedsim.comparison.results import read_records
+from fedsim.records.rows import rows_of
 from fedsim.report import write_report
 from tests.report.folders import invent_run, timed_grid, write_points
 from tests.report.test_page import evil_grid, evil_run
@@ -110,7 +110,7 @@ def test_the_controls_of_a_run_change_its_curves(show, run_folder):
 
 def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
     page = show(grid_folder)
-    combined = combinations(read_records(grid_folder).runs, ["aggregate.rule", "local.lr"])
+    combined = rows_of(read_records(grid_folder).runs, ["aggregate.rule", "local.lr"])
     final = {each.place: each.score.mean for each in combined}
     assert {name: values[-1] for name, values in lines(page).items()} == {
         "mean · 0.01": pytest.approx(final[0, 0], abs=6e-5),
@@ -136,10 +136,10 @@ def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
     assert page.evaluate(workers)[0] == "0"
 
     column = "[...document.querySelectorAll('#summary tbody tr')].map((row) => Number(row.cells[2].dataset.sort))"
-    page.get_by_role("button", name="accuracy", exact=True).click()
+    page.get_by_role("button", name="test accuracy", exact=True).click()
     falling = page.evaluate(column)
     assert falling == sorted(falling, reverse=True)
-    page.get_by_role("button", name="accuracy", exact=True).click()
+    page.get_by_role("button", name="test accuracy", exact=True).click()
     assert page.evaluate(column) == falling[::-1]
 
 

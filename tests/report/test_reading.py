@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
+from fedsim.comparison.results import Comparison, read_records
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.records.reader import Run, StoredGrid, read_records
+from fedsim.records.reader import Run
 from tests.report.folders import ROUNDS, WORKERS, invent_run, write_points
 
 
@@ -94,7 +95,7 @@ def test_a_folder_without_a_run_or_a_grid_raises_an_error(tmp_path):
 
 def test_a_grid_is_read_with_its_runs(grid_folder):
     grid = read_records(grid_folder)
-    assert isinstance(grid, StoredGrid)
+    assert isinstance(grid, Comparison)
     assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "local.lr": [0.01, 0.1], "seed": [0, 1, 2]}
     assert len(grid.runs) == 12
     assert all(entry.finished for entry in grid.runs)

@@ -65,7 +65,7 @@ def test_a_comparison_counts_a_run_that_diverged(tiny_experiment, tmp_path):
     axes = {"attack.name": ["none", "inf"], "seed": [0, 1]}
     tables = {**tiny_experiment, **STOP, "attack": {"workers": [1]}}
     comparison = fedsim.compare(tables, axes, tmp_path, jobs=1)
-    assert [(row.runs, row.failed) for row in comparison.summary] == [(2, 0), (2, 0)]
+    assert [(len(row.runs), row.failed) for row in comparison.summary] == [(2, 0), (2, 0)]
     assert comparison.summary[1].score is not None
     assert "2 of 4 runs diverged" in comparison.table
     assert all(run.folder.joinpath("error.txt").exists() is False for run in comparison.runs)

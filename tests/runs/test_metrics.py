@@ -10,7 +10,7 @@ import pytest
 import fedsim
 from fedsim.callbacks.display import columns_of, table_header
 from fedsim.callbacks.loggers import scalars
-from fedsim.records.reader import read_records
+from fedsim.comparison.results import read_records
 from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.report.curves import run_curves
 from fedsim.report.run_page import rounds_table

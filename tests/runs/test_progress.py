@@ -5,7 +5,7 @@ import math
 import pytest
 
 import fedsim
-from fedsim.records.progress import Progress, progress_of
+from fedsim.records.numbers import Progress, progress_of
 from fedsim.records.record import RoundRecord, mean_staleness
 
 

@@ -10,19 +10,27 @@ tests say how consistent the order is over these cells, not what holds for other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
-from fedsim.records.best import best_of
-from fedsim.records.combinations import Combination, groups_of
+from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, fixed, studentized_range_quantile
+from fedsim.core.text_wrapping import note
+from fedsim.records.axes import label
+from fedsim.system.files import to_csv
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedsim.comparison.results import Comparison
 
 FEWEST_CANDIDATES = 3
 FEWEST_CELLS = 5  # ranks over fewer cells say little
 ENOUGH_CELLS = 10  # from here on the chi-square distribution is a good approximation (Demsar 2006, section 3.2.2)
 LEVEL = 0.05
+LINE = 0.3  # inches of the figure for each candidate
 
 
 @dataclass(frozen=True)
@@ -81,49 +89,38 @@ class Leaderboard:
         return found
 
 
-def leaderboard(
-    combined: Sequence[Combination],
-    axes: Sequence[str],
-    label_of: Callable[[Combination, str], str],
-) -> Leaderboard | None:
+def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) -> Leaderboard | None:
     """The leaderboard of the first axis; None with fewer than `FEWEST_CANDIDATES` or `FEWEST_CELLS`.
 
-    Args:
-        combined: the combinations of the compared axes.
-        axes: the keys of these axes.
-        label_of: the label of a combination's value on an axis.
+    `label_of` returns the label of a value.
     """
-    if len(axes) < 2:
+    if len(comparison.compared) < 2:
         return None
-    first, *others = axes
-    names = list(dict.fromkeys(label_of(each, first) for each in combined))
-    groups = groups_of(combined)
-    in_order = [sorted(group, key=lambda each: names.index(label_of(each, first))) for group in groups]
-    ranked = [any(each.quality(each.score) > -math.inf for each in group) for group in in_order]
-    cells = [group for group, some in zip(in_order, ranked, strict=True) if some and len(group) == len(names)]
-    if len(names) < FEWEST_CANDIDATES or len(cells) < FEWEST_CELLS:
+    places = list(dict.fromkeys(row.place[0] for row in comparison.rows))
+    ranked = [group for group in comparison.groups if group.best and len(group) == len(places)]
+    if len(places) < FEWEST_CANDIDATES or len(ranked) < FEWEST_CELLS:
         return None
-    qualities = np.array([[each.quality(each.score) for each in cell] for cell in cells])
+    cells = [sorted(group, key=lambda row: places.index(row.place[0])) for group in ranked]
+    qualities = np.array([[row.quality(row.score) for row in cell] for cell in cells])
     ranks = ranks_of(qualities)
     is_best = np.isfinite(qualities) & (qualities == qualities.max(axis=1, keepdims=True))
-    bests = [found for cell in cells if (found := best_of(cell))]
     standings = []
-    for column, name in enumerate(names):
-        own = [cell[column] for cell in cells]
-        row = int(np.argmin(qualities[:, column]))
-        best = int(is_best[:, column].sum())
+    for column, rows in enumerate(zip(*cells, strict=True)):
+        lowest = int(np.argmin(qualities[:, column]))
+        worst, (first, *others) = rows[lowest], rows[lowest].point.values()
         standings.append(
             Standing(
-                name=name,
+                name=label_of(first),
                 mean_rank=float(ranks[:, column].mean()),
-                best=best,
-                tied=sum(each is found.combination or each in found.tied for each in own for found in bests),
-                worst_cell=", ".join(label_of(own[row], axis) for axis in others),
-                worst=own[row].score if math.isfinite(qualities[row, column]) else None,
+                best=int(is_best[:, column].sum()),
+                tied=sum(row.mark != "" for row in rows),
+                worst_cell=", ".join(map(label_of, others)),
+                worst=worst.score if math.isfinite(qualities[lowest, column]) else None,
             )
         )
-    standings.sort(key=lambda each: each.mean_rank)
-    return Leaderboard(standings, len(cells), len(groups) - len(cells), *friedman(ranks), nemenyi(*ranks.shape))
+    standings.sort(key=lambda standing: standing.mean_rank)
+    left_out = len(comparison.groups) - len(cells)
+    return Leaderboard(standings, len(cells), left_out, *friedman(ranks), nemenyi(*ranks.shape))
 
 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
@@ -177,3 +174,61 @@ def nemenyi(cells: int, candidates: int) -> float:
     """
     q = studentized_range_quantile(candidates, 1 - LEVEL) / math.sqrt(2)
     return q * math.sqrt(candidates * (candidates + 1) / (6 * cells))
+
+
+def leaderboard_text(board: Leaderboard, first: str) -> str:
+    """Return the leaderboard as aligned text, with the tests of its ranks."""
+    head = [first, "mean rank", "best in", "best or tied in", "worst in"]
+    rows = [
+        [
+            each.name,
+            f"{each.mean_rank:.2f}",
+            f"{each.best} of {board.cells}",
+            f"{each.tied} of {board.cells}",
+            f"{each.worst_cell}: {each.worst.text() if each.worst else 'no result'}",
+        ]
+        for each in board.standings
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
+    return "\n".join([*lines, "", *map(note, leaderboard_notes(board))])
+
+
+def leaderboard_csv(board: Leaderboard, first: str) -> str:
+    """Return one row per candidate, the best first; `first` is the key that they are values of."""
+    rows: list[list[Any]] = [
+        [first, "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]
+    ]
+    for each in board.standings:
+        worst = each.worst.mean if each.worst else None
+        counts = [each.best, each.tied, board.cells]
+        rows.append([each.name, each.mean_rank, *counts, each.worst_cell, worst, board.critical_difference])
+    return to_csv(rows)
+
+
+def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
+    """Draw the mean ranks, with a bar over each group that is not significantly different (Demsar 2006, figure 1)."""
+    from matplotlib.figure import Figure
+
+    count = len(board.standings)
+    figure = Figure(figsize=(7.5, 1.6 + LINE * (count + len(board.groups))), layout="constrained")
+    axes = figure.subplots()
+    for place, each in enumerate(board.standings):
+        y = -place
+        axes.plot([1, each.mean_rank], [y, y], color="#cccccc", linewidth=1, zorder=1)
+        axes.plot(each.mean_rank, y, "o", color="#1f4e79", zorder=2)
+        axes.annotate(fixed(each.mean_rank, 2), (each.mean_rank, y), (8, 0), textcoords="offset points", va="center")
+    for index, (first, last) in enumerate(board.groups):
+        height = -count - 0.6 * index
+        ends = [board.standings[first].mean_rank, board.standings[last].mean_rank]
+        axes.plot(ends, [height, height], color="black", linewidth=4, solid_capstyle="butt")
+    axes.set_yticks([-place for place in range(count)], [each.name for each in board.standings])
+    axes.set_xlim(0.8, count + 0.5)
+    axes.set_xlabel(
+        f"mean rank over {board.cells} cells, 1 the best\n"
+        f"bars join ranks within the critical difference, {board.critical_difference:.2f}"
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.suptitle(title, fontsize="medium")
+    return figure

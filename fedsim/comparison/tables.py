@@ -1,0 +1,481 @@
+"""The tables of a comparison: its columns, the answer in words, the printed text, and the CSV files."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedsim.comparison.leaderboard import leaderboard_text
+from fedsim.core.confidence import Estimate, decimals_of, fixed
+from fedsim.core.text_wrapping import note
+from fedsim.errors import plural
+from fedsim.records import formatting as fmt
+from fedsim.records.axes import describe_point, label
+from fedsim.records.numbers import LAST_ROUND, Progress, mean_or_none, plug_metrics
+from fedsim.records.rows import Group, Row, validation_result
+from fedsim.records.value_curves import BreakingPoint, breaking_point, numeric_axes, value_curves
+from fedsim.system.files import to_csv
+
+if TYPE_CHECKING:
+    from fedsim.comparison.results import Comparison
+
+TABLE_COLUMNS = 120  # of the printed table
+GAP = "  "
+PLUG = "metrics."  # before the name of a plug's metric
+MARK_WORDS = {"*": "best", "~": "tie", "": ""}
+MOST_CASES = 6  # groups with a line each; of more the values are counted
+MOST_NAMES = 6  # names in a sentence
+MOST_LINES = 12  # of breaking points along an axis, below the table
+
+LabelOf = Callable[[Any], str]  # of a value on an axis
+
+
+class Cell(NamedTuple):
+    """A cell: `text` between a mark and a spread, and the number by which a page sorts."""
+
+    text: str = ""
+    sort: float | None = None
+    mark: str = ""
+    spread: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} {self.spread}".rstrip()
+
+
+class Column(NamedTuple):
+    """A column: its heading, and the function that makes its cells."""
+
+    heading: str
+    cell_of: Callable[[Row], Cell]
+
+
+def columns(comparison: Comparison) -> dict[str, Column]:
+    """The columns that hold something, by name, the more important first.
+
+    `score` is the compared number, `difference` that to the first value, and `to_best` that to the best row.
+    """
+    metric, test, rows = comparison.metric, comparison.test, comparison.summary
+    names = [name for name in metric_names(rows) if name != metric.key]
+    timed = "virtual_seconds" in names
+
+    def mean(name: str, show: Callable[[float], str]) -> Callable[[Row], Cell]:
+        return lambda row: Cell(show(value.mean), value.mean) if (value := row.metrics.get(name)) else Cell()
+
+    def amount(name: str) -> Callable[[Row], Cell]:
+        return lambda row: estimate_cell(row.metrics.get(name))
+
+    found = {"score": Column(metric.label.lower(), lambda row: estimate_cell(row.score, metric.decimals_for))}
+    if comparison.compared:
+        first = label(comparison.axes[comparison.compared[0]][0])
+        found["difference"] = Column(f"difference to {first}", lambda row: _difference(row, row.difference))
+        found["to_best"] = Column("difference to best", _to_best)
+    if test.key != metric.key:
+        found[test.key] = Column(test.label.lower(), lambda row: estimate_cell(row.metrics.get(test.key), _four))
+    if comparison.settings.target is not None:
+        heading = f"{'virtual s' if timed else 'rounds'} to {target_text(comparison)}"
+        found["to_target"] = Column(heading, lambda row: _to_target(row, timed))
+        found["updates_to_target"] = Column("updates", amount("updates_to_target"))
+        found["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
+    success = Column("attack success", lambda row: estimate_cell(row.metrics.get("attack_success"), _four))
+    found |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
+    found["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
+    plugs = [name for name in names if name.startswith(PLUG)]
+    means_first = sorted(plugs, key=lambda name: not name.endswith("_mean"))  # those of single workers
+    found |= {name: Column(name.removeprefix(PLUG), amount(name)) for name in means_first}
+    found["best_accuracy"] = Column("highest", mean("best_accuracy", fixed))
+    found["best_loss"] = Column("lowest", mean("best_loss", lambda loss: fixed(loss, test.decimals_for(loss))))
+    found |= {"seconds": Column("time of a run", mean("seconds", fmt.seconds)), "runs": Column("runs", _runs)}
+    return {name: column for name, column in found.items() if name != metric.key}
+
+
+def filled(found: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
+    """The cells of the score, and of those of the other named columns that hold something, by name."""
+    cells = {name: [found[name].cell_of(row) for row in rows] for name in names if name in found}
+    return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
+
+
+def metric_names(holders: Iterable[Any]) -> list[str]:
+    """The names of the metrics that any of these rows or runs has."""
+    return list(dict.fromkeys(name for holder in holders for name in holder.metrics))
+
+
+def target_text(comparison: Comparison) -> str:
+    """The target as text: "93 percent", or of a task without accuracy "0.5"."""
+    target = comparison.settings.target
+    assert target is not None
+    return f"{100 * target:g} percent" if comparison.test.share else f"{target:g}"
+
+
+def estimate_cell(
+    value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
+) -> Cell:
+    """The cell of a mean; `decimals` of its value, by default those of an amount of any size."""
+    if value is None:
+        return Cell()
+    digits = (decimals or decimals_of)(value.mean)
+    return Cell(fixed(value.mean, digits, sign=sign), value.mean, mark, value.spread(digits, sign=sign))
+
+
+def _four(_: float) -> int:
+    return 4
+
+
+def _difference(row: Row, value: Estimate | None) -> Cell:
+    mark = "≈" if value and value.n > 1 and value.includes(0) else ""
+    return estimate_cell(value, row.metric.decimals_for, sign=True, mark=mark)
+
+
+def _to_best(row: Row) -> Cell:
+    best = row.group.best if row.group else None
+    return _difference(row, row.difference_to(best) if best and best is not row else None)
+
+
+def _byzantine_weight(row: Row) -> Cell:
+    """The mean over its runs, finished or not."""
+    share = mean_or_none(run.byzantine_weight for run in row.runs)
+    return Cell() if share is None else Cell(fmt.percent(share), share)
+
+
+def _to_target(row: Row, timed: bool) -> Cell:
+    """The mean virtual seconds, or rounds, until the target.
+
+    The text says how many of the finished runs reached the target if not all did, and that it counts rounds if others
+    are `timed` in virtual seconds.
+    """
+    rounds, seconds = row.metrics.get("rounds_to_target"), row.metrics.get("virtual_seconds_to_target")
+    if not rounds:
+        return Cell("not reached" if row.finished else "")
+    time = seconds or rounds
+    unit = " rounds" if timed and not seconds else ""
+    share = f" ({rounds.n} of {len(row.finished)})" if rounds.n < len(row.finished) else ""
+    return Cell(f"{time.amount()}{unit}{share}", time.mean)
+
+
+def _runs(row: Row) -> Cell:
+    """How many runs count in the mean, and how many of these diverged: `3`, `2 of 3`, `3, 1 diverged`."""
+    text = str(len(row.runs)) if row.counted == len(row.runs) else f"{row.counted} of {len(row.runs)}"
+    return Cell(f"{text}, {row.diverged} diverged" if row.diverged else text, row.counted)
+
+
+# -- The answer in words
+
+
+class Answer(NamedTuple):
+    """What a comparison found: a sentence, a line for each group if there are a few, and what limits the answer."""
+
+    sentence: str
+    cases: list[str]
+    remarks: list[str]
+
+
+def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[[str], str] = str) -> Answer | None:
+    """The best value of the first axis in each group, with its interval; None if there is nothing to compare.
+
+    Args:
+        comparison: the comparison.
+        label_of: the label of a value.
+        name_of: the name of an axis.
+    """
+    groups, worst, cases = comparison.groups, comparison.settings.worst, list[str]()
+    if max(map(len, groups), default=0) < 2:
+        return None
+    first, *others = comparison.compared
+    case = "" if worst is None else f" in its worst case over {name_of(worst)}"
+    what = f"{name_of(first)} by {comparison.metric.label.lower()}{case}"
+    if len(groups) == 1:
+        sentence = f"Best {what}: {_line(comparison, groups[0], label_of)}."
+    elif len(groups) <= MOST_CASES:
+        sentence = f"Best {what}, for each {_joined(map(name_of, others))}:"
+        for group in groups:
+            keys = [f"{name_of(axis)} " if len(others) > 1 else "" for axis in others]
+            values = ", ".join(key + label_of(group[0].point[axis]) for key, axis in zip(keys, others, strict=True))
+            cases.append(f"{values}: {_line(comparison, group, label_of)}")
+    else:
+        named = f"{'values' if len(others) == 1 else 'combinations'} of {_joined(map(name_of, others))}"
+        sentence = f"Most often the best {what}: {_most_often(groups, first, label_of)} {named}."
+    return Answer(sentence, cases, _remarks(comparison.rows))
+
+
+def answer_text(comparison: Comparison) -> str:
+    """The answer as wrapped lines; empty if nothing is compared."""
+    if (found := answer(comparison)) is None:
+        return ""
+    lines = [found.sentence, *(f"  {case}" for case in found.cases), *found.remarks]
+    return "\n".join(textwrap.fill(line, TABLE_COLUMNS, subsequent_indent="    ") for line in lines)
+
+
+def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
+    """`caf 0.9231 ± 0.0040, not significantly different from krum`, or `caf ...; the next, krum, is 0.0210 lower`."""
+    best, first, settings = group.best, comparison.compared[0], comparison.settings
+    if best is None or best.score is None:
+        return "none is ranked"
+    decimals = best.metric.decimals_for(best.score.mean)
+    texts = settings.headings | ({settings.worst: "worst"} if settings.worst else {})
+    chosen = ", ".join(f"{text}: {label_of(best.chosen[axis])}" for axis, text in texts.items())
+    line = f"{label_of(best.point[first])}{f' ({chosen})' if chosen else ''} {best.score.text(decimals)}"
+    if group.tied:
+        return f"{line}, not significantly different from {_listed([label_of(row.point[first]) for row in group.tied])}"
+    if group.next is None:  # the others failed, or are invalid
+        return f"{line}, the only one that is ranked"
+    if (gap := group.next.difference_to(best)) is None:
+        return line
+    size = Estimate(abs(gap.mean), gap.half_width, tuple(map(abs, gap.values)))
+    side = "lower" if gap.mean < 0 else "higher"
+    return f"{line}; the next, {label_of(group.next.point[first])}, is {size.text(decimals)} {side}"
+
+
+def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:
+    """`caf, for 9 of 12`: the values that have the best mean in most groups."""
+    best = [(row, group.best) for group in groups if group.best for row in (group.best, *group.tied)]
+    equal = [row for row, top in best if row.score and top.score and row.score.mean == top.score.mean]
+    count = Counter(label_of(row.point[first]) for row in equal)
+    if not count:
+        return "none is ranked"
+    most = max(count.values())
+    names = [name for name, times in count.items() if times == most]
+    ranked = sum(group.best is not None for group in groups)
+    return f"{_listed(names)}{', each' if len(names) > 1 else ','} for {most} of {ranked}"
+
+
+def _remarks(rows: Sequence[Row]) -> list[str]:
+    remarks = []
+    if max(len(row.runs) for row in rows) == 1:
+        remarks.append("With one seed there is no interval, and a difference may be chance.")
+    if missing := sum(not row.is_complete(row.score) for row in rows):
+        runs = sum(row.failed + row.diverged for row in rows)
+        failed = f"{plural(runs, 'run')} of theirs failed, did not finish or diverged"
+        why = failed if runs else "a run has no finite value"
+        are = "is" if missing == 1 else "are"
+        remarks.append(f"{missing} of {plural(len(rows), 'combination')} {are} not ranked: {why}.")
+    return remarks
+
+
+def _joined(names: Iterable[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+# -- The printed text
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """The answer, the summary and the leaderboard as text."""
+    board = comparison.leaderboard
+    ranks = leaderboard_text(board, comparison.compared[0]) if board else ""
+    return f"{answer_text(comparison)}\n\n{summary_text(comparison)}\n\n{ranks}".strip()
+
+
+def summary_text(comparison: Comparison) -> str:
+    """The rows as aligned text, with the meaning of their marks and the runs that failed.
+
+    Columns that would make the table wider than `TABLE_COLUMNS` are left out, and named.
+    """
+    rows, found = comparison.summary, columns(comparison)
+    texts = {
+        name: [found[name].heading, *map(str, cells)]
+        for name, cells in filled(found, found.keys() - {"to_best", "byzantine_weight", "seconds"}, rows).items()
+    }
+    scores = [str(found["score"].cell_of(row)) or ("no finite value" if row.finished else "failed") for row in rows]
+    headings = comparison.settings.headings
+    shown = [[axis, *(label(row.point[axis]) for row in rows)] for axis in comparison.compared]
+    shown += [[text, *(label(row.chosen[axis]) for row in rows)] for axis, text in headings.items()]
+    shown += [["", *(row.mark for row in rows)], [found["score"].heading, *scores]]
+    shown += [texts.pop(name) for name in ("difference", "runs") if name in texts]
+    shown = [column for column in shown if any(column[1:])]
+    left, left_out = TABLE_COLUMNS - sum(map(_width, shown)), []
+    for column in (texts[name] for name in found if name in texts and name != "score"):
+        if _width(column) <= left:
+            left -= _width(column)
+            shown.insert(-1, column)
+        else:
+            left_out.append(column[0])
+    head, *lines = (
+        "".join(cell.ljust(_width(column)) for cell, column in zip(cells, shown, strict=True)).rstrip()
+        for cells in zip(*shown, strict=True)
+    )
+    remaining = iter(lines)
+    groups = ["\n".join(next(remaining) for _ in group) for group in comparison.groups]
+    if left_out:
+        text = f"summary.csv has {plural(len(left_out), 'more column')}: {', '.join(left_out)}"
+        groups[-1] += f"\n\n{textwrap.shorten(text, TABLE_COLUMNS, placeholder=' ...')}"
+    problems = [f"  {describe_point(run.point)}: {run.error}" for run in comparison.failed]
+    return "\n".join([head, "\n\n".join(groups), "", *map(note, _notes(comparison)), *problems])
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column)) + len(GAP)
+
+
+def undecided(comparison: Comparison) -> list[str]:
+    """A sentence if for some combinations no value of the axis `tune` could be chosen."""
+    if not (count := sum(not choice.decided for choice in comparison.choices)):
+        return []
+    return [
+        f"{comparison.settings.tune}: for {count} of {plural(len(comparison.choices), 'combination')} no value was "
+        "chosen, since none has a validation result of every seed; the first value is shown"
+    ]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """The lines below the table."""
+    rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
+    seeds = max(len(row.runs) for row in rows)
+    both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
+    if seeds > 2:
+        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', of two runs with {both}'}"
+    elif seeds == 2:
+        means = f"means over 2 seeds{both and f', with {both}'}"
+    else:
+        means = "of one run each: with one seed there are no intervals, and a difference may be chance"
+    paired = "; differences are paired by seed" if seeds > 1 else ""
+    better = f" ({score.better} is better)" if settings.by is not None and score.better else ""
+    notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
+    if any(row.mark for row in rows):
+        within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""
+        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
+        notes.append(f"* best{within}{tie}")
+    if settings.tune is not None:
+        case = f", in its worst case of {settings.worst}" if settings.worst else ""
+        notes.append(f"{settings.tune}: the value with the best result on validation samples{case}; tuning.csv has all")
+        notes += undecided(comparison)
+    if settings.worst is not None:
+        notes.append(f"{settings.worst}: the worst case by {score.label.lower()}; results.csv has all")
+    if settings.target is not None:
+        target = target_text(comparison)
+        bound = f"{test.key.removeprefix('test_')} at {'least' if test.sign > 0 else 'most'}"
+        notes.append(
+            f"to {target}: until the first test with that {bound}; arrivals are models or gradients that the server "
+            "has taken"
+        )
+        if any(0 < row.reached < len(row.finished) for row in rows):
+            notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")
+        misses = (
+            f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
+        )
+        for key, points in breaking_points(comparison).items():
+            notes.append(f"{key} from which on {misses} (breaking_points.csv):")
+            notes += _breaking_lines(comparison, points)
+    notes += [f"left out: {line}" for line in comparison.left_out]
+    runs = len(comparison.runs)
+    if comparison.diverged:
+        notes.append(
+            f"{comparison.diverged} of {runs} runs diverged: their results are those of the last finite model, and "
+            "rows with one have no mark"
+        )
+    if failed := len(comparison.failed):
+        notes.append(f"{failed} of {runs} runs failed: they count in no mean, and rows with one have no mark")
+    return notes
+
+
+# -- Breaking points
+
+Breaking = tuple[dict[str, Any], BreakingPoint]  # the values on the other compared axes, and the breaking point
+
+
+def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
+    """The breaking points along each axis of numbers, by its key; empty without a target."""
+    target, found = comparison.settings.target, dict[str, list[Breaking]]()
+    if target is None:
+        return {}
+    for key in numeric_axes(comparison.axes, comparison.compared):
+        found[key] = []
+        places = dict(enumerate(comparison.axes[key]))
+        for curve in value_curves(comparison.rows, comparison.compared.index(key), places):
+            others = {axis: value for axis, value in curve.combinations[0].point.items() if axis != key}
+            found[key].append((others, breaking_point(curve, comparison.test, target)))
+    return found
+
+
+def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
+    """A line for each of the first breaking points along an axis."""
+    lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
+    more = len(lines) - MOST_LINES
+    return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
+
+
+# -- The files
+
+
+def results_csv(comparison: Comparison) -> str:
+    """One row per run: its point and its metrics; cells are empty if the run has no such number."""
+    names = metric_names(comparison.runs)
+    rows: list[list[Any]] = [["id", *comparison.axes, *names, "error"]]
+    for run in comparison.runs:
+        rows.append([run.id, *map(label, run.point.values()), *map(run.metrics.get, names), run.error])
+    return to_csv(rows)
+
+
+def curves_csv(comparison: Comparison) -> str:
+    """One row per run and round; cells are empty if the round has no such number."""
+    declared = dict.fromkeys(name for run in comparison.runs for each in run.history for name in plug_metrics(each))
+    names = ["test_accuracy", *LAST_ROUND, *declared]
+    rows: list[list[Any]] = [["id", *comparison.axes, *Progress._fields, *names, "seconds"]]
+    for run in comparison.runs:
+        point = [run.id, *map(label, run.point.values())]
+        for progress, record in zip(run.progress, run.history, strict=True):
+            values = {**record, **plug_metrics(record)}
+            rows.append([*point, *progress, *map(values.get, names), record.total_seconds])
+    return to_csv(rows)
+
+
+def summary_csv(comparison: Comparison) -> str:
+    """The rows of the comparison; `..._ci95` are half widths of 95 percent intervals."""
+    score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
+    names = [name for name in metric_names(comparison.summary) if name != score.key]
+    first = "accuracy" if score.key == "test_accuracy" else score.key
+    numbers = [column for name in (first, "difference", *names) for column in (name, f"{name}_ci95")]
+    asked = [] if target is None else ["target", "reached"]
+    rows: list[list[Any]] = [
+        [*comparison.compared, *headings.values(), "runs", "failed", *asked, "mark", "pairs", *numbers]
+    ]
+    for row in comparison.summary:
+        difference = row.difference
+        cells = [*map(label, (*row.point.values(), *row.chosen.values())), len(row.runs), row.failed]
+        cells += [target, row.reached] if asked else []
+        cells += [MARK_WORDS[row.mark], difference.n if difference else None]
+        for value in (row.score, difference, *map(row.metrics.get, names)):
+            cells += mean_cells(value)
+        rows.append(cells)
+    return to_csv(rows)
+
+
+def breaking_points_csv(comparison: Comparison) -> str:
+    """One row per axis of numbers and combination of the values on the others."""
+    columns = ["breaks_at", "reached_at", "missed_below", "no_result"]
+    rows: list[list[Any]] = [["key", *comparison.compared, "target", *columns]]
+    for key, points in breaking_points(comparison).items():
+        for others, point in points:
+            values = [label(others[axis]) if axis in others else None for axis in comparison.compared]
+            lists = [" ".join(map(str, each)) for each in (point.missed_below, point.no_result)]
+            rows.append([key, *values, comparison.settings.target, point.breaks_at, point.reached_at, *lists])
+    return to_csv(rows)
+
+
+def tuning_csv(comparison: Comparison) -> str:
+    """One row per combination and value of `tune`: the validation result, and whether the value was chosen.
+
+    With an axis `worst`, the validation result is that of the worst case, which is named.
+    """
+    keys = [*comparison.compared, *comparison.settings.headings]
+    rows: list[list[Any]] = [[*keys, "validation", "validation_ci95", "failed", "chosen"]]
+    for choice in comparison.choices:
+        for candidate in choice.candidates:
+            counted = comparison.settings.validated(candidate)
+            chosen = "yes" if candidate is choice.chosen and choice.decided else ""
+            values = [label(counted.runs[0].point[key]) for key in keys]
+            rows.append([*values, *mean_cells(validation_result(counted)), candidate.failed, chosen])
+    return to_csv(rows)
+
+
+def mean_cells(value: Estimate | None) -> list[float | None]:
+    """A mean and the half width of its interval, if there are several values."""
+    return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
