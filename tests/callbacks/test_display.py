@@ -12,7 +12,7 @@ import pytest
 import fedsim
 from fedsim.callbacks.display import Display, announcement, columns_of, progress_bar, table_header, table_line
 from fedsim.callbacks.records import draw_curve
-from fedsim.comparison import grid_terminal as of_comparisons
+from fedsim.comparison import displays as of_comparisons
 from fedsim.records.record import RoundRecord
 from tests.commands import ended, start
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import plan
+from fedsim.engines import auto
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import FedsimWarning, WorkerError
@@ -144,7 +144,7 @@ def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
 
 @pytest.mark.slow
 def test_auto_replaces_the_processes_of_the_engine_that_it_chose(mortal, monkeypatch):
-    monkeypatch.setattr(plan, "STEP_SECONDS", 10.0)  # so long that processes pay
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)  # so long that processes pay
     tables = {**mortal, "engine": "auto", "processes": 2}
     result, said = run_ordered(tables, {3: ["train"]})
     assert_as_without_faults(result, tables, engine="serial", processes=None)
