@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class Pipeline:
             rows = self.rows(inputs)
             if self.rule.columnwise:
                 return AggregationResult(self.by_columns(rows, inputs), self._linear_shares(rows, inputs))
-            result = self._apply(self.rule, rows, inputs)
+            result = self.rule(lambda name: inputs.value_of(name, rows, self.rule), inputs.f_for(self.rule))
             result, state = result if isinstance(result, tuple) else (result, {})
             if not isinstance(result, LinearCombination):
                 return AggregationResult(check_result(result, self.rule, rows, rows.shape[1:]), state=state)
@@ -110,7 +111,7 @@ class Pipeline:
         """The rows that the rule is applied to: the updates, or the result of the pre-aggregators."""
         rows = inputs.rows()
         for stage in self.pre:
-            result = self._apply(stage, rows, inputs)
+            result = stage(partial(inputs.value_of, rows=rows, stage=stage), inputs.f_for(stage))
             is_combination = isinstance(result, LinearCombination)
             made = result.coefficients if is_combination else result
             width = len(rows) if is_combination else rows.shape[1]
@@ -119,10 +120,6 @@ class Pipeline:
             check_result(made, stage, rows, (m, width), expected)
             rows = rows.mixed(made) if is_combination else rows.replaced(made)
         return rows
-
-    @staticmethod
-    def _apply(stage: BoundRule, rows: LazyRows, inputs: AggregationInputs) -> Any:
-        return stage(lambda name: inputs.value_of(name, rows, stage), inputs.f_for(stage))
 
     def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
         """The result [d] of a columnwise rule that is applied to `rows`."""

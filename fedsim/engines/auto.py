@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fedsim.core.randomness import preserve_random_state
-from fedsim.engines.engine import Engine
+from fedsim.engines.backend import InProcess
+from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import Executor, MakeExecutor
-from fedsim.engines.in_process import InProcess
 from fedsim.engines.named import RACING, one_by_one, stacked
 from fedsim.engines.pool.backend import InPool
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.capture import OperationCheck
-from fedsim.engines.traits import EngineTraits
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.system.devices import release_memory
 

@@ -6,10 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TypeVar
 
-from fedsim.engines.executor import MakeExecutor, MakeTrainer
+import torch
+
+from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.engines.group import Group, SharedMemory
+from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.errors import WorkerError
+from fedsim.errors import FedsimError, WorkerError
+from fedsim.system.devices import release_memory
+from fedsim.system.limits import format_failure
 
 T = TypeVar("T")
 
@@ -61,3 +67,54 @@ class Backend(ABC):
     def replace_processes(self) -> None:
         """Restart all processes on the current task and state. Raises WorkerError if that fails."""
         raise WorkerError(f"{type(self).__name__} has no processes to replace")
+
+
+class InProcess(Backend):
+    """This process.
+
+    Args:
+        threads: threads that PyTorch uses; `close` restores the number before.
+    """
+
+    processes: int = 1
+
+    def __init__(self, threads: int) -> None:
+        self._threads_before = torch.get_num_threads()
+        self.executor: Executor | None = None
+        self._began = False
+        torch.set_num_threads(threads)
+
+    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+        self.shared, self._began = shared, True
+        group = self.new_group(task)
+        self.states = self.new_states(task, group)
+        self.executor = make(group, task, shared, make_trainer, self.states)
+
+    def new_group(self, task: TaskSpec) -> Group:
+        return SharedMemory(ProcessContext.alone(), task.device)
+
+    def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
+        return WorkerStates.of(task, self.shared)
+
+    def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
+        executor = self.executor
+        assert executor is not None
+        try:
+            with executor.environment():
+                return [method(executor, *arguments)]
+        except FedsimError:
+            raise
+        except Exception as error:
+            raise WorkerError(f"{executor.group.describe_failure()}: {format_failure(error)}") from error
+
+    def leave(self) -> None:
+        if not self._began:
+            return
+        self._began, self.executor = False, None
+        device = self.shared.global_row.device
+        del self.shared, self.states
+        release_memory(device)
+
+    def close(self) -> None:
+        self.leave()
+        torch.set_num_threads(self._threads_before)

@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from fedsim.core.rows import new_rows
+import torch
+
+from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
 from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.group import Group, balance_load
-from fedsim.engines.out_of_memory import explain_oom
+from fedsim.engines.memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
@@ -51,6 +53,9 @@ class Executor:
         with explain_oom(task, self.process.count), self.in_precision():
             self.trainer = make_trainer(self.process, task, shared, self.batch_source)
         captured = self.trainer.replays is not None and task.cuda_graphs is not False and can_capture(task.device)
+        buffers = torch.zeros_like(shared.global_buffers)
+        self.module.layout.read_buffers(self.module.module, out=buffers)
+        self._buffers_finite_at_start = buffers.isfinite()
         evaluation = partial(Evaluation, task, shared, self.module, group.index, group.count, captured=captured)
         self._evaluations = [evaluation("test"), evaluation("validation")]
 
@@ -87,8 +92,12 @@ class Executor:
     def test(self, round: int) -> None:
         """Test the global model on this process's share of the test batches and of the validation batches.
 
-        Random draws in evaluation mode depend on the seed, the round and the batch.
+        Random draws in evaluation mode depend on the seed, the round and the batch. Raises DivergedError if the global
+        row or the global buffers have become NaN or infinite, unless the task keeps such numbers.
         """
+        if self.group.computes and self.task.nonfinite != "keep":
+            require_finite(self.shared.global_row, round)
+            require_finite_buffers(self.shared.global_buffers, self._buffers_finite_at_start, round)
         for evaluation in self._evaluations:
             evaluation(round, self.process.heartbeat)
             for values in evaluation.results:

@@ -9,10 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fedsim.engines.aggregator import Aggregator
+from fedsim.engines.aggregator import Aggregator, RowAggregator
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.row_aggregator import RowAggregator
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.system.devices import synchronize

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from fedsim.engines.engine import Engine
+from fedsim.engines.backend import InProcess
+from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import MakeTrainer
-from fedsim.engines.in_process import InProcess
 from fedsim.engines.pool.backend import InPool
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.stacking.width import stack_width
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.trainers.cuda_graphs import unsafe
 from fedsim.engines.trainers.sequential import RowTrainer
-from fedsim.engines.trainers.stacked import StackTrainer
-from fedsim.engines.traits import EngineTraits
+from fedsim.engines.trainers.stacked import StackTrainer, stack_width
 from fedsim.errors import ExperimentError
 
 RACING = "spawn"  # the engine of races

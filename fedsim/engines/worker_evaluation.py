@@ -1,4 +1,4 @@
-"""The models of single workers, tested on the workers' own test samples."""
+"""Models on the samples of single workers: the mean loss on what a worker trains on, and tests on what it holds out."""
 
 from __future__ import annotations
 
@@ -126,3 +126,22 @@ class WorkerTests:
         learning = task.learning_task
         sums = test(self._module.module, batches, learning.loss, correct_of(learning), counts_of(learning))
         return sums.loss, None if correct_of(learning) is None else sums.accuracy
+
+
+class SampleLosses:
+    """Losses on the workers' own samples, as the workers see them.
+
+    Args:
+        gradient: [d], which the module is bound to beside its row.
+    """
+
+    def __init__(self, task: TaskSpec, module: RowModule, gradient: Tensor, batch_source: BatchSource) -> None:
+        self._task, self._module, self._gradient, self._batch_source = task, module, gradient, batch_source
+
+    def __call__(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
+        """The mean loss of a copy of a row [d] on the samples of a worker."""
+        task = self._task
+        self._module.load(row.clone(), self._gradient, buffers)
+        seed_everything(task.device, task.seed, "losses", round, worker)
+        batches = self._batch_source.samples_seen(worker, round, test_batch_size(task.device))
+        return test(self._module.module, batches, task.learning_task.loss, None, counts_of(task.learning_task)).loss

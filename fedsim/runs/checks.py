@@ -22,7 +22,7 @@ from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
 from fedsim.engines import Engine, TaskSpec
-from fedsim.engines.footprint import memory_needed
+from fedsim.engines.memory import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
 

@@ -27,9 +27,8 @@ from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, Schedule, TaskSpec
 from fedsim.engines import engine as engines
 from fedsim.engines.executor import Executor, MakeExecutor
-from fedsim.engines.footprint import buffer_bytes
+from fedsim.engines.memory import buffer_bytes, explain_oom
 from fedsim.engines.named import RACING
-from fedsim.engines.out_of_memory import explain_oom
 from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState

@@ -17,18 +17,15 @@ from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
 from fedsim.data import Shards
-from fedsim.engines.aggregator import set_cohort_weights, weights_of
-from fedsim.engines.deferred_check import DeferredCheck
+from fedsim.engines.aggregator import DeferredCheck, set_cohort_weights, weights_of
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, MakeTrainer
-from fedsim.engines.finite_check import FiniteCheck
-from fedsim.engines.footprint import buffer_bytes, personal_bytes
 from fedsim.engines.group import Group
+from fedsim.engines.memory import buffer_bytes, personal_bytes
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
-from fedsim.engines.sample_losses import SampleLosses
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
-from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
+from fedsim.engines.worker_evaluation import SampleLosses, Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
@@ -67,7 +64,6 @@ class Simulation(Executor):
         self.evaluated = workers_to_evaluate(experiment, task, shared.worker_tests)
         self.loss_on_samples = SampleLosses(task, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(task, experiment.worker_dropout)
-        self.check_finite = FiniteCheck(task, shared)
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Processes that do not compute the record return None."""
@@ -99,8 +95,6 @@ class Simulation(Executor):
         self.aggregator.combine_buffers(self.context(cohort, round), stats.excluded)
         self.states.save_cohort(cohort, mine, stats.excluded, shared.worker_rows)
         group.barrier()
-        if group.computes:
-            self.check_finite(round)
         with self.phase("test"):
             self.test(round)
         work = self.work_of(cohort, round)

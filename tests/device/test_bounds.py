@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import fedsim
-from fedsim.engines.in_process import InProcess
+from fedsim.engines.backend import InProcess
 from fedsim.engines.stacking.stacked_module import StackedModule
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fedsim.aggregation import Gram
-from fedsim.engines.attacked_rows import AttackedRows
+from fedsim.engines.aggregator import AttackedRows
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (40,)])

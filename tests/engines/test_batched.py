@@ -9,7 +9,7 @@ import fedsim
 from fedsim.clients import SGD
 from fedsim.engines import Schedule
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.stacking.width import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
+from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from fedsim.runs.setup import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
 
@@ -35,7 +35,7 @@ def width_for(monkeypatch):
     """Return the stack width for an experiment, given the processes and the bytes of memory."""
 
     def width(processes, total, threads=1, **tables):
-        monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device: total)
+        monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
         with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
             shared = engine.shared
@@ -77,7 +77,7 @@ def width_by_hand(prepared, monkeypatch):
     """Return the width for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
 
     def width(total, processes, momentum, **changes):
-        monkeypatch.setattr("fedsim.engines.stacking.width.total_memory_of", lambda device: total)
+        monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         task, shared = prepared(workers=20, partition="iid", precision="float32")
         task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum), **changes)
         shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))

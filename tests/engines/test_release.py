@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.engines import in_process
+from fedsim.engines import backend
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.task import SharedState
 from fedsim.system.devices import release_memory
@@ -92,6 +92,6 @@ def test_releasing_memory_is_no_failure_on_a_failed_device_and_does_nothing_on_a
 
 def test_one_process_releases_device_memory_after_each_run(tiny_experiment, matrices, monkeypatch):
     alive_at_release = []
-    monkeypatch.setattr(in_process, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    monkeypatch.setattr(backend, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "rounds": 1})
     assert alive_at_release == [[False]]

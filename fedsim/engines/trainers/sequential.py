@@ -276,7 +276,7 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         self._objective, self._feature_points = self.task.objective, self.task.solver.feature_points(self.state)
-        self._batch_number = (self.member.step or 0) - 1  # of the current batch in the worker's round
+        self._batch_number = self.member.step or 0  # of the current batch in the worker's round
 
     def zero_grad(self) -> None:
         if not self.accumulated:
@@ -284,25 +284,7 @@ class LocalSteps:
 
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
         """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
-        self._batch_number, self._batch = self._batch_number + 1, (inputs, targets)
-        return self._backward(model)
-
-    def step(self) -> None:
-        self.batches, self.accumulated = self.batches - 1, self.accumulated + 1
-        if self.accumulated < self.task.schedule.accumulate and self.batches:
-            return
-        if self.accumulated > 1:
-            self.gradient.div_(self.accumulated)
-        clip_rows(self.gradient, self.task.clip_norm)
-        solver = self.task.solver_at(self.member.round, self.steps)
-        if solver.element_wise:
-            solver.step(self.row, self.gradient, self.state)
-        else:
-            solver.step_rows(self.row, self.gradient, self.state, self._gradient_at)
-        self.steps, self.accumulated = self.steps + 1, 0
-
-    def _backward(self, model: nn.Module) -> Tensor:
-        inputs, targets = self._batch
+        self._batch = inputs, targets
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
         if self._feature_points:
             at_points = [self._features_at(place, masks) for place in range(len(self._feature_points))]
@@ -315,6 +297,20 @@ class LocalSteps:
                 value = self._objective(model, inputs, targets)
         value.backward()
         return value.detach()
+
+    def step(self) -> None:
+        self.batches, self.accumulated = self.batches - 1, self.accumulated + 1
+        if self.accumulated == self.task.schedule.accumulate or not self.batches:
+            if self.accumulated > 1:
+                self.gradient.div_(self.accumulated)
+            clip_rows(self.gradient, self.task.clip_norm)
+            solver = self.task.solver_at(self.member.round, self.steps)
+            if solver.element_wise:
+                solver.step(self.row, self.gradient, self.state)
+            else:
+                solver.step_rows(self.row, self.gradient, self.state, self._gradient_at)
+            self.steps, self.accumulated = self.steps + 1, 0
+        self._batch_number += 1
 
     @torch.no_grad()
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
@@ -334,7 +330,7 @@ class LocalSteps:
         with torch.no_grad():
             row.copy_(point)
         gradient.zero_()
-        self._backward(module.module)
+        self.backward(module.module, *self._batch)
         module.layout.read_buffers(module.module, out=buffers)
         clip_rows(gradient, self.task.clip_norm)
         return gradient.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -21,6 +22,7 @@ from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, s
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows, side_by_side
+from fedsim.system.devices import total_memory_of
 
 # In a round of synchronous SGD: a stack, its members' state, the factors of dropout, and the batches to come.
 StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch]]
@@ -220,3 +222,30 @@ class StackTrainer:
     def _record_losses(self, stacks: Sequence[Stack]) -> None:
         for stack in stacks:  # only now, because reading numbers waits for the device
             self._shared.train_loss[stack.slots] = stack.mean_losses()
+
+
+MEMORY_SHARE = 0.5  # of the device's total memory, for stacks; results must not depend on its free memory
+WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
+NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they are
+STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
+
+
+def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
+    """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
+
+    On any device there are two copies of a row and of its solver state: the row's own and that in the stack. A step
+    allocates a gradient and activations. On a GPU it also allocates the joined gradients, and copies of the row and its
+    solver state for rows that a mask does not move. If steps are captured, the memory of a step exists twice: for the
+    graphs, and for the steps before a capture.
+    """
+    row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))
+    on_cpu = task.device.type == "cpu"
+    captured = task.cuda_graphs is not False and unsafe(task, probe) is None
+    gradients = 1 + (task.clip_norm is not None) + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
+    made = (gradients if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * probe.sample_bytes
+    row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
+    most = math.inf
+    if on_cpu:
+        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row)))
+    share = -(-len(shared.rows) // processes)
+    return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))

@@ -19,8 +19,7 @@ from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
-from fedsim.engines.finite_check import FiniteCheck
-from fedsim.engines.footprint import personal_bytes
+from fedsim.engines.memory import personal_bytes
 from fedsim.engines.task import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
@@ -38,7 +37,6 @@ class ClockLoop:
         self._policy = experiment.policy.bind()
         solver = experiment.local.bind()
         self._server = ServerState(self._policy, solver, prepared.task, shared, engine.backend.states)
-        self._check_finite = FiniteCheck(prepared.task, shared)
         self._timer = PhaseTimer()
         scheduler = Scheduler(
             experiment.seed,
@@ -63,7 +61,6 @@ class ClockLoop:
             source.run_round(round)
             policy.publish(self._server)
         timer.seconds["aggregate"] -= timer.seconds["train"]
-        self._check_finite(round)
         with timer("test"):
             self._engine.backend.run(Executor.test, round)
             tested = EvaluationResult.of(self._prepared.task, self._engine.shared)

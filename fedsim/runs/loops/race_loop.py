@@ -26,7 +26,6 @@ from fedsim.core.timer import PhaseTimer
 from fedsim.engines import SpawnEngine
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
-from fedsim.engines.finite_check import FiniteCheck
 from fedsim.engines.group import balance_load
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import ExperimentError
@@ -65,7 +64,7 @@ class RaceLoop:
         experiment = prepared.experiment
         self._prepared, self._engine, self._shared = prepared, engine, engine.shared
         self._policy, solver = experiment.policy.bind(), experiment.local.bind()
-        self._check_finite, self._timer = FiniteCheck(prepared.task, engine.shared), PhaseTimer()
+        self._timer = PhaseTimer()
         self._server = ServerState(self._policy, solver, prepared.task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(prepared.task.new_module(), solver)
@@ -147,7 +146,6 @@ class RaceLoop:
                 server.version = self._arrivals[run]
             self._policy.publish(server)
             synchronize(self._shared.global_row.device)
-        self._check_finite(round)
         with timer("test"):
             self._engine.backend.run(Executor.test, round)
             tested = EvaluationResult.of(self._prepared.task, self._shared)

@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
 from fedsim.asynchronous.scheduler import CheckpointModel, Counts, Seconds
 from fedsim.config.experiment import Experiment
-from fedsim.engines.footprint import buffer_bytes, personal_bytes
+from fedsim.engines.memory import buffer_bytes, personal_bytes
 from fedsim.engines.task import SharedState, TaskSpec, message_bytes
 
 

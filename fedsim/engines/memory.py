@@ -1,10 +1,13 @@
-"""The main memory that a run needs, known before it is allocated.
+"""The main memory that a run needs, known before it is allocated, and errors of a device that has none left.
 
 Only what has the size of a model, or of all pairs of a cohort, is counted: not data, activations and libraries. So a
 run may need somewhat more, but hardly less.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -86,3 +89,34 @@ def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
 def personal_bytes(task: TaskSpec) -> int:
     """Bytes of the columns of a row that stay with the workers."""
     return task.solver.personal_columns.width * task.dtype.itemsize
+
+
+@contextlib.contextmanager
+def explain_oom(task: TaskSpec, processes: int, width: int | None = None) -> Iterator[None]:
+    """Turn an out-of-memory error of the block into one that suggests smaller settings.
+
+    Args:
+        width: rows in a stack, if rows are stacked.
+
+    Raises torch.OutOfMemoryError with one line that has the settings in use.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise  # it has been explained already
+        raise torch.OutOfMemoryError(f"{what_would_fit(task, processes, width)} ({_said_by(error)})") from error
+
+
+def what_would_fit(task: TaskSpec, processes: int, width: int | None = None) -> str:
+    """`cuda:0 has no memory left; less of this would fit: processes (4 now), local.batch_size (64 now)`."""
+    width = width or task.width
+    sizes = {"processes": processes, "batched.width": width or 1, "local.batch_size": task.schedule.batch_size}
+    larger = [f"{key} ({size} now)" for key, size in sizes.items() if size > 1]
+    remedy = f"less of this would fit: {', '.join(larger)}" if larger else "only a smaller model would fit"
+    return f"{task.device} has no memory left; {remedy}"
+
+
+def _said_by(error: Exception) -> str:
+    """The first two sentences, which have the size of the allocation; the others are advice to programmers."""
+    return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")
