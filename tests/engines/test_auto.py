@@ -17,7 +17,7 @@ from fedsim.engines.backend import InProcess
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.pool.backend import InPool
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.trainers import stacked as stacks
+from fedsim.engines.trainers import stacked as stacked_trainer
 from fedsim.engines.trainers.stacked import StackTrainer
 from fedsim.errors import FedsimWarning, ProcessLostError
 from fedsim.runs.setup import prepare
@@ -80,7 +80,7 @@ def test_neither_load_nor_time_nor_free_memory_changes_the_choice(tables, monkey
     calm = how_it_was_done(tables)
     now = time.perf_counter()
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    for module in (devices, stacks):
+    for module in (devices, stacked_trainer):
         monkeypatch.setattr(module, "free_memory", lambda: 1e9, raising=False)
     assert how_it_was_done(tables) == calm
 
