@@ -29,12 +29,29 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
     ("asynchronous",),
     ("config",),
     ("records",),
+    ("rounds",),
     ("callbacks",),
     ("runs",),
     ("comparison",),
     ("report",),
     ("cli",),
 )
+
+ENGINE_FLOORS = (  # the same for the modules of `engines`, by the beginnings of their names
+    ("schedule", "round_stats", "pool.retry", "pool.shared_memory", "trainers.capture", "trainers.row_module",
+     "stacking.convolution", "distributed.hooks", "distributed.watchdog"),
+    ("task", "pool.process_context", "distributed.rendezvous"),
+    ("memory", "evaluation", "trainers.batches", "pool.process_pool", "distributed.process_group"),
+    ("aggregator", "worker_evaluation", "worker_states", "trainers.dropout", "distributed.preflight"),
+    ("trainers.client_rounds", "trainers.stack", "stacking.operations", "distributed.rank_aggregator"),
+    ("trainers.sequential", "stacking.stacked_module"),
+    ("trainers.stack_step", "distributed.parallel_trainer", "group"),
+    ("stacking.probe", "executor"),
+    ("trainers.cuda_graphs", "backend"),
+    ("trainers.stacked", "pool.backend", "engine"),
+    ("named",),
+    ("auto", "distributed.engine"),
+)  # fmt: skip
 
 
 @cache
@@ -51,6 +68,17 @@ def test_packages_import_lower_packages_only():
         for target in imports(tree)
         if target != package and floor_of[target] >= floor_of[package]
     }
+    assert not upwards
+
+
+def test_modules_of_engines_import_lower_modules_only():
+    floor_of = {f"fedsim.engines.{name}": floor for floor, names in enumerate(ENGINE_FLOORS) for name in names}
+    folder, upwards = ROOT / "fedsim" / "engines", []
+    for path, tree in modules().items():
+        if path.is_relative_to(folder) and path.name != "__init__.py":
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} & floor_of.keys()
+            upwards += [f"{name} imports {other}" for other in imported if floor_of[other] >= floor_of[name]]
     assert not upwards
 
 
@@ -83,7 +111,10 @@ def test_no_two_classes_have_one_name():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(path)
-    assert {name for name, paths in places.items() if len(paths) > 1} <= {"Callback"}  # of a run, of a comparison
+    assert {name for name, paths in places.items() if len(paths) > 1} <= {
+        "Callback",
+        "Group",
+    }  # of a run and of a comparison; of processes and of rows
 
 
 def test_an_init_module_lists_what_it_offers_or_offers_nothing():

@@ -13,9 +13,9 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
+from fedsim.rounds.simulation import Simulation
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
-from fedsim.runs.simulation import Simulation
 
 
 def small_two_nn():

@@ -19,11 +19,11 @@ from fedsim.engines.pool.retry import Note
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import DivergedError
 from fedsim.records.record import RoundRecord
+from fedsim.rounds.simulation import Simulation
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.session import Session
 from fedsim.runs.setup import PreparedRun, finished_model, prepare
-from fedsim.runs.simulation import Simulation
 
 
 class Rounds:

@@ -33,10 +33,10 @@ from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.schedule import Amount, DrawnAmount
 from fedsim.engines.task import SharedState
 from fedsim.errors import ExperimentError, FedsimWarning, show
+from fedsim.rounds.participants import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
+from fedsim.rounds.simulation import Simulation
 from fedsim.runs import checks
-from fedsim.runs.samples import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
 from fedsim.runs.session import Session
-from fedsim.runs.simulation import Simulation
 from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import describe_device, shares_memory
 from fedsim.system.precision import PRECISIONS

@@ -8,7 +8,7 @@ import torch
 import fedsim
 from fedsim.asynchronous.delays import Delays
 from fedsim.clients import solver
-from fedsim.runs.loops.round_clock import RoundClock, delays_of
+from fedsim.rounds.round_clock import RoundClock, delays_of
 from tests.asynchronous import simulated
 
 

@@ -6,13 +6,14 @@ few and of many steps; what is left is what a round takes. Of each aggregation r
 
 from __future__ import annotations
 
+from functools import partial, partialmethod
 from typing import NamedTuple
 
 import pytest
 
 import fedsim
-from fedsim.engines.backend import InProcess
 from fedsim.engines.stacking.stacked_module import StackedModule
+from fedsim.rounds.simulation import Simulation
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu
 
@@ -52,30 +53,31 @@ class Bound(NamedTuple):
 
 
 NO_STEP = Bound(0, 0)
+METHODS = ("pull_down", "train_cohort", "synchronize", "synchronize_each_step", "test")
 ORDERS = 165  # launches of a round, at its start: the orders of all batches, which were drawn on the host before
 BOUNDS: dict[
     str, dict[str, tuple[Bound, Bound]]
-] = {  # by workload and method of the executor: of a round, and of a step
+] = {  # by workload and method of the simulation: of a round, and of a step
     "w1": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(14 + ORDERS, 6), Bound(1, 0, 212)),  # a graph of one step draws its dropout, 155 of these
-        "aggregate": (Bound(1, 0), NO_STEP),
-        "server_step": (Bound(1, 1), NO_STEP),
-        "test": (Bound(26, 1), NO_STEP),
+        "train_cohort": (
+            Bound(14 + ORDERS, 6),
+            Bound(1, 0, 212),
+        ),  # 155 of them draw a step's dropout
+        "synchronize": (Bound(2, 1), NO_STEP),
+        "test": (Bound(31, 3), NO_STEP),
     },
     "w2": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(14 + ORDERS, 5), Bound(1, 0, 64)),
-        "aggregate": (Bound(1, 0), NO_STEP),
-        "server_step": (Bound(1, 1), NO_STEP),
-        "test": (Bound(25, 1), NO_STEP),
+        "train_cohort": (Bound(14 + ORDERS, 5), Bound(1, 0, 64)),
+        "synchronize": (Bound(2, 1), NO_STEP),
+        "test": (Bound(30, 3), NO_STEP),
     },
     "w3": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train": (Bound(14 + ORDERS, 5), Bound(1, 0, 42)),
-        "aggregate": (Bound(1, 0), NO_STEP),
-        "server_step": (Bound(1, 1), NO_STEP),
-        "test": (Bound(21, 1), NO_STEP),
+        "train_cohort": (Bound(14 + ORDERS, 5), Bound(1, 0, 42)),
+        "synchronize": (Bound(2, 1), NO_STEP),
+        "test": (Bound(26, 3), NO_STEP),
     },
 }
 NOT_CAPTURED = {  # of a round, and of a step
@@ -92,7 +94,7 @@ ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
 
 @pytest.fixture(scope="module")
 def phases():
-    """Counts of the last round of a workload, by method of an executor; found once for each run."""
+    """Counts of the last round of a workload, by method of the simulation; found once for each run."""
     done: dict = {}
 
     def of(workload: str, steps: int, **changes) -> dict[str, Counts]:
@@ -105,16 +107,16 @@ def phases():
 
 
 def counted(tables: dict) -> dict[str, Counts]:
-    """Counts of the last call of each method of an executor; and, as "model", of all gradients of stacks."""
+    """Counts of the last call of each of these methods; and, as "model", of all gradients of stacks."""
     found: dict[str, Counts] = {"model": Counts()}
-    run, gradients = InProcess.run, StackedModule.gradients
+    gradients = StackedModule.gradients
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
-        def counting(backend, method, *arguments):
-            if method.__name__.startswith("train"):
+        def counting(method, simulation, *arguments):
+            if method.__name__ in ("train_cohort", "synchronize_each_step"):
                 found["model"] = Counts()
             with gpu.counting() as found[method.__name__]:
-                return run(backend, method, *arguments)
+                return method(simulation, *arguments)
 
         def counting_model(*arguments, **more):
             with gpu.counting() as counts:
@@ -122,7 +124,8 @@ def counted(tables: dict) -> dict[str, Counts]:
             found["model"].events += counts.events
             return result
 
-        patch.setattr(InProcess, "run", counting)
+        for name in METHODS:
+            patch.setattr(Simulation, name, partialmethod(partial(counting, getattr(Simulation, name))))
         patch.setattr(StackedModule, "gradients", counting_model)
         fedsim.run(tables)
     return found
@@ -148,18 +151,18 @@ def test_a_round(workload, method, phases):
 
 @pytest.mark.parametrize("workload", NOT_CAPTURED)
 def test_a_step_that_is_not_captured(workload, phases):
-    few, many = (phases(workload, steps, cuda_graphs=False)["train"] for steps in (FEW, MANY))
+    few, many = (phases(workload, steps, cuda_graphs=False)["train_cohort"] for steps in (FEW, MANY))
     assert_within(NOT_CAPTURED[workload], few, many)
 
 
 @pytest.mark.parametrize("workload", OF_GRADIENTS)
 def test_a_step_of_gradients(workload, phases):
     few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
-    _, found = a_round_and_a_step(*(phase["train_on_averaged_gradients"] for phase in (few, many)))
+    _, found = a_round_and_a_step(*(phase["synchronize_each_step"] for phase in (few, many)))
     _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
     bound = OF_GRADIENTS[workload]
-    assert found.launches - model.launches <= bound.launches, many["train_on_averaged_gradients"].table()
-    assert found.waits <= bound.waits, many["train_on_averaged_gradients"].table()
+    assert found.launches - model.launches <= bound.launches, many["synchronize_each_step"].table()
+    assert found.waits <= bound.waits, many["synchronize_each_step"].table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)

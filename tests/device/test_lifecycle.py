@@ -19,6 +19,7 @@ from fedsim.engines.executor import Executor
 from fedsim.engines.pool import backend as pool_backend
 from fedsim.engines.task import SharedState
 from fedsim.errors import FedsimWarning, ProcessLostError
+from fedsim.rounds.simulation import Simulation
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
 
@@ -157,7 +158,7 @@ def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes,
     def lose_one(crew, function, *arguments):
         calls.append(arguments[0] if arguments else None)
         result = call(crew, function, *arguments)
-        if calls[-1] in (Executor.train, Executor.train_apart) and calls.count(calls[-1]) == 2:
+        if calls[-1] in (Simulation.run_round, Executor.train_apart) and calls.count(calls[-1]) == 2:
             raise ProcessLostError("process 1 is gone", "is gone", 1, None)
         return result
 

@@ -3,22 +3,39 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+import torch
+
 import fedsim
 from fedsim.clients.sgd import SGD
 
 PACKAGE = str(Path(fedsim.__file__).parent)
 
 
-def test_a_run_calls_at_most_nine_functions_down_to_the_step_of_the_solver(tiny_experiment, monkeypatch):
-    """Counted from the command `fedsim run`, which calls `fedsim.run`."""
-    stacks, step = [], SGD.step
+def calls_between_run_and(place):
+    """The functions of fedsim that are on the stack, without `fedsim.run` and without the caller."""
+    names = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+    assert names[0] == "run"
+    return place, names[1:]
 
-    def recorded(*arguments):
-        stacks.append([frame.name for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)])
+
+def test_at_most_eight_functions_are_between_a_run_and_the_model_the_rule_or_the_solver(tiny_experiment, monkeypatch):
+    calls, step = {}, SGD.step
+
+    class Noting(torch.nn.Flatten):
+        def forward(self, images):
+            calls.update([calls_between_run_and("model")] if self.training else [])
+            return super().forward(images)
+
+    def noting_mean(updates):
+        calls.update([calls_between_run_and("rule")])
+        return updates.mean(0)
+
+    def noting_step(*arguments):
+        calls.update([calls_between_run_and("step")])
         return step(*arguments)
 
-    monkeypatch.setattr(SGD, "step", recorded)
-    fedsim.run(tiny_experiment)
-    calls = [*stacks[0], "step"]
-    assert calls[0] == "run"
-    assert len(calls) <= 9, calls
+    monkeypatch.setattr(SGD, "step", noting_step)
+    model = torch.nn.Sequential(Noting(), torch.nn.Linear(784, 10))
+    fedsim.run({**tiny_experiment, "model": model, "aggregate": noting_mean})
+    assert calls.keys() == {"model", "rule", "step"}
+    assert all(len(names) <= 8 for names in calls.values()), calls

@@ -190,7 +190,6 @@ def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"data": {"worker_test": 0.0}, "evaluation": {"every": 3}}, "evaluation"),
         ({"records": {"updates": [2]}}, "records.updates"),
         ({"mode": "clock", "policy": "fedasync"}, "data.worker_test"),
         ({"data": {"worker_test": 1.0}}, "data.worker_test"),

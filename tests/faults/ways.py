@@ -22,22 +22,28 @@ name = "tiny"
 rounds = 12
 workers = 4
 model = "logistic"
-timeout = 5
-worker_retries = 100
 local.batch_size = 16
 checkpoint.every = 2
 records.curve = false
 """
+IN_POOLS = ("timeout=5", "worker_retries=100")
 RESUME = ("--resume", "run", "tiny.toml", "data=tests.plugs:tiny")
-GRID = ("--out", "run", "tiny.toml", "data=tests.plugs:tiny", "aggregate.rule=mean,median", "seed=0,1", "--jobs", "2")
+GRID = ("--out", "run", "tiny.toml", "data=tests.plugs:tiny", "aggregate.rule=mean,median", "seed=0,1", *IN_POOLS)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "run_experiment.py")
 WAYS: dict[str, tuple[Any, ...]] = {
     "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.worker_test=0.3"),
-    "spawn": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2"),
-    "batched": ("-m", "fedsim", "run", *RESUME, "engine=batched", "processes=2"),
-    "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild"),
+    "spawn": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", *IN_POOLS),
+    "batched": ("-m", "fedsim", "run", *RESUME, "engine=batched", "processes=2", *IN_POOLS),
+    "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", *IN_POOLS),
     "clock": ("-m", "fedsim", "run", *RESUME, "engine=serial", "mode=clock", "policy=fedbuff", "clock.speed=lognormal"),
-    "compare": ("-m", "fedsim", "compare", *GRID),  # without `engine`: jobs of one process, with the time-out
+    "compare": (
+        "-m",
+        "fedsim",
+        "compare",
+        *GRID,
+        "--jobs",
+        "2",
+    ),  # in jobs of one process
     "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed", "distributed.timeout=5"),
     "torchrun": (*TORCHRUN, *RESUME, "engine=distributed", "distributed.timeout=5"),
 }

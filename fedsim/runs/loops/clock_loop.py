@@ -23,7 +23,7 @@ from fedsim.engines.memory import personal_bytes
 from fedsim.engines.task import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
-from fedsim.runs.loops.round_clock import delays_of
+from fedsim.rounds.round_clock import delays_of
 from fedsim.runs.setup import PreparedRun
 from fedsim.system.precision import full_precision
 

@@ -12,8 +12,9 @@ from fedsim.engines import Engine
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimWarning, show
 from fedsim.records.record import RoundRecord
+from fedsim.rounds.round_clock import RoundClockState
+from fedsim.rounds.simulation import Simulation, metrics_of
 from fedsim.runs.setup import PreparedRun
-from fedsim.runs.simulation import Simulation, metrics_of
 
 
 class SynchronousLoop:
@@ -56,6 +57,8 @@ class SynchronousLoop:
         engine, facts = self._engine, state.facts
         if type(facts["has_last"]) is not bool or facts["syncs"] not in (list(engine.shared.states), ["gradients"]):
             raise ValueError("is of another run")
+        if self._prepared.experiment.mode == "clock":
+            RoundClockState.model_validate(facts["clock"])  # here, since a pool does not survive an error
         later = tuple(f"{sync}." for sync in engine.shared.states if sync not in facts["syncs"])
         columns = engine.backend.run(Simulation.state)[0][2]
         tensors = engine.shared.state_dict() | columns

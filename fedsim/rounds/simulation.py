@@ -30,8 +30,8 @@ from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
-from fedsim.runs.loops.round_clock import RoundClock
-from fedsim.runs.samples import ReportCheck, cohorts_of
+from fedsim.rounds.participants import ReportCheck, cohorts_of
+from fedsim.rounds.round_clock import RoundClock
 from fedsim.server import Cohort
 from fedsim.system.devices import synchronize
 

@@ -1,0 +1,1 @@
+"""The synchronous round, which every process of a run carries out."""
