@@ -13,7 +13,7 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key, sample_cohort
 from fedsim.core.rows import Layout
 from fedsim.data.partitions import DrawnShards, partition_shards
-from fedsim.runs import samples
+from fedsim.rounds import participants
 from fedsim.runs.setup import task_of
 from tests import plugs
 from tests.textbook import small_two_nn
@@ -50,7 +50,7 @@ def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experiment, monkeypatch):
-    monkeypatch.setattr(samples, "MOST_SAMPLED", 20)
+    monkeypatch.setattr(participants, "MOST_SAMPLED", 20)
     drawn, draw = [], DrawnShards._draw
     monkeypatch.setattr(DrawnShards, "_draw", lambda self, worker: (drawn.append(worker), draw(self, worker))[1])
     sampled = []
