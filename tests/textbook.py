@@ -13,7 +13,6 @@ import fedsim
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
-from fedsim.rounds.simulation import Simulation
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
 
@@ -101,7 +100,7 @@ def finished(tables):
         workers = kept.pop("workers").tolist() if kept else []
         rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in kept.items()}
         states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
-        updates, _ = engine.backend.run(Simulation.round_rows, records[-1].cohort, experiment.rounds)[0]
+        updates, _ = engine.backend.round_rows(records[-1].cohort, experiment.rounds)
         return SimpleNamespace(
             **{"start": start, "row": engine.shared.global_row.clone(), "records": records, "updates": updates.clone()},
             **{"solver": prepared.task.solver, "states": states, "initial": engine.backend.states.initial},

@@ -127,10 +127,12 @@ class BoundRule:
 def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
     """The rule or pre-aggregator `plug` with checked parameters.
 
-    Raises ExperimentError for a columnwise rule that accepts `metrics`: it would record numbers for every block.
+    Raises ExperimentError for a columnwise rule that accepts `metrics`, because it would record numbers for every block
+    of columns, or `last` or `root`, which are whole rows.
     """
-    if getattr(plug.target, "columnwise", False) and "metrics" in plug.takes:
-        raise ExperimentError(f"{plug.name}: a columnwise rule cannot record metrics")
+    for name in ("metrics", "last", "root") if getattr(plug.target, "columnwise", False) else ():
+        if name in plug.takes:
+            raise ExperimentError(f"{plug.name}: a columnwise rule cannot take {name}; register it without columnwise")
     return BoundRule(
         function=plug.bind(params),
         name=plug.name,

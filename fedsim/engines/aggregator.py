@@ -72,9 +72,6 @@ class Aggregator(Protocol):
     def train_losses(self) -> Tensor:
         """Mean training losses of the last round [cohort], float64, by slot."""
 
-    def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
-        """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
-
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
     """Set the weights by inverse probability of the workers of a cohort."""
@@ -410,9 +407,6 @@ class RowAggregator:
 
     def train_losses(self) -> Tensor:
         return self._shared.train_loss
-
-    def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
-        return self._shared.rows, self._shared.losses
 
     def begin_with_parameters(self) -> None:
         self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"

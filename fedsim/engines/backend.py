@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.group import Group, SharedMemory
+from fedsim.engines.group import Group, LocalGroup
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.worker_states import WorkerStates
@@ -64,8 +65,12 @@ class Backend(ABC):
         """Whether its processes may end while this one continues; see ProcessLostError."""
         return False
 
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
+        return self.shared.rows, self.shared.losses
+
     def replace_processes(self) -> None:
-        """Restart all processes on the current task and state. Raises WorkerError if that fails."""
+        """Restart all processes on the current task. The caller resumes the state. Raises WorkerError if that fails."""
         raise WorkerError(f"{type(self).__name__} has no processes to replace")
 
 
@@ -85,13 +90,13 @@ class InProcess(Backend):
         torch.set_num_threads(threads)
 
     def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
-        self.shared, self._began = shared, True
+        self.shared = shared
         group = self.new_group(task)
-        self.states = self.new_states(task, group)
+        self.states, self._began = self.new_states(task, group), True
         self.executor = make(group, task, shared, make_trainer, self.states)
 
     def new_group(self, task: TaskSpec) -> Group:
-        return SharedMemory(ProcessContext.alone(), task.device)
+        return LocalGroup(ProcessContext.alone(), task.device)
 
     def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
         return WorkerStates.of(task, self.shared)

@@ -29,7 +29,7 @@ MakeExecutor = Callable[[Group, TaskSpec, SharedState, MakeTrainer, WorkerStates
 
 class Executor:
     """One process's share of a task. Asynchronous policies use it as it is; a round of workers that wait for each other
-    is `fedsim.rounds.Simulation`, which adds the aggregation.
+    is `fedsim.rounds.simulation.Simulation`, which adds the aggregation.
 
     Call the methods within `environment`.
 
@@ -89,15 +89,22 @@ class Executor:
         mine = [rounds[place] for place in assignment] + [item for item in by_step if item.slot % count == index]
         self.train(mine)
 
-    def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test batches and of the validation batches.
-
-        Random draws in evaluation mode depend on the seed, the round and the batch. Raises DivergedError if the global
-        row or the global buffers have become NaN or infinite, unless the task keeps such numbers.
-        """
+    def require_finite(self, round: int) -> None:
+        """Raise DivergedError if the global row or buffers have become NaN or infinite, unless the task keeps them."""
         if self.group.computes and self.task.nonfinite != "keep":
             require_finite(self.shared.global_row, round)
             require_finite_buffers(self.shared.global_buffers, self._buffers_finite_at_start, round)
+
+    def check_and_test(self, round: int) -> None:
+        """Require that the global model is finite, and test it."""
+        self.require_finite(round)
+        self.test(round)
+
+    def test(self, round: int) -> None:
+        """Test the global model on this process's share of the test batches and of the validation batches.
+
+        Random draws in evaluation mode depend on the seed, the round and the batch.
+        """
         for evaluation in self._evaluations:
             evaluation(round, self.process.heartbeat)
             for values in evaluation.results:

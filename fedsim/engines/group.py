@@ -71,7 +71,7 @@ class Group(Protocol):
         """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""
 
 
-class SharedMemory:
+class LocalGroup:
     """The processes of one machine, which work on the same tensors; one process is a group too. See `Group`.
 
     Args:

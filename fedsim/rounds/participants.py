@@ -84,7 +84,7 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
 
 
 class ReportCheck:
-    """Checks cohorts from which workers dropped out against what the rule needs.
+    """Checks cohorts, from which workers may have dropped out, against what the rule needs.
 
     Args:
         dropout: the probability that a chosen worker does not report.
@@ -96,7 +96,7 @@ class ReportCheck:
 
     def __call__(self, round: int, cohort: Cohort) -> None:
         """Raise ExperimentError if the rule cannot aggregate what is left of the cohort; an empty round is skipped."""
-        if not cohort.dropped or not cohort.workers:
+        if not cohort.workers:
             return
         weights = self._task.weights if self._task.rule.accepts_weights else None
         n, weightless = len(cohort.workers), isinstance(weights, tuple) and not any(weights[k] for k in cohort.workers)
@@ -104,10 +104,11 @@ class ReportCheck:
             self._reasons[n, weightless] = self._reason(n, weightless)
         if reason := self._reasons[n, weightless]:
             instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
-            raise ExperimentError(
-                f"round {round}: worker_dropout = {self._dropout:g} leaves {n} of {n + len(cohort.dropped)} workers; "
-                f"{reason}; use a lower worker_dropout, {instead} or another aggregate.rule"
-            )
+            what, remedy = f"the cohort has {n} workers", instead
+            if cohort.dropped:
+                what = f"worker_dropout = {self._dropout:g} leaves {n} of {n + len(cohort.dropped)} workers"
+                remedy = f"a lower worker_dropout, {instead}"
+            raise ExperimentError(f"round {round}: {what}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
         """Why n rows cannot be aggregated; empty if they can."""

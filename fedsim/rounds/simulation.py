@@ -67,34 +67,37 @@ class Simulation(Executor):
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Processes that do not compute the record return None."""
-        task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
+        task, shared, group = self.task, self.shared, self.group
+        self.timer = PhaseTimer()
         with self.phase("pull_down"):
             now = self.clock.now if self.clock else None
             drawn = self.draw(round, now, partial(self.global_losses, round=round))
             cohort = drawn.workers
+            self.agree_on(drawn, round)
             if not cohort:
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
             mine = self.members(cohort, round)
             self.pull_down(cohort, mine, round)
-            self.agree_on(drawn, round)
         if task.sync_in(round) == "parameters":
             with self.phase("train"):
                 self.train_cohort(cohort, mine, round)
                 group.barrier()
             with self.phase("aggregate"):
                 sent = SentUpdates()
-                stats = self.synchronize(self.context(cohort, round), mine, sent)
+                stats = self.aggregate_rows(self.context(cohort, round), mine, sent)
         else:
             with self.phase("train"):
-                stats = self.synchronize_each_step(cohort, mine, round)
+                stats = self.aggregate_each_step(cohort, mine, round)
                 sent = stats.sent
-        stats = group.from_first(stats.on_host())
+        stats = group.from_first(stats.on_host())  # a barrier too: buffers have been written
         if task.processors:
             sent = SentUpdates.total(group.gather(sent.on_host()))
         self.aggregator.combine_buffers(self.context(cohort, round), stats.excluded)
-        self.states.save_cohort(cohort, mine, stats.excluded, shared.worker_rows)
         group.barrier()
+        self.require_finite(round)
+        group.barrier()  # a round that diverges saves nothing
+        self.states.save_cohort(cohort, mine, stats.excluded, shared.worker_rows)
         with self.phase("test"):
             self.test(round)
         work = self.work_of(cohort, round)
@@ -127,7 +130,9 @@ class Simulation(Executor):
         )
         return record, of_workers
 
-    def synchronize(self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates) -> AggregationStats:
+    def aggregate_rows(
+        self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates
+    ) -> AggregationStats:
         """From updates or gradients, which all processes have written to the rows, to the next global row."""
         task, group, round = self.task, self.group, context.moment[0]
         in_parameters = task.sync_in(round) == "parameters"
@@ -147,8 +152,8 @@ class Simulation(Executor):
         group.barrier()
         return stats
 
-    def synchronize_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Synchronous SGD: the rows hold gradients at the global row, and each step ends with `synchronize`.
+    def aggregate_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
+        """Synchronous SGD: the rows hold gradients at the global row, and each step ends with `aggregate_rows`.
 
         A worker without data left is excluded from the remaining steps.
         """
@@ -172,7 +177,7 @@ class Simulation(Executor):
                 self.trainer.gradients(step)
             self.aggregator.begin(round, [member.slot for member in mine])
             self.group.barrier()
-            of_round.add(context, self.synchronize(context, mine, of_round.sent))
+            of_round.add(context, self.aggregate_rows(context, mine, of_round.sent))
         self.trainer.end_gradient_round()
         return of_round.total()
 
@@ -427,10 +432,6 @@ class Simulation(Executor):
         with self.timer(name):
             yield
             synchronize(self.task.device)
-
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """The rows after the last aggregation and the losses before training, by slot, where they are in one memory."""
-        return self.aggregator.round_rows(self.context(cohort, round)) if self.group.computes else None
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
         """What the next round depends on and this process knows: facts, the rule's state, and columns of ranks.

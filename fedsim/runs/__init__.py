@@ -1,1 +1,1 @@
-"""Running an experiment: setup, loops, checkpoints, recovery and resuming."""
+"""Running an experiment: setup, loops, recovery and resuming."""

@@ -19,7 +19,6 @@ from fedsim.engines.pool.retry import Note
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import DivergedError
 from fedsim.records.record import RoundRecord
-from fedsim.rounds.simulation import Simulation
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.session import Session
@@ -97,7 +96,7 @@ class Rounds:
         In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
         """
         shared, task, cohort = self._engine.shared, self.prepared.task, record.cohort
-        gathered = self._engine.backend.run(Simulation.round_rows, cohort, record.round)[0]
+        gathered = self._engine.backend.round_rows(cohort, record.round)
         if gathered is None:
             return {}
         (rows, losses), n = gathered, len(cohort)

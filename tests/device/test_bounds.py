@@ -53,7 +53,7 @@ class Bound(NamedTuple):
 
 
 NO_STEP = Bound(0, 0)
-METHODS = ("pull_down", "train_cohort", "synchronize", "synchronize_each_step", "test")
+METHODS = ("pull_down", "train_cohort", "aggregate_rows", "aggregate_each_step", "test")
 ORDERS = 165  # launches of a round, at its start: the orders of all batches, which were drawn on the host before
 BOUNDS: dict[
     str, dict[str, tuple[Bound, Bound]]
@@ -64,19 +64,19 @@ BOUNDS: dict[
             Bound(14 + ORDERS, 6),
             Bound(1, 0, 212),
         ),  # 155 of them draw a step's dropout
-        "synchronize": (Bound(2, 1), NO_STEP),
+        "aggregate_rows": (Bound(2, 1), NO_STEP),
         "test": (Bound(31, 3), NO_STEP),
     },
     "w2": {
         "pull_down": (Bound(1, 1), NO_STEP),
         "train_cohort": (Bound(14 + ORDERS, 5), Bound(1, 0, 64)),
-        "synchronize": (Bound(2, 1), NO_STEP),
+        "aggregate_rows": (Bound(2, 1), NO_STEP),
         "test": (Bound(30, 3), NO_STEP),
     },
     "w3": {
         "pull_down": (Bound(1, 1), NO_STEP),
         "train_cohort": (Bound(14 + ORDERS, 5), Bound(1, 0, 42)),
-        "synchronize": (Bound(2, 1), NO_STEP),
+        "aggregate_rows": (Bound(2, 1), NO_STEP),
         "test": (Bound(26, 3), NO_STEP),
     },
 }
@@ -113,7 +113,7 @@ def counted(tables: dict) -> dict[str, Counts]:
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
         def counting(method, simulation, *arguments):
-            if method.__name__ in ("train_cohort", "synchronize_each_step"):
+            if method.__name__ in ("train_cohort", "aggregate_each_step"):
                 found["model"] = Counts()
             with gpu.counting() as found[method.__name__]:
                 return method(simulation, *arguments)
@@ -158,11 +158,11 @@ def test_a_step_that_is_not_captured(workload, phases):
 @pytest.mark.parametrize("workload", OF_GRADIENTS)
 def test_a_step_of_gradients(workload, phases):
     few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
-    _, found = a_round_and_a_step(*(phase["synchronize_each_step"] for phase in (few, many)))
+    _, found = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
     _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
     bound = OF_GRADIENTS[workload]
-    assert found.launches - model.launches <= bound.launches, many["synchronize_each_step"].table()
-    assert found.waits <= bound.waits, many["synchronize_each_step"].table()
+    assert found.launches - model.launches <= bound.launches, many["aggregate_each_step"].table()
+    assert found.waits <= bound.waits, many["aggregate_each_step"].table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)

@@ -116,6 +116,9 @@ class InRank(InProcess):
         placement = lambda: group.rank_aggregator.placement  # noqa: E731
         return RankWorkerStates(initial, self._group, placement, limit, task.scratch_folder)
 
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        return self.run(_gathered_rows, cohort, round)[0]
+
     def leave(self) -> None:
         self._group.heartbeats = no_heartbeats
         super().leave()
@@ -216,3 +219,7 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
     elif preflight.passed:
         line = str(error).splitlines()[0]
         group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")
+
+
+def _gathered_rows(simulation: Any, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+    return simulation.aggregator.round_rows(simulation.context(cohort, round))

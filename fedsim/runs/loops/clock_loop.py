@@ -62,7 +62,7 @@ class ClockLoop:
             policy.publish(self._server)
         timer.seconds["aggregate"] -= timer.seconds["train"]
         with timer("test"):
-            self._engine.backend.run(Executor.test, round)
+            self._engine.backend.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._prepared.task, self._engine.shared)
         stats = dispatcher.stats
         return RoundRecord(

@@ -147,7 +147,7 @@ class RaceLoop:
             self._policy.publish(server)
             synchronize(self._shared.global_row.device)
         with timer("test"):
-            self._engine.backend.run(Executor.test, round)
+            self._engine.backend.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._prepared.task, self._shared)
         counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
