@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.grid_terminal import Callback, GridDisplay
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult
 from fedsim.errors import plural
+from fedsim.records.on_paper import draw_curves, draw_heatmap
 from fedsim.records.record import RoundRecord
 from fedsim.runs.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 

@@ -7,16 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.heat_panels import draw_panels
-from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.run_names import run_names
-from fedsim.comparison.value_figure import draw_values
 from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import axis_called, label
 from fedsim.records.combinations import SEED
+from fedsim.records.on_paper import draw_curves, draw_heatmap, draw_values
 from fedsim.records.progress import SCALES
 from fedsim.records.reader import GridRun, Run, StoredGrid, read_records
 from fedsim.records.record import LARGEST, metric_called, metrics_in
@@ -148,9 +145,7 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
 
 
 def _heatmap(grid: StoredGrid, style: str) -> Figure:
-    over = grid.settings.heat_axes(list(grid.axes))
-    look = STYLES[style]
-    figure = draw_panels(grid, grid.runs, over, look) if over else draw_heatmap(grid, grid.runs, look)
+    figure = draw_heatmap(grid, grid.runs, STYLES[style], grid.settings.heat_axes(list(grid.axes)))
     if figure is None:
         raise ExperimentError(
             'kind = "heatmap": needs a comparison of two keys or more beside worst and tune, with finished runs'

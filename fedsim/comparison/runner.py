@@ -12,24 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedsim.comparison.breaking_points import breaking_points, breaking_points_csv
 from fedsim.comparison.compared_number import require_number
 from fedsim.comparison.folder import GridFolder, GridRecords, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.grid_notebook import comparison_html, display_of
 from fedsim.comparison.grid_terminal import Callback
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.job_count import default_jobs, distinct, in_one_process, why_runs_unsendable
 from fedsim.comparison.jobs import Work, run_here, run_in_jobs
 from fedsim.comparison.leaderboard_files import draw_leaderboard, leaderboard_csv, leaderboard_text
-from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import RunResult, curves_csv, results_csv, run_rows, tidy_rows
 from fedsim.comparison.settings_check import untrained_part
 from fedsim.comparison.summary import SummaryRow, answer_text, summarise, summary_csv, summary_table
 from fedsim.comparison.tuned_values import draw_tuning, tuning_csv
-from fedsim.comparison.value_figure import draw_values
-from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
@@ -40,9 +34,11 @@ from fedsim.records.axes import label
 from fedsim.records.combinations import score_of
 from fedsim.records.comparison_settings import ComparisonSettings
 from fedsim.records.dataframe import to_frame
+from fedsim.records.figures import heatmap_csv, table_of
 from fedsim.records.formatting import key_name
 from fedsim.records.leaderboard import Leaderboard, leaderboard
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.on_paper import draw_curves, draw_heatmap, draw_values, draw_worker_comparison
+from fedsim.records.value_curves import breaking_points, breaking_points_csv, numeric_axes
 from fedsim.system.child_process import exit_if_imported_by_child
 
 if TYPE_CHECKING:
@@ -282,12 +278,10 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.csv", summary_csv(grid, summary).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, grid.settings.by).path[-1].removeprefix("test_"))
-    figures = {what: draw_curves(grid, runs)}
-    if (over := grid.settings.heat_axes(list(grid.axes))) is None:
-        figures["heatmap"] = draw_heatmap(grid, runs)
-    else:
-        figures["heatmap"] = draw_panels(grid, runs, over)
-        folder.write("heatmap.csv", heatmap_csv(grid, runs, over).encode())
+    over = grid.settings.heat_axes(list(grid.axes))
+    figures = {what: draw_curves(grid, runs), "heatmap": draw_heatmap(grid, runs, over=over)}
+    if over is not None:
+        folder.write("heatmap.csv", heatmap_csv(table_of(grid, runs), over).encode())
     figures["workers"] = draw_worker_comparison(grid, runs)
     if any("virtual_seconds" in run.metrics for run in runs):
         figures[f"{what}_virtual_seconds"] = draw_curves(grid, runs, "virtual_seconds")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.comparison.breaking_points import breaking_lines, breaking_points
 from fedsim.comparison.grid import Grid
 from fedsim.comparison.results import RunResult, names_in
 from fedsim.core.confidence import Estimate, fixed
@@ -18,6 +17,7 @@ from fedsim.records.axes import describe_point, label
 from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import Combination, canonical, groups_of, score_of, time_to_target
 from fedsim.records.metric import Metric
+from fedsim.records.value_curves import breaking_lines, breaking_points
 from fedsim.system.files import to_csv
 
 BEST, TIE = "*", "~"

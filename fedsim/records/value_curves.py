@@ -1,4 +1,7 @@
-"""The compared number against the values of an axis of numbers, and the value from which on a target is missed."""
+"""The compared number against the values of an axis of numbers, and the value from which on a target is missed.
+
+The missed targets are lines below the table of a comparison, and its file `breaking_points.csv`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedsim.core.confidence import mean_and_half_width
-from fedsim.records.combinations import Combination, MeanCurve
+from fedsim.records.axes import label
+from fedsim.records.combinations import Combination, MeanCurve, score_of
 from fedsim.records.metric import Metric
+from fedsim.system.files import to_csv
 
 FEWEST_VALUES = 3  # from which there is a curve
+MOST_LINES = 12  # below the table, of an axis
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
@@ -55,19 +61,20 @@ class ValueCurve:
         return MeanCurve([(x, of_seed) for of_seed in values], x, values, *mean_and_half_width(values))
 
 
-def value_curves(combined: Sequence[Combination], axis: int, values: Mapping[Any, float]) -> list[ValueCurve]:
+def value_curves(combined: Sequence[Combination], compared: Sequence[str], key: str) -> list[ValueCurve]:
     """The curves along one of the compared axes, one for each combination of the values on the others.
 
     Args:
         combined: the combinations of the compared axes.
-        axis: its number among them.
-        values: the value of each place on it.
+        compared: the compared axes.
+        key: the axis of numbers along which the curves run.
     """
-    groups: dict[tuple[Any, ...], list[Combination]] = {}
+    axis, groups = compared.index(key), dict[tuple[Any, ...], list[tuple[float, Combination]]]()
     for each in combined:
-        groups.setdefault((*each.place[:axis], *each.place[axis + 1 :]), []).append(each)
-    ascending = [sorted(group, key=lambda each: values[each.place[axis]]) for group in groups.values()]
-    return [ValueCurve([values[each.place[axis]] for each in group], group) for group in ascending]
+        other_values = (*each.place[:axis], *each.place[axis + 1 :])
+        groups.setdefault(other_values, []).append((each.runs[0].point[key], each))
+    ascending = [sorted(group, key=lambda pair: pair[0]) for group in groups.values()]
+    return [ValueCurve([value for value, _ in group], [each for _, each in group]) for group in ascending]
 
 
 class BreakingPoint(NamedTuple):
@@ -99,6 +106,9 @@ class BreakingPoint(NamedTuple):
         return text + (f"; no result at {_listed(self.no_result)}" if self.no_result else "")
 
 
+Found = tuple[dict[str, Any], BreakingPoint]  # the values on the other compared axes, and the breaking point
+
+
 def breaking_point(curve: ValueCurve, test: Metric, target: float) -> BreakingPoint:
     """The breaking point of a curve for a test accuracy to reach, or a test loss of a task without accuracy."""
     reached, missed, unknown = list[float](), list[float](), list[float]()
@@ -113,6 +123,44 @@ def breaking_point(curve: ValueCurve, test: Metric, target: float) -> BreakingPo
         missed_below=[value for value in missed if reached_at is not None and value < reached_at],
         no_result=unknown,
     )
+
+
+def breaking_points(grid: Any, runs: Sequence[Any]) -> dict[str, list[Found]]:
+    """Return the breaking points along each axis of numbers, by its key; empty without a target.
+
+    Args:
+        grid: the axes and settings, a `Grid` or a `StoredGrid`.
+        runs: of the comparison.
+    """
+    target = grid.settings.target
+    if target is None:
+        return {}
+    test, combined, points = score_of(runs), grid.settings.combined(runs, list(grid.axes)), dict[str, list[Found]]()
+    for key in numeric_axes(grid.axes, grid.compared):
+        points[key] = []
+        for curve in value_curves(combined, grid.compared, key):
+            point = curve.combinations[0].runs[0].point
+            others = {other: point[other] for other in grid.compared if other != key}
+            points[key].append((others, breaking_point(curve, test, target)))
+    return points
+
+
+def breaking_lines(grid: Any, found: Sequence[Found]) -> list[str]:
+    """Return a line for each of the first breaking points along an axis."""
+    lines = [f"  {', '.join(map(label, others.values())) or grid.name}: {point.text}" for others, point in found]
+    more = len(lines) - MOST_LINES
+    return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
+
+
+def breaking_points_csv(grid: Any, points: Mapping[str, Sequence[Found]]) -> str:
+    """Return one row per axis of numbers and combination of the values on the others."""
+    rows: list[list[Any]] = [["key", *grid.compared, "target", *BreakingPoint._fields]]
+    for key, found in points.items():
+        for others, point in found:
+            values = [label(others[other]) if other in others else None for other in grid.compared]
+            lists = [" ".join(map(str, each)) for each in (point.missed_below, point.no_result)]
+            rows.append([key, *values, grid.settings.target, point.breaks_at, point.reached_at, *lists])
+    return to_csv(rows)
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -11,21 +11,22 @@ from fedsim.core.confidence import FEWEST_FOR_BAND, Estimate, fixed
 from fedsim.records import formatting as fmt
 from fedsim.records.best import answer, best_of
 from fedsim.records.combinations import SEED, Combination, groups_of, score_of, time_to_target
+from fedsim.records.figures import table_of
 from fedsim.records.leaderboard import leaderboard, leaderboard_notes
 from fedsim.records.metric import Metric
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.run_metrics import mean_or_none
-from fedsim.records.value_curves import numeric_axes
-from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
-from fedsim.report.heat_maps import (
+from fedsim.records.value_curves import breaking_points, numeric_axes
+from fedsim.report.on_page import (
     best_heat_maps,
-    columns_for,
+    charts_of,
     final_heat_maps,
-    has_weights,
-    partition_heat_map,
-    weights_heat_map,
+    grid_curves,
+    name_on,
+    scale_choices,
+    value_charts,
 )
-from fedsim.report.value_charts import breaking_texts, value_charts
+from fedsim.report.run_charts import columns_for, grid_time, has_weights, partition_heat_map, weights_heat_map
 
 MINUS = "\N{MINUS SIGN}"
 PLUG = "metrics."  # before the name of a plug's metric
@@ -37,23 +38,23 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
     compared = grid.settings.compared(list(grid.axes))
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    combined = grid.settings.combined(grid.runs, list(grid.axes))
+    table = table_of(grid, grid.runs)
+    combined = table.rows
     chosen = [(text, axis, labels[axis]) for axis, text in grid.settings.headings.items()]
     label_of = lambda each, axis: labels[axis][each.runs[0].place[axis]]  # noqa: E731
     score, test, target = combined[0].metric, score_of(grid.runs), grid.settings.target
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
-    charts = {"curves-chart": grid_curves(combined, names), "time-chart": [grid_time(combined, names)]}
+    charts = {"curves-chart": grid_curves(table), "time-chart": [grid_time(combined, names)]}
     over = grid.settings.heat_axes(list(grid.axes))
-    first_two = [compared.index(axis) for axis in over or compared[:2]]
-    order = [*first_two, *(index for index in range(len(axes)) if index not in first_two)]
-    heat_axes = [axes[index] for index in order]
+    first_two = over or compared[:2]
+    heat_keys = [*first_two, *(axis for axis in compared if axis not in first_two)]
     if len(axes) >= 2:
-        charts["heat-map-chart"] = final_heat_maps(combined, heat_axes, order)
+        charts["heat-map-chart"] = final_heat_maps(table, heat_keys)
     if over:
-        charts["best-map-chart"] = best_heat_maps(combined, heat_axes, order)
+        charts["best-map-chart"] = best_heat_maps(table, heat_keys)
     if against := numeric_axes(grid.axes, compared):
-        charts["values-chart"] = value_charts(combined, grid.axes, compared)
+        charts["values-chart"] = value_charts(table)
     if any(map(has_weights, runs)):
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
@@ -67,14 +68,17 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "answer": answer(combined, compared, grid.settings, label_of, fmt.key_name),
         "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
-        "heat_axes": heat_axes,
+        "heat_axes": [(fmt.key_name(axis), labels[axis]) for axis in heat_keys],
         "has_best_map": over is not None,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
         "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
         "leaderboard": board,
         "leaderboard_notes": leaderboard_notes(board) if board else [],
-        "breaking": [] if target is None else breaking_texts(combined, grid.axes, compared, test, target),
+        "breaking": [
+            (fmt.key_name(key), [(name_on(others, list(others)), point.text) for others, point in points])
+            for key, points in breaking_points(grid, grid.runs).items()
+        ],
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
         "value_menus": _value_menus(compared, against),
         "notes": notes(grid),

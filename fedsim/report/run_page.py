@@ -11,9 +11,8 @@ from fedsim.records.metric import Metric
 from fedsim.records.reader import Run
 from fedsim.records.record import mean_staleness, metrics_in, score_in
 from fedsim.records.run_metrics import best_score
-from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
-from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
-from fedsim.report.workers import workers_chart
+from fedsim.report.on_page import charts_of, line_name, run_curves, scale_choices
+from fedsim.report.run_charts import partition_heat_map, run_time, weights_heat_map, workers_chart
 
 MOST_ROWS = 1_000  # of the table of rounds
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 import fedsim
-from fedsim.comparison.breaking_points import MOST_LINES, breaking_points, breaking_points_csv
 from fedsim.comparison.summary import summarise, summary_table
 from fedsim.records.reader import read_records
+from fedsim.records.value_curves import MOST_LINES, breaking_points, breaking_points_csv
 from fedsim.report.grid_page import grid_page
 from tests.comparison.made_up import grid_of, results_of
 from tests.report.folders import invent_run, write_points

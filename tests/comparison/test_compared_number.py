@@ -16,13 +16,12 @@ import torch.nn.functional as F
 import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.config.task_tables import DIRECTIONS
 from fedsim.core.metrics import metric
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
+from fedsim.records.on_paper import draw_curves, draw_heatmap
 from fedsim.records.reader import read_records
 from fedsim.records.record import METRICS, metric_called
 from fedsim.report.grid_page import grid_page

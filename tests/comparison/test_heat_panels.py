@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from fedsim.comparison import ComparisonSettings, plan_grid
-from fedsim.comparison.heat_panels import MOST_PANELS, MOST_VALUES, draw_panels, heatmap_csv
 from fedsim.errors import ExperimentError
+from fedsim.records.figures import heatmap_csv, table_of
+from fedsim.records.on_paper import MOST_PANELS, MOST_VALUES, draw_heatmap
 from tests.comparison.made_up import grid_of, results_of
 
 OVER = "partition.alpha", "attack.fraction"
@@ -46,7 +47,7 @@ def made_up(failed=(), axes=AXES, **settings):
 
 
 def rows_of(grid, runs):
-    return list(csv.DictReader(io.StringIO(heatmap_csv(grid, runs, OVER))))
+    return list(csv.DictReader(io.StringIO(heatmap_csv(table_of(grid, runs), OVER))))
 
 
 def panels_of(figure):
@@ -59,7 +60,7 @@ def test_three_values_and_the_best_are_a_square_and_further_axes_have_a_row_for_
     shapes = []
     for axes in ({key: values for key, values in AXES.items() if key != "attack.name"}, AXES):
         grid = replace(grid_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER)))
-        figure = draw_panels(grid, results_of(grid, lambda point: [0.5]), OVER)
+        figure = draw_heatmap(grid, results_of(grid, lambda point: [0.5]), over=OVER)
         shapes.append(figure.axes[0].get_subplotspec().get_gridspec().get_geometry())
     assert shapes == [(2, 2), (2, 4)]
 
@@ -99,17 +100,17 @@ def test_a_cell_in_which_every_value_has_a_failed_run_has_no_best():
     cell = ("none", 0.1, 0.2)
     grid, runs = made_up(failed=[(rule, *cell) for rule in AXES["aggregate.rule"]])
     assert (rows_of(grid, runs)[0]["best aggregate.rule"], rows_of(grid, runs)[0]["accuracy"]) == ("", "")
-    panels = panels_of(draw_panels(grid, runs, OVER))
+    panels = panels_of(draw_heatmap(grid, runs, over=OVER))
     assert panels["best rule, attack: none"][0] == "none is ranked"
     assert panels["rule: mean, attack: none"][0] == "failed"
     grid, runs = made_up(failed=[("median", *cell)])
     assert rows_of(grid, runs)[0]["best aggregate.rule"] == "mean"
     everything = results_of(grid, lambda point: None)
-    assert draw_panels(grid, everything, OVER) is None
+    assert draw_heatmap(grid, everything, over=OVER) is None
 
 
 def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_each_value():
-    figure = draw_panels(*made_up(), OVER)
+    figure = draw_heatmap(*made_up(), over=OVER)
     panels = panels_of(figure)
     assert list(panels) == [
         f"{name}, attack: {attack}"
@@ -128,7 +129,7 @@ def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_e
 def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
     fractions = [k / 40 for k in range(1, 11)]
     grid = grid_of({**AXES, "attack.fraction": fractions, "seed": [0]})
-    names = list(panels_of(draw_panels(grid, results_of(grid, lambda point: [0.5]), OVER)))
+    names = list(panels_of(draw_heatmap(grid, results_of(grid, lambda point: [0.5]), over=OVER)))
     assert names[:3] == ["best rule, attack: none", "best rule, attack: ipm", "rule: mean, attack: none"]
 
 
@@ -140,7 +141,7 @@ def test_with_one_seed_only_equal_values_are_tied_and_there_is_no_interval():
         ("median", "", ""),
         ("mean", "krum", ""),
     ]
-    panels = panels_of(draw_panels(grid, runs, OVER))
+    panels = panels_of(draw_heatmap(grid, runs, over=OVER))
     assert panels["rule: mean, attack: none"] == ["0.5000", "0.4000", "0.8000", "0.2000"]
 
 
@@ -149,7 +150,7 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
     axes = {"local.steps": list(range(1, MOST_PANELS + 3)), "partition.alpha": values, "attack.fraction": [0.2]}
     grid = replace(grid_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER)))
     runs = results_of(grid, lambda point: [0.5])
-    figure = draw_panels(grid, runs, OVER)
+    figure = draw_heatmap(grid, runs, over=OVER)
     title = figure.get_suptitle()
     assert f"; the first {MOST_VALUES} of {MOST_VALUES + 3} values of partition alpha" in title
     shown = panels_of(figure)

@@ -9,11 +9,10 @@ import pytest
 
 import fedsim
 from fedsim.comparison.grid import plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.summary import summarise
 from fedsim.errors import ExperimentError
 from fedsim.records.comparison_settings import ComparisonSettings
+from fedsim.records.on_paper import draw_curves, draw_heatmap
 from tests.comparison.made_up import results_of
 
 SKIP = ComparisonSettings(skip_invalid=True)

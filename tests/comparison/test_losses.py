@@ -10,11 +10,10 @@ import pytest
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
 from fedsim.comparison.results import results_csv
 from fedsim.comparison.summary import summarise, summary_csv, summary_table
 from fedsim.records.combinations import combinations
+from fedsim.records.on_paper import draw_curves, draw_heatmap
 from fedsim.records.reader import read_records
 from fedsim.report import grid_page, run_page
 from tests.comparison.made_up import results_of

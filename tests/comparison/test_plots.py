@@ -9,17 +9,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedsim.comparison import Comparison, ComparisonSettings
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.heat_panels import draw_panels
 from fedsim.comparison.leaderboard_files import draw_leaderboard
-from fedsim.comparison.plots import MOST_PANELS, draw_curves
 from fedsim.comparison.summary import summarise, summary_table
 from fedsim.comparison.tuned_values import draw_tuning
-from fedsim.comparison.value_figure import draw_values
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import COLOURS, encode
 from fedsim.data.picture import draw_partition
 from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.records.on_paper import MOST_PANELS, draw_curves, draw_heatmap, draw_values
 from fedsim.records.worker_results import draw_workers
 from fedsim.runs.text_table import draw_curve
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
@@ -92,7 +89,7 @@ def test_labels_and_names_are_no_formulas():
     figures = [
         draw_curves(tuned, runs),
         draw_heatmap(tuned, runs),
-        draw_panels(panels, runs, ("attack.name", "local.lr")),
+        draw_heatmap(panels, runs, over=("attack.name", "local.lr")),
         draw_values(grid, runs, "local.lr"),
         draw_tuning(grid=tuned, tuned=tuned.settings.of(runs, list(tuned.axes))[1]),
         draw_leaderboard(Comparison(grid, runs, [], None).leaderboard, grid.name),

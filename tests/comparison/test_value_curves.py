@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.comparison.value_figure import draw_values
+from fedsim.records.on_paper import draw_values
 from fedsim.records.value_curves import numeric_axes
 from tests.comparison.made_up import grid_of, results_of
 

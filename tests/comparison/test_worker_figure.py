@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.records.on_paper import draw_worker_comparison
 from fedsim.records.worker_results import workers_csv
 from tests.comparison.made_up import grid_of, results_of
 

@@ -11,10 +11,10 @@ import pytest
 import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
 from fedsim.errors import ExperimentError, RecordError
+from fedsim.records.on_paper import draw_heatmap
 from fedsim.records.reader import read_records
-from fedsim.report.heat_maps import MOST_CELLS, weights_heat_map
+from fedsim.report.run_charts import MOST_CELLS, weights_heat_map
 from fedsim.runs import checks
 from tests.report.folders import invent_round, invent_run
 

@@ -10,7 +10,7 @@ import pytest
 import fedsim
 from fedsim.records.reader import read_records
 from fedsim.records.record import RoundRecord, metrics_in
-from fedsim.report.curves import run_curves
+from fedsim.report.on_page import run_curves
 from fedsim.report.run_page import rounds_table
 from fedsim.runs.run_loggers import scalars
 from fedsim.runs.text_table import columns_of, table_header

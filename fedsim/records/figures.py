@@ -1,0 +1,289 @@
+"""The figures of a comparison as data: lines and heat maps.
+
+`fedsim.records.on_paper` draws them with matplotlib, and `fedsim.report.on_page` with plotly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedsim.core.confidence import FEWEST_FOR_BAND, decimals_of, estimate, fixed
+from fedsim.records.axes import label
+from fedsim.records.best import best_of
+from fedsim.records.combinations import SEED, Combination, MeanCurve, canonical, groups_of, mean_curve
+from fedsim.records.comparison_settings import NO_SETTINGS, ComparisonSettings
+from fedsim.records.formatting import comparison_title, key_name
+from fedsim.records.metric import Metric
+from fedsim.records.progress import SCALES
+from fedsim.records.value_curves import value_curves
+from fedsim.system.files import to_csv
+
+Label = Callable[[Any], str]  # the name of a value of an axis
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """What figures show of a comparison.
+
+    Attributes:
+        name: of the comparison.
+        axes: the values of each axis.
+        compared: the axes that are compared; see `ComparisonSettings.compared`.
+        rows: the combinations of the values on these axes.
+        settings: of the comparison.
+    """
+
+    name: str
+    axes: dict[str, list[Any]]
+    compared: list[str]
+    rows: list[Combination]
+    settings: ComparisonSettings = NO_SETTINGS
+
+    @property
+    def metric(self) -> Metric:
+        """The number that runs are compared by."""
+        return self.rows[0].metric
+
+    @cached_property
+    def _positions(self) -> dict[str, dict[str, int]]:
+        return {
+            axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
+            for axis, values in self.axes.items()
+        }
+
+    def point(self, row: Combination) -> dict[str, Any]:
+        """Return the values of a row on the compared axes."""
+        return {axis: row.runs[0].point[axis] for axis in self.compared}
+
+    def position(self, point: dict[str, Any], axis: str) -> int:
+        """Return the index of the value of a point on an axis."""
+        return self._positions[axis][canonical(point[axis])]
+
+
+def table_of(grid: Any, runs: Sequence[Any]) -> ComparedRows:
+    """Return what figures show of a `Grid` or `StoredGrid` and its runs."""
+    return ComparedRows(
+        grid.name, grid.axes, grid.compared, grid.settings.combined(runs, list(grid.axes)), grid.settings
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """The mean of a metric over seeds.
+
+    Attributes:
+        point: the values on the axes that distinguish the lines.
+        metric: the metric.
+        mean: None without any value.
+        failed: how many runs failed, `1 of 2`; empty if none did.
+    """
+
+    point: dict[str, Any]
+    metric: Metric
+    mean: MeanCurve | None
+    failed: str = ""
+
+    @property
+    def band(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ends of the 95 percent intervals; those of a share lie between 0 and 1."""
+        assert self.mean is not None
+        low, high = self.mean.means - self.mean.half_widths, self.mean.means + self.mean.half_widths
+        return (np.clip(low, 0, 1), np.clip(high, 0, 1)) if self.metric.share else (low, high)
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Lines over rounds, time or the values of an axis.
+
+    Attributes:
+        table: the comparison.
+        keys: the compared axes that distinguish the lines.
+        scale: of the x axis, a key of `SCALES`; or the axis whose values are on the x axis.
+        lines: the lines.
+        title: of the figure.
+        remarks: the lines below the title.
+    """
+
+    table: ComparedRows
+    keys: list[str]
+    scale: str
+    lines: list[Line]
+    title: str
+    remarks: list[str]
+
+    @property
+    def values(self) -> list[float]:
+        """The values of the axis on the x axis; empty for a key of `SCALES`."""
+        return self.table.axes[self.scale] if self.scale in self.table.compared else []
+
+    @property
+    def x_text(self) -> str:
+        """The title of the x axis."""
+        return key_name(self.scale) if self.values else SCALES[self.scale]
+
+
+def curves(
+    table: ComparedRows, scale: str = "round", metrics: Sequence[Metric] = (), *, begun: bool = False
+) -> LineChart:
+    """Return a line for each combination and metric.
+
+    Args:
+        table: the comparison.
+        scale: of the x axis, a key of `SCALES`. On every scale but "round" the runs of a line are tested at different
+            places, and interpolated between their tests; see `on_common_grid`.
+        metrics: the metrics; by default the one that runs are compared by.
+        begun: include runs that are not finished.
+    """
+    lines = []
+    for row in table.rows:
+        failed = len(row.runs) - len(row.finished)
+        for metric in metrics or [table.metric]:
+            mean = mean_curve(row.runs if begun else row.finished, metric, scale)
+            lines.append(Line(table.point(row), metric, mean, f"{failed} of {len(row.runs)}" if failed else ""))
+    remarks = _remarks_on_seeds(table)
+    if scale != "round" and SEED in table.axes:
+        remarks.append(f"between two tests, the {table.metric.key.removeprefix('test_')} of a run is interpolated")
+    return LineChart(table, table.compared, scale, lines, comparison_title(table.compared, table.metric.label), remarks)
+
+
+def curves_along(table: ComparedRows, axis: str) -> LineChart:
+    """Return lines of the compared number in the last round over the values of an axis."""
+    keys = [key for key in table.compared if key != axis]
+    found = value_curves(table.rows, table.compared, axis)
+    lines = [Line(table.point(curve.combinations[0]), table.metric, curve.mean) for curve in found]
+    title = comparison_title([*keys[:1], axis], table.metric.label)
+    return LineChart(table, keys, axis, lines, title, _remarks_on_seeds(table))
+
+
+def _remarks_on_seeds(table: ComparedRows) -> list[str]:
+    """Return the name with the number of seeds and how they are shown, and how values were chosen."""
+    seeds = len(table.rows[0].runs)
+    spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
+    name = f"{table.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else table.name
+    return [name, table.settings.remark] if table.settings.remark else [name]
+
+
+class HeatCell(NamedTuple):
+    """A cell of a heat map.
+
+    Attributes:
+        mean: that its colour shows; NaN without a result.
+        lines: its texts, the first one in larger letters.
+        hover: further texts, which a page shows if one points at the cell.
+        bold: whether its texts are bold.
+    """
+
+    mean: float = math.nan
+    lines: tuple[str, ...] = ()
+    hover: tuple[str, ...] = ()
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Cells [rows, columns] over two axes; `place` has the position of the map on each axis that it does not show."""
+
+    place: dict[str, int]
+    cells: list[list[HeatCell]]
+
+    @property
+    def means(self) -> list[float]:
+        """The means of the cells with a result."""
+        return [cell.mean for line in self.cells for cell in line if not math.isnan(cell.mean)]
+
+
+def heat_maps(
+    table: ComparedRows, over: Sequence[str], beside: Sequence[str], cell: Callable[[list[Combination]], HeatCell]
+) -> list[HeatMap]:
+    """Return a heat map for each combination of the values on some axes.
+
+    Args:
+        table: the comparison.
+        over: the axes down and across.
+        beside: the axes of which each map has one value.
+        cell: a function that makes a cell of its combinations, of which there is at least one.
+    """
+    found: dict[tuple[int, ...], list[Combination]] = {}
+    for row in table.rows:
+        point = table.point(row)
+        found.setdefault(tuple(table.position(point, axis) for axis in (*beside, *over)), []).append(row)
+    down, across = (range(len(table.axes[axis])) for axis in over)
+    maps = []
+    for place in itertools.product(*(range(len(table.axes[axis])) for axis in beside)):
+        rows = [[found.get((*place, i, j)) for j in across] for i in down]
+        cells = [[cell(some) if some else HeatCell() for some in line] for line in rows]
+        maps.append(HeatMap(dict(zip(beside, place, strict=True)), cells))
+    return maps
+
+
+def score_cell(rows: Sequence[Combination], best: Sequence[Combination] = ()) -> HeatCell:
+    """Return the mean of combinations, how many runs count if not all do, and the spread of a single combination."""
+    means = [row.score.mean for row in rows if row.score]
+    if not means:
+        return HeatCell(lines=("no finite value" if any(row.finished for row in rows) else "failed",))
+    mean, runs, counted = sum(means) / len(means), sum(len(row.runs) for row in rows), sum(row.counted for row in rows)
+    decimals = rows[0].metric.decimals_for(mean)
+    of = f" ({counted} of {runs})" if counted < runs else ""
+    spread = rows[0].score.spread(decimals) if len(rows) == 1 and rows[0].score else ""
+    return HeatCell(mean, (fixed(mean, decimals) + of, spread), bold=any(row in best for row in rows))
+
+
+def number_cell(rows: Sequence[Combination], read: Callable[[Any], float | None], decimals: int | None) -> HeatCell:
+    """Return the mean of a number of the finished runs; without `decimals`, their count follows its size."""
+    mean = estimate([value for row in rows for run in row.finished if (value := read(run)) is not None])
+    if mean is None:
+        return HeatCell()
+    digits = decimals_of(mean.mean) if decimals is None else decimals
+    lines = fixed(mean.mean, digits), mean.spread(digits)
+    return HeatCell(mean.mean, lines, (*lines, f"seeds: {mean.n}"))
+
+
+def best_cell(group: Sequence[Combination], axis: str, label: Label) -> HeatCell:
+    """Return the best value of an axis, its mean, and how many values are tied with it."""
+    if (best := best_of(group)) is None:
+        return HeatCell(lines=("none is ranked",))
+    name, *tied = [label(row.runs[0].point[axis]) for row in (best.combination, *best.tied)]
+    decimals = best.combination.metric.decimals_for(best.score.mean)
+    hover = f"{name} {best.score.text(decimals)}", f"tied with {', '.join(tied)}" if tied else ""
+    return HeatCell(best.score.mean, (name, fixed(best.score.mean, decimals), best.tied_text), hover, bold=True)
+
+
+def best_maps(table: ComparedRows, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
+    """Return titles and heat maps over two axes other than the first.
+
+    For each combination of the values on the axes beside them: the best value of the first axis, then the score of each
+    of its values.
+    """
+    first, *others = table.compared
+    beside = [axis for axis in others if axis not in over]
+    bests = heat_maps(table, over, beside, lambda rows: best_cell(rows, first, label))
+    scores = iter(heat_maps(table, over, [*beside, first], score_cell))
+    maps = []
+    for best in bests:
+        names = [f"{key_name(axis)}: {label(table.axes[axis][place])}" for axis, place in best.place.items()]
+        maps.append((", ".join([f"best {key_name(first)}", *names]), best))
+        for value, score in zip(table.axes[first], scores, strict=False):
+            maps.append((", ".join([f"{key_name(first)}: {label(value)}", *names]), score))
+    return [(title, each) for title, each in maps if any(cell.lines for line in each.cells for cell in line)]
+
+
+def heatmap_csv(table: ComparedRows, over: tuple[str, str]) -> str:
+    """Return a row per cell and combination of the other axes: the best value of the first axis, and those tied."""
+    first, score = table.compared[0], table.metric.path[-1].removeprefix("test_")
+    keys = [*(axis for axis in table.compared[1:] if axis not in over), *over]
+    rows: list[list[Any]] = [[*keys, f"best {first}", score, f"{score}_ci95", "tied"]]
+    for group in groups_of(table.rows):
+        cells: list[Any] = [label(group[0].runs[0].point[key]) for key in keys]
+        if found := best_of(group):
+            best, *tied = [label(row.runs[0].point[first]) for row in (found.combination, *found.tied)]
+            half_width = found.score.half_width if found.score.n > 1 else None
+            cells += [best, found.score.mean, half_width, "; ".join(tied)]
+        rows.append(cells if found else [*cells, None, None, None, None])
+    return to_csv(rows)
