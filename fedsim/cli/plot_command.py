@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,18 +67,7 @@ def plot(
                 folders.append(Path(word))
         if not folders:
             raise ExperimentError(f"{show(words[0])}: is no folder; give that of a run or of a comparison first")
-        figure = draw(
-            folders,
-            metric=metric,
-            x=x,
-            kind=kind,  # type: ignore[arg-type]  # checked there
-            only=only,
-            style=style,  # type: ignore[arg-type]
-            width=width,
-            height=height,
-            x_range=x_range,
-            y_range=y_range,
-            out=out,
-        )
-        print(figure.get_label())
+        choices: Any = {"kind": kind, "style": style, "metric": metric, "x": x, "only": only}  # checked there
+        sizes: Any = {"width": width, "height": height, "x_range": x_range, "y_range": y_range}
+        print(draw(folders, out=out, **choices, **sizes).get_label())
         print(out)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedsim.comparison.run_names import run_names
-from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
+from fedsim.core.plotting import STYLES, UNDATED, FigureStyle, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import axis_called, label
@@ -91,7 +91,7 @@ def plot(
             grid = replace(grid, settings=replace(grid.settings, by=metric))
     look = STYLES[style]
     with look.applied():
-        figure = _heatmap(grid, style) if kind == "heatmap" else _curves(grid, x, style)
+        figure = _heatmap(grid, look) if kind == "heatmap" else _curves(grid, x, look)
         _set_range(figure, kind, "x", x_range)
         _set_range(figure, kind, "y", y_range)
         own_width, own_height = figure.get_size_inches()
@@ -115,13 +115,10 @@ def _format_of(path: Path) -> str:
     return format
 
 
-def _curves(grid: StoredGrid, x: str, style: str) -> Figure:
+def _curves(grid: StoredGrid, x: str, style: FigureStyle) -> Figure:
     keys = numeric_axes(grid.axes, grid.compared)
     _require(x, "x", [*SCALES, *keys])
-    if x in keys:
-        figure = draw_values(grid, grid.runs, x, STYLES[style])
-    else:
-        figure = draw_curves(grid, grid.runs, x, STYLES[style])
+    figure = (draw_values if x in keys else draw_curves)(grid, grid.runs, x, style)
     if figure is None:
         raise RecordError(f"{grid.folder}: no run is finished")
     if not any(panel.lines for panel in figure.axes):
@@ -144,8 +141,8 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
         panel.set(**{f"{axis}lim": ends})
 
 
-def _heatmap(grid: StoredGrid, style: str) -> Figure:
-    figure = draw_heatmap(grid, grid.runs, STYLES[style], grid.settings.heat_axes(list(grid.axes)))
+def _heatmap(grid: StoredGrid, style: FigureStyle) -> Figure:
+    figure = draw_heatmap(grid, grid.runs, style, grid.settings.heat_axes(list(grid.axes)))
     if figure is None:
         raise ExperimentError(
             'kind = "heatmap": needs a comparison of two keys or more beside worst and tune, with finished runs'

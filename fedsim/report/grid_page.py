@@ -17,16 +17,7 @@ from fedsim.records.metric import Metric
 from fedsim.records.reader import GridRun, Run, StoredGrid, StoredPartition
 from fedsim.records.run_metrics import mean_or_none
 from fedsim.records.value_curves import breaking_points, numeric_axes
-from fedsim.report.on_page import (
-    best_heat_maps,
-    charts_of,
-    final_heat_maps,
-    grid_curves,
-    name_on,
-    scale_choices,
-    value_charts,
-)
-from fedsim.report.run_charts import columns_for, grid_time, has_weights, partition_heat_map, weights_heat_map
+from fedsim.report import on_page
 
 MINUS = "\N{MINUS SIGN}"
 PLUG = "metrics."  # before the name of a plug's metric
@@ -45,17 +36,17 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
     score, test, target = combined[0].metric, score_of(grid.runs), grid.settings.target
     names = [" · ".join(_labels_of(axes, combination)) or "all runs" for combination in combined]
     runs = [run for run in grid.runs if run.history]
-    charts = {"curves-chart": grid_curves(table), "time-chart": [grid_time(combined, names)]}
+    charts = {"curves-chart": on_page.grid_curves(table), "time-chart": [on_page.grid_time(combined, names)]}
     over = grid.settings.heat_axes(list(grid.axes))
     first_two = over or compared[:2]
     heat_keys = [*first_two, *(axis for axis in compared if axis not in first_two)]
     if len(axes) >= 2:
-        charts["heat-map-chart"] = final_heat_maps(table, heat_keys)
+        charts["heat-map-chart"] = on_page.final_heat_maps(table, heat_keys)
     if over:
-        charts["best-map-chart"] = best_heat_maps(table, heat_keys)
+        charts["best-map-chart"] = on_page.best_heat_maps(table, heat_keys)
     if against := numeric_axes(grid.axes, compared):
-        charts["values-chart"] = value_charts(table)
-    if any(map(has_weights, runs)):
+        charts["values-chart"] = on_page.value_charts(table)
+    if any(map(on_page.has_weights, runs)):
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
         charts["partition-chart"] = partitions_of_runs(runs)
@@ -76,7 +67,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "leaderboard": board,
         "leaderboard_notes": leaderboard_notes(board) if board else [],
         "breaking": [
-            (fmt.key_name(key), [(name_on(others, list(others)), point.text) for others, point in points])
+            (fmt.key_name(key), [(on_page.name_on(others, list(others)), point.text) for others, point in points])
             for key, points in breaking_points(grid, grid.runs).items()
         ],
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
@@ -90,8 +81,8 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "target": None if target is None else _target_text(test, target),
         "unfinished": [(run.id, run.state) for run in grid.runs if not run.finished],
         "run_names": [run_name(run, labels) for run in runs],
-        "metrics": _first([chart.label for chart in charts_of(runs)], score.label),
-        "scales": scale_choices(runs),
+        "metrics": _first([chart.label for chart in on_page.charts_of(runs)], score.label),
+        "scales": on_page.scale_choices(runs),
         "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
         "values": _first(
             [figure["when"]["value"] for figure in charts.get("heat-map-chart", ())], f"Final {score.label.lower()}"
@@ -125,8 +116,8 @@ def _labels_of(axes: Sequence[tuple[str, Sequence[str]]], combination: Combinati
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The heat map of the weights of every run that has weights."""
-    columns = columns_for(runs)
-    figures = [weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
+    columns = on_page.columns_for(runs)
+    figures = [on_page.weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
     return [figure for figure in figures if figure]
 
 
@@ -138,7 +129,7 @@ def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if shared is None:
             sharing.append((run.partition, shared := []))
         shared.append(str(index))
-    figures = [partition_heat_map(partition, run=indices) for partition, indices in sharing]
+    figures = [on_page.partition_heat_map(partition, run=indices) for partition, indices in sharing]
     return [figure for figure in figures if figure]
 
 

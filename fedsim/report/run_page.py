@@ -11,8 +11,8 @@ from fedsim.records.metric import Metric
 from fedsim.records.reader import Run
 from fedsim.records.record import mean_staleness, metrics_in, score_in
 from fedsim.records.run_metrics import best_score
-from fedsim.report.on_page import charts_of, line_name, run_curves, scale_choices
-from fedsim.report.run_charts import partition_heat_map, run_time, weights_heat_map, workers_chart
+from fedsim.report import on_page
+from fedsim.report.on_page import charts_of, line_name, scale_choices
 
 MOST_ROWS = 1_000  # of the table of rounds
 
@@ -34,14 +34,14 @@ FACTS = {
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML template, and the figures of each chart."""
-    weights, partition = weights_heat_map(run), partition_heat_map(run.partition)
-    charts = {"curves-chart": run_curves(run), "time-chart": [run_time(run)]}
+    weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
+    charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
     if weights:
         charts["weights-chart"] = [weights]
     if partition:
         charts["partition-chart"] = [partition]
     if run.workers:
-        charts["workers-chart"] = [workers_chart(run.workers)]
+        charts["workers-chart"] = [on_page.workers_chart(run.workers)]
     context = {
         "name": run.name,
         "title": run.name,

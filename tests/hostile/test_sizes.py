@@ -14,7 +14,7 @@ from fedsim.comparison import plan_grid
 from fedsim.errors import ExperimentError, RecordError
 from fedsim.records.on_paper import draw_heatmap
 from fedsim.records.reader import read_records
-from fedsim.report.run_charts import MOST_CELLS, weights_heat_map
+from fedsim.report.on_page import MOST_CELLS, weights_heat_map
 from fedsim.runs import checks
 from tests.report.folders import invent_round, invent_run
 

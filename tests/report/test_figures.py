@@ -9,8 +9,7 @@ import pytest
 from fedsim.core.confidence import estimate
 from fedsim.records.reader import StoredPartition, read_records
 from fedsim.report.grid_page import grid_page
-from fedsim.report.on_page import run_curves
-from fedsim.report.run_charts import partition_heat_map, weights_heat_map
+from fedsim.report.on_page import partition_heat_map, run_curves, weights_heat_map
 from fedsim.report.run_page import rounds_table, run_page
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_grid, write_points
 
