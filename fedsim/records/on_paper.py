@@ -40,7 +40,8 @@ NARROWEST = 1.6  # of a panel in a figure of a given width
 LETTER, HANDLE = 0.058, 0.55  # of a letter of a legend and of the line beside it
 
 # Of a heat map that is alone, in inches.
-CELL_WIDTH, CELL_HEIGHT, CHARACTER = 1.15, 0.52, 0.09
+CELL_WIDTH, CELL_HEIGHT = 1.15, 0.52
+CHARACTER, TINY_CHARACTER = 0.09, 0.07  # of the labels of an axis, and in a cell
 MOST_INCHES = 100
 FEW_COLUMNS = 3  # fit into the narrower of the two widths of a style
 
@@ -213,14 +214,15 @@ def _draw_one_map(table: ComparedRows, style: FigureStyle) -> Figure | None:
 
     first, second, *others = table.compared
     down, across = ([label(value) for value in table.axes[axis]] for axis in (first, second))
-    width, height = CELL_WIDTH * len(across), CELL_HEIGHT * len(down)
+    best = [] if others else [found.combination for group in groups_of(table.rows) if (found := best_of(group))]
+    (shown,) = heat_maps(table, (first, second), [], lambda rows: score_cell(rows, best))
+    longest = max(len(text) for line in shown.cells for cell in line for text in cell.lines)
+    width, height = max(CELL_WIDTH, TINY_CHARACTER * longest) * len(across), CELL_HEIGHT * len(down)
     if max(width, height) > MOST_INCHES:
         return None
     size = (2.2 + width, 1.5 + height)
     if style.widths:
         size = (style.widths[len(across) > FEW_COLUMNS], max(2.4, 0.36 * len(down) + 0.9))
-    best = [] if others else [found.combination for group in groups_of(table.rows) if (found := best_of(group))]
-    (shown,) = heat_maps(table, (first, second), [], lambda rows: score_cell(rows, best))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     image = _draw_cells(axes, shown.cells)
