@@ -52,19 +52,14 @@ class ComparedRows:
         return self.rows[0].metric
 
     @cached_property
-    def _positions(self) -> dict[str, dict[str, int]]:
-        return {
-            axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
-            for axis, values in self.axes.items()
+    def places(self) -> dict[Combination, dict[str, int]]:
+        """For each row, the index of its value on each compared axis."""
+        indices = {
+            axis: {canonical(value): index for index, value in reversed(list(enumerate(self.axes[axis])))}
+            for axis in self.compared
         }
-
-    def point(self, row: Combination) -> dict[str, Any]:
-        """Return the values of a row on the compared axes."""
-        return {axis: row.runs[0].point[axis] for axis in self.compared}
-
-    def position(self, point: dict[str, Any], axis: str) -> int:
-        """Return the index of the value of a point on an axis."""
-        return self._positions[axis][canonical(point[axis])]
+        points = [(row, row.runs[0].point) for row in self.rows]
+        return {row: {axis: at[canonical(point[axis])] for axis, at in indices.items()} for row, point in points}
 
 
 def table_of(grid: Any, runs: Sequence[Any]) -> ComparedRows:
@@ -79,13 +74,13 @@ class Line:
     """The mean of a metric over seeds.
 
     Attributes:
-        point: the values on the axes that distinguish the lines.
+        place: the index of its value on each axis that distinguishes the lines.
         metric: the metric.
         mean: None without any value.
         failed: how many runs failed, `1 of 2`; empty if none did.
     """
 
-    point: dict[str, Any]
+    place: dict[str, int]
     metric: Metric
     mean: MeanCurve | None
     failed: str = ""
@@ -123,6 +118,10 @@ class LineChart:
         """The values of the axis on the x axis; empty for a key of `SCALES`."""
         return self.table.axes[self.scale] if self.scale in self.table.compared else []
 
+    def value(self, line: Line, key: str) -> Any:
+        """Return the value of a line on an axis."""
+        return self.table.axes[key][line.place[key]]
+
     @property
     def x_text(self) -> str:
         """The title of the x axis."""
@@ -146,7 +145,7 @@ def curves(
         failed = len(row.runs) - len(row.finished)
         for metric in metrics or [table.metric]:
             mean = mean_curve(row.runs if begun else row.finished, metric, scale)
-            lines.append(Line(table.point(row), metric, mean, f"{failed} of {len(row.runs)}" if failed else ""))
+            lines.append(Line(table.places[row], metric, mean, f"{failed} of {len(row.runs)}" if failed else ""))
     remarks = _remarks_on_seeds(table)
     if scale != "round" and SEED in table.axes:
         remarks.append(f"between two tests, the {table.metric.key.removeprefix('test_')} of a run is interpolated")
@@ -157,7 +156,7 @@ def curves_along(table: ComparedRows, axis: str) -> LineChart:
     """Return lines of the compared number in the last round over the values of an axis."""
     keys = [key for key in table.compared if key != axis]
     found = value_curves(table.rows, table.compared, axis)
-    lines = [Line(table.point(curve.combinations[0]), table.metric, curve.mean) for curve in found]
+    lines = [Line(table.places[curve.combinations[0]], table.metric, curve.mean) for curve in found]
     title = comparison_title([*keys[:1], axis], table.metric.label)
     return LineChart(table, keys, axis, lines, title, _remarks_on_seeds(table))
 
@@ -212,14 +211,14 @@ def heat_maps(
     """
     found: dict[tuple[int, ...], list[Combination]] = {}
     for row in table.rows:
-        point = table.point(row)
-        found.setdefault(tuple(table.position(point, axis) for axis in (*beside, *over)), []).append(row)
+        place = table.places[row]
+        found.setdefault(tuple(place[axis] for axis in (*beside, *over)), []).append(row)
     down, across = (range(len(table.axes[axis])) for axis in over)
     maps = []
-    for place in itertools.product(*(range(len(table.axes[axis])) for axis in beside)):
-        rows = [[found.get((*place, i, j)) for j in across] for i in down]
+    for others in itertools.product(*(range(len(table.axes[axis])) for axis in beside)):
+        rows = [[found.get((*others, i, j)) for j in across] for i in down]
         cells = [[cell(some) if some else HeatCell() for some in line] for line in rows]
-        maps.append(HeatMap(dict(zip(beside, place, strict=True)), cells))
+        maps.append(HeatMap(dict(zip(beside, others, strict=True)), cells))
     return maps
 
 

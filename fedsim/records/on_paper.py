@@ -12,7 +12,7 @@ from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import COLOURS, SCREEN, FigureStyle, grid_shape, line_style, mark_values, prepare_axes
 from fedsim.records.axes import label
 from fedsim.records.best import best_of
-from fedsim.records.combinations import SEED, MeanCurve, canonical, groups_of
+from fedsim.records.combinations import SEED, MeanCurve, groups_of
 from fedsim.records.figures import (
     ComparedRows,
     HeatCell,
@@ -80,9 +80,9 @@ def draw_values(grid: Any, runs: Sequence[Any], key: str, style: FigureStyle = S
 
 
 def _draw_lines(chart: LineChart, style: FigureStyle) -> Figure:
-    groups: dict[str, list[Line]] = {}
+    groups: dict[tuple[int, ...], list[Line]] = {}
     for line in chart.lines:
-        groups.setdefault(canonical([line.point[key] for key in chart.keys[1:]]), []).append(line)
+        groups.setdefault(tuple(line.place[key] for key in chart.keys[1:]), []).append(line)
     shown = list(groups.values())[:MOST_PANELS]
     figure, panels = _empty_panels(chart, len(shown), style)
     for panel, lines in zip(panels, shown, strict=True):
@@ -138,13 +138,13 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
     first = chart.keys[0] if chart.keys else None
     drawn, failures = dict[str, MeanCurve](), []
     for line in lines:
-        name = label(line.point[first]) if first else chart.table.name
+        name = label(chart.value(line, first)) if first else chart.table.name
         if line.failed:
             failures.append(f"{name} ({line.failed})")
         if line.mean:
-            _draw_line(panel, line, line.mean, chart.table.position(line.point, first) if first else 0)
+            _draw_line(panel, line, line.mean, line.place[first] if first else 0)
             drawn[name] = line.mean
-    title = ", ".join(f"{key_name(key)}: {label(lines[0].point[key])}" for key in chart.keys[1:])
+    title = ", ".join(f"{key_name(key)}: {label(chart.value(lines[0], key))}" for key in chart.keys[1:])
     panel.set_title(title, fontsize="small")
     _write_remarks(panel, drawn, failures)
     if chart.values:
@@ -326,7 +326,7 @@ def draw_worker_comparison(grid: Any, runs: Sequence[Any]) -> Figure | None:
     figure = Figure(figsize=(7.5, 1.6 + ROW * len(tested) * (len(models) + 0.5)), layout="constrained")
     axes, names = figure.subplots(), []
     for place, (row, results) in enumerate(tested):
-        names.append(", ".join(map(label, table.point(row).values())) or table.name)
+        names.append(", ".join(label(row.runs[0].point[key]) for key in table.compared) or table.name)
         for index, model in enumerate(models):
             values = [value for each in results for value in each.scores.get(model, ())]
             if values:

@@ -67,7 +67,7 @@ def grid_page(grid: StoredGrid) -> tuple[dict[str, Any], dict[str, Any]]:
         "leaderboard": board,
         "leaderboard_notes": leaderboard_notes(board) if board else [],
         "breaking": [
-            (fmt.key_name(key), [(on_page.name_on(others, list(others)), point.text) for others, point in points])
+            (fmt.key_name(key), [(on_page.name_of_values(others.values()), point.text) for others, point in points])
             for key, points in breaking_points(grid, grid.runs).items()
         ],
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",

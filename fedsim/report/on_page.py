@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,14 +123,14 @@ def grid_curves(table: ComparedRows) -> list[dict[str, Any]]:
 
     def name_of(chart: Chart, line: Line) -> str:
         of = "" if len(chart.lines) == 1 else f" · {line.metric.label.lower().removesuffix(' loss')}"
-        return name_on(line.point, table.compared) + of
+        return name_of_values(table.axes[key][line.place[key]] for key in table.compared) + of
 
     return _all_curves(table, charts_of(_begun(table)), name_of)
 
 
-def name_on(point: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The values of a point on some axes."""
-    return " · ".join(fmt.label(point[key]) for key in keys) or "all runs"
+def name_of_values(values: Iterable[Any]) -> str:
+    """The name of a line by its values on the axes."""
+    return " · ".join(map(fmt.label, values)) or "all runs"
 
 
 def _begun(table: ComparedRows) -> list[Run]:
@@ -169,7 +169,7 @@ def value_charts(table: ComparedRows) -> list[dict[str, Any]]:
         hover = {"text": f"{plain(title)} %{{x}}"}
         kind = "log" if far_apart(shown.values) else "linear"
         x_axis = value_axis(title, "", type=kind, **ticks, unifiedhovertitle=hover)
-        names = [name_on(line.point, shown.keys) for line in shown.lines]
+        names = [name_of_values(shown.value(line, key) for key in shown.keys) for line in shown.lines]
         y_axis = value_axis(table.metric.label, table.metric.unit)
         figures.append(_line_figure(shown, names, x_axis, y_axis, lines=key, against=key))
     return figures
@@ -213,7 +213,7 @@ def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]
         return
     table, unit = chart.table, line.metric.unit
     common = {"type": "scatter", "legendgroup": plain(name)}
-    meta = {f"axis{table.compared.index(key)}": str(table.position(line.point, key)) for key in chart.keys}
+    meta = {f"axis{table.compared.index(key)}": str(line.place[key]) for key in chart.keys}
     spread = {**common, "mode": "lines", "showlegend": False, "hoverinfo": "skip", "meta": {**meta, "spread": "shown"}}
     if len(mean.curves) >= FEWEST_FOR_BAND:
         yield {**spread, **_outline(line, mean), "fill": "toself", "opacity": 0.15, "line": {"width": 0}}
