@@ -58,8 +58,9 @@ class ComparedRows:
             axis: {canonical(value): index for index, value in reversed(list(enumerate(self.axes[axis])))}
             for axis in self.compared
         }
-        points = [(row, row.runs[0].point) for row in self.rows]
-        return {row: {axis: at[canonical(point[axis])] for axis, at in indices.items()} for row, point in points}
+        return {
+            row: {axis: at[canonical(row.runs[0].point[axis])] for axis, at in indices.items()} for row in self.rows
+        }
 
 
 def table_of(grid: Any, runs: Sequence[Any]) -> ComparedRows:
