@@ -14,7 +14,9 @@ from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import axis_called, label
 from fedsim.records.numbers import SCALES
+from fedsim.records.reader import places_in
 from fedsim.records.record import LARGEST, metric_called, metrics_in
+from fedsim.records.rows import canonical
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.files import write_atomically
 
@@ -179,4 +181,7 @@ def _only(grid: Comparison, only: Mapping[str, Any]) -> Comparison:
         chosen = [name for name, own in names.items() if own.intersection(wanted)]
         axes[key] = [value for value in axes[key] if label(value) in chosen]
         runs = [run for run in runs if label(run.point[key]) in chosen]
+    places = places_in(axes)
+    placed = [{axis: places[axis][canonical(value)] for axis, value in run.point.items()} for run in runs]
+    runs = [replace(run, place=place) for run, place in zip(runs, placed, strict=True)]
     return replace(grid, axes=axes, runs=runs)
