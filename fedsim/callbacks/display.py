@@ -1,4 +1,4 @@
-"""What a run prints on the terminal; `comparison/grid_terminal.py` has that of a comparison."""
+"""What a run prints on the terminal; `comparison/displays.py` has that of a comparison."""
 
 from __future__ import annotations
 

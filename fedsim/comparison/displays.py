@@ -11,8 +11,7 @@ from pathlib import Path
 from fedsim.callbacks.display import ProgressBar, progress_bar
 from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 from fedsim.comparison.grid import Grid, PlannedRun
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.results import Comparison
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
@@ -152,6 +151,6 @@ def comparison_html(comparison: Comparison) -> str:
     """The answer, the table with the best in bold, and the picture of a comparison, as a notebook shows it."""
     lines = [html.escape(line) for line in comparison.table.splitlines()]
     table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
-    picture = draw_heatmap(comparison, comparison.runs) or draw_curves(comparison, comparison.runs)
+    picture = draw_heatmap(comparison) or draw_curves(comparison)
     shown = figure_html(picture, f"comparison {comparison.name}") if picture else ""
     return f'<h4>{html.escape(comparison.name)}</h4><pre style="{PLAIN}">{table}</pre>{shown}'

@@ -7,17 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.heat_panels import draw_panels
-from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
 from fedsim.comparison.results import Comparison, comparison_of, read_records
-from fedsim.comparison.value_figure import draw_values
-from fedsim.core.plotting import STYLES, UNDATED, encode, show_dollars
+from fedsim.core.plotting import STYLES, UNDATED, FigureStyle, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import axis_called, label
 from fedsim.records.numbers import SCALES
+from fedsim.records.reader import places_in
 from fedsim.records.record import LARGEST, metric_called, metrics_in
+from fedsim.records.rows import canonical
 from fedsim.records.value_curves import numeric_axes
 from fedsim.system.files import write_atomically
 
@@ -91,7 +90,7 @@ def plot(
             grid = replace(grid, settings=replace(grid.settings, by=metric))
     look = STYLES[style]
     with look.applied():
-        figure = _heatmap(grid, style) if kind == "heatmap" else _curves(grid, x, style)
+        figure = _heatmap(grid, look) if kind == "heatmap" else _curves(grid, x, look)
         _set_range(figure, kind, "x", x_range)
         _set_range(figure, kind, "y", y_range)
         own_width, own_height = figure.get_size_inches()
@@ -115,13 +114,10 @@ def _format_of(path: Path) -> str:
     return format
 
 
-def _curves(grid: Comparison, x: str, style: str) -> Figure:
+def _curves(grid: Comparison, x: str, style: FigureStyle) -> Figure:
     keys = numeric_axes(grid.axes, grid.compared)
     _require(x, "x", [*SCALES, *keys])
-    if x in keys:
-        figure = draw_values(grid, grid.runs, x, STYLES[style])
-    else:
-        figure = draw_curves(grid, grid.runs, x, STYLES[style])
+    figure = (draw_values if x in keys else draw_curves)(grid, x, style)
     if figure is None:
         raise RecordError(f"{grid.folder}: no run is finished")
     if not any(panel.lines for panel in figure.axes):
@@ -144,10 +140,8 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
         panel.set(**{f"{axis}lim": ends})
 
 
-def _heatmap(grid: Comparison, style: str) -> Figure:
-    over = grid.settings.heat_axes(list(grid.axes))
-    look = STYLES[style]
-    figure = draw_panels(grid, grid.runs, over, look) if over else draw_heatmap(grid, grid.runs, look)
+def _heatmap(grid: Comparison, style: FigureStyle) -> Figure:
+    figure = draw_heatmap(grid, style, grid.settings.heat_axes(list(grid.axes)))
     if figure is None:
         raise ExperimentError(
             'kind = "heatmap": needs a comparison of two keys or more beside worst and tune, with finished runs'
@@ -187,4 +181,7 @@ def _only(grid: Comparison, only: Mapping[str, Any]) -> Comparison:
         chosen = [name for name, own in names.items() if own.intersection(wanted)]
         axes[key] = [value for value in axes[key] if label(value) in chosen]
         runs = [run for run in runs if label(run.point[key]) in chosen]
+    places = places_in(axes)
+    placed = [{axis: places[axis][canonical(value)] for axis, value in run.point.items()} for run in runs]
+    runs = [replace(run, place=place) for run, place in zip(runs, placed, strict=True)]
     return replace(grid, axes=axes, runs=runs)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.displays import Callback, display_of
+from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.folder import GridFolder, Shard
 from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.heat_panels import draw_panels, heatmap_csv
 from fedsim.comparison.jobs import (
     Work,
     default_jobs,
@@ -25,7 +24,7 @@ from fedsim.comparison.jobs import (
     why_runs_unsendable,
 )
 from fedsim.comparison.leaderboard import draw_leaderboard, leaderboard_csv
-from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values, draw_worker_comparison
 from fedsim.comparison.results import Comparison
 from fedsim.comparison.settings_check import untrained_part
 from fedsim.comparison.tables import (
@@ -37,8 +36,6 @@ from fedsim.comparison.tables import (
     tuning_csv,
 )
 from fedsim.comparison.tuned_values import draw_tuning
-from fedsim.comparison.value_figure import draw_values
-from fedsim.comparison.worker_figure import draw_worker_comparison
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
@@ -215,17 +212,15 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.csv", summary_csv(comparison).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.by).path[-1].removeprefix("test_"))
-    figures = {what: draw_curves(comparison, runs)}
-    if (over := settings.heat_axes(list(axes))) is None:
-        figures["heatmap"] = draw_heatmap(comparison, runs)
-    else:
-        figures["heatmap"] = draw_panels(comparison, runs, over)
-        folder.write("heatmap.csv", heatmap_csv(comparison, runs, over).encode())
-    figures["workers"] = draw_worker_comparison(comparison, runs)
+    over = settings.heat_axes(list(axes))
+    figures = {what: draw_curves(comparison), "heatmap": draw_heatmap(comparison, over=over)}
+    if over is not None:
+        folder.write("heatmap.csv", heatmap_csv(comparison, over).encode())
+    figures["workers"] = draw_worker_comparison(comparison)
     if any("virtual_seconds" in run.metrics for run in runs):
-        figures[f"{what}_virtual_seconds"] = draw_curves(comparison, runs, "virtual_seconds")
-        figures[f"{what}_updates"] = draw_curves(comparison, runs, "updates")
-    figures |= {f"{what}_{key}": draw_values(comparison, runs, key) for key in numeric_axes(axes, comparison.compared)}
+        figures[f"{what}_virtual_seconds"] = draw_curves(comparison, "virtual_seconds")
+        figures[f"{what}_updates"] = draw_curves(comparison, "updates")
+    figures |= {f"{what}_{key}": draw_values(comparison, key) for key in numeric_axes(axes, comparison.compared)}
     if (board := comparison.leaderboard) is not None:
         folder.write("leaderboard.csv", leaderboard_csv(board, comparison.compared[0]).encode())
         figures["leaderboard"] = draw_leaderboard(board, f"{key_name(comparison.compared[0])}: {comparison.name}")

@@ -388,8 +388,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
         return {}
     for key in numeric_axes(comparison.axes, comparison.compared):
         found[key] = []
-        places = dict(enumerate(comparison.axes[key]))
-        for curve in value_curves(comparison.rows, comparison.compared.index(key), places):
+        for curve in value_curves(comparison.rows, key):
             others = {axis: value for axis, value in curve.combinations[0].point.items() if axis != key}
             found[key].append((others, breaking_point(curve, comparison.test, target)))
     return found

@@ -55,19 +55,19 @@ class ValueCurve:
         return MeanCurve([(x, of_seed) for of_seed in values], x, values, *mean_and_half_width(values))
 
 
-def value_curves(combined: Sequence[Row], axis: int, values: Mapping[Any, float]) -> list[ValueCurve]:
+def value_curves(rows: Sequence[Row], key: str) -> list[ValueCurve]:
     """The curves along one of the compared axes, one for each combination of the values on the others.
 
     Args:
-        combined: the combinations of the compared axes.
-        axis: its number among them.
-        values: the value of each place on it.
+        rows: of a comparison.
+        key: the axis of numbers along which the curves run.
     """
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for each in combined:
-        groups.setdefault((*each.place[:axis], *each.place[axis + 1 :]), []).append(each)
-    ascending = [sorted(group, key=lambda each: values[each.place[axis]]) for group in groups.values()]
-    return [ValueCurve([values[each.place[axis]] for each in group], group) for group in ascending]
+    groups: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        others = tuple(place for axis, place in zip(row.point, row.place, strict=True) if axis != key)
+        groups.setdefault(others, []).append(row)
+    ascending = [sorted(group, key=lambda row: row.point[key]) for group in groups.values()]
+    return [ValueCurve([row.point[key] for row in group], group) for group in ascending]
 
 
 class BreakingPoint(NamedTuple):

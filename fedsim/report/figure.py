@@ -100,6 +100,18 @@ def label_axis(title: str, labels: Iterable[str], **more: Any) -> dict[str, Any]
     return axis(title, showgrid=False, zeroline=False, **ticks, **more)
 
 
+def cell_trace(z: Sequence[Sequence[float | None]], hover: str, gap: int, **more: Any) -> dict[str, Any]:
+    """The trace of a heat map with values z [rows, columns]."""
+    hidden = {"hoverongaps": False, "hovertemplate": f"{hover}<extra></extra>"}
+    return {"type": "heatmap", "z": z, "xgap": gap, "ygap": gap, **hidden, **more}
+
+
+def with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
+    """The layout with a title on its colour bar, above the chart."""
+    bar = {"title": {"text": plain(title), "side": "right"}}
+    return {**layout, "coloraxis": {**layout["coloraxis"], "colorbar": bar}, "margin": {"t": 64}}
+
+
 def rounded(value: float | None, unit: str = "") -> float | None:
     """A number to plot: as tables show it if it is a plain number, else to 8 digits."""
     if value is None or isinstance(value, int):

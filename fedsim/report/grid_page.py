@@ -13,16 +13,7 @@ from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.rows import SEED
 from fedsim.records.value_curves import numeric_axes
-from fedsim.report.curves import charts_of, grid_curves, grid_time, scale_choices
-from fedsim.report.heat_maps import (
-    best_heat_maps,
-    columns_for,
-    final_heat_maps,
-    has_weights,
-    partition_heat_map,
-    weights_heat_map,
-)
-from fedsim.report.value_charts import value_charts
+from fedsim.report import on_page
 
 MINUS = "\N{MINUS SIGN}"
 NOT_SHOWN = ("difference", "best_accuracy", "best_loss")  # columns that the page does not have
@@ -34,20 +25,18 @@ def grid_page(grid: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
     compared, rows, score, test = grid.compared, grid.rows, grid.metric, grid.test
     labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    names = [" · ".join(map(fmt.label, row.point.values())) or "all runs" for row in rows]
     runs = [run for run in grid.runs if run.history]
-    charts = {"curves-chart": grid_curves(rows, names), "time-chart": [grid_time(rows, names)]}
+    charts = {"curves-chart": on_page.grid_curves(grid), "time-chart": [on_page.grid_time(rows)]}
     over = grid.settings.heat_axes(list(grid.axes))
-    first_two = [compared.index(axis) for axis in over or compared[:2]]
-    order = [*first_two, *(index for index in range(len(axes)) if index not in first_two)]
-    heat_axes = [axes[index] for index in order]
+    first_two = over or compared[:2]
+    heat_keys = [*first_two, *(axis for axis in compared if axis not in first_two)]
     if len(axes) >= 2:
-        charts["heat-map-chart"] = final_heat_maps(rows, heat_axes, order)
+        charts["heat-map-chart"] = on_page.final_heat_maps(grid, heat_keys)
     if over:
-        charts["best-map-chart"] = best_heat_maps(rows, heat_axes, order)
+        charts["best-map-chart"] = on_page.best_heat_maps(grid, heat_keys)
     if against := numeric_axes(grid.axes, compared):
-        charts["values-chart"] = value_charts(rows, grid.axes, compared)
-    if any(map(has_weights, runs)):
+        charts["values-chart"] = on_page.value_charts(grid)
+    if any(map(on_page.has_weights, runs)):
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
         charts["partition-chart"] = partitions_of_runs(runs)
@@ -60,7 +49,7 @@ def grid_page(grid: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
         "answer": answer(grid, fmt.label, fmt.key_name),
         "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
-        "heat_axes": heat_axes,
+        "heat_axes": [(fmt.key_name(axis), labels[axis]) for axis in heat_keys],
         "has_best_map": over is not None,
         "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
         "fewest_for_band": FEWEST_FOR_BAND,
@@ -79,8 +68,8 @@ def grid_page(grid: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
         "target": None if target is None else target_text(grid),
         "unfinished": [(run.id, run.state) for run in grid.failed],
         "run_names": [run_name(run) for run in runs],
-        "metrics": _first([chart.label for chart in charts_of(runs)], score.label),
-        "scales": scale_choices(runs),
+        "metrics": _first([chart.label for chart in on_page.charts_of(runs)], score.label),
+        "scales": on_page.scale_choices(runs),
         "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
         "values": _first(
             [figure["when"]["value"] for figure in charts.get("heat-map-chart", ())], f"Final {score.label.lower()}"
@@ -110,8 +99,8 @@ def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """The heat map of the weights of every run that has weights."""
-    columns = columns_for(runs)
-    figures = [weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
+    columns = on_page.columns_for(runs)
+    figures = [on_page.weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
     return [figure for figure in figures if figure]
 
 
@@ -123,7 +112,7 @@ def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
         if shared is None:
             sharing.append((run.partition, shared := []))
         shared.append(str(index))
-    figures = [partition_heat_map(partition, run=indices) for partition, indices in sharing]
+    figures = [on_page.partition_heat_map(partition, run=indices) for partition, indices in sharing]
     return [figure for figure in figures if figure]
 
 
@@ -148,7 +137,7 @@ def breaking_texts(grid: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
     """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
     texts = []
     for key, points in breaking_points(grid).items():
-        lines = [(" · ".join(map(fmt.label, others.values())) or "all runs", point.text) for others, point in points]
+        lines = [(on_page.name_of_values(others.values()), point.text) for others, point in points]
         texts.append((fmt.key_name(key), lines))
     return texts
 

@@ -10,9 +10,8 @@ from fedsim.records import formatting as fmt
 from fedsim.records.numbers import best_score
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric, mean_staleness, metrics_in, score_in
-from fedsim.report.curves import charts_of, line_name, run_curves, run_time, scale_choices
-from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
-from fedsim.report.workers import workers_chart
+from fedsim.report import on_page
+from fedsim.report.on_page import charts_of, line_name, scale_choices
 
 MOST_ROWS = 1_000  # of the table of rounds
 
@@ -34,14 +33,14 @@ FACTS = {
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML template, and the figures of each chart."""
-    weights, partition = weights_heat_map(run), partition_heat_map(run.partition)
-    charts = {"curves-chart": run_curves(run), "time-chart": [run_time(run)]}
+    weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
+    charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
     if weights:
         charts["weights-chart"] = [weights]
     if partition:
         charts["partition-chart"] = [partition]
     if run.workers:
-        charts["workers-chart"] = [workers_chart(run.workers)]
+        charts["workers-chart"] = [on_page.workers_chart(run.workers)]
     context = {
         "name": run.name,
         "title": run.name,

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 import fedsim
 from fedsim.comparison.grid import plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import summary_csv, summary_text
 from fedsim.config.schema import DIRECTIONS
@@ -58,7 +57,7 @@ def test_the_table_the_files_and_the_figures_show_the_number():
     assert float(mean["test_accuracy"]) == pytest.approx(0.8)
     head = summary_text(comparison).splitlines()[0]
     assert head.index("drift") < head.index("difference to mean") < head.index("test accuracy")
-    figures = [draw(comparison, comparison.runs) for draw in (draw_curves, draw_heatmap)]
+    figures = [draw(comparison) for draw in (draw_curves, draw_heatmap)]
     assert ["drift by" in figure.get_suptitle() for figure in figures] == [True, True]
     assert max(figures[0].axes[0].lines[0].get_ydata()) == pytest.approx(3.1)
 

@@ -10,13 +10,15 @@ from dataclasses import replace
 import pytest
 
 from fedsim.comparison import ComparisonSettings, plan_grid
-from fedsim.comparison.heat_panels import MOST_PANELS, MOST_VALUES, draw_panels, heatmap_csv
+from fedsim.comparison.figures import heatmap_csv
+from fedsim.comparison.on_paper import MOST_PANELS, MOST_VALUES, draw_heatmap
 from fedsim.errors import ExperimentError
 from tests.comparison.made_up import grid_of, results_of
 
 OVER = "partition.alpha", "attack.fraction"
+RULES = ["mean", "median", "krum"]
 AXES = {
-    "aggregate.rule": ["mean", "median", "krum"],
+    "aggregate.rule": RULES,
     "attack.name": ["none", "ipm"],
     "partition.alpha": [0.1, 10.0],
     "attack.fraction": [0.2, 0.4],
@@ -46,7 +48,7 @@ def made_up(failed=(), axes=AXES, **settings):
 
 
 def rows_of(grid, runs):
-    return list(csv.DictReader(io.StringIO(heatmap_csv(grid, runs, OVER))))
+    return list(csv.DictReader(io.StringIO(heatmap_csv(replace(grid, runs=runs), OVER))))
 
 
 def panels_of(figure):
@@ -55,67 +57,54 @@ def panels_of(figure):
     return {axes.get_title(): [text.get_text() for text in axes.texts if text.get_text()] for axes in panels}
 
 
-def test_three_values_and_the_best_are_a_square_and_further_axes_have_a_row_for_each_combination():
-    shapes = []
-    for axes in ({key: values for key, values in AXES.items() if key != "attack.name"}, AXES):
-        grid = replace(grid_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER)))
-        figure = draw_panels(grid, results_of(grid, lambda point: [0.5]), OVER)
-        shapes.append(figure.axes[0].get_subplotspec().get_gridspec().get_geometry())
-    assert shapes == [(2, 2), (2, 4)]
+def equal_runs(**axes):
+    """The figure of runs of one result on these axes."""
+    grid = grid_of({**AXES, "seed": [0], **axes})
+    return draw_heatmap(replace(grid, runs=results_of(grid, lambda point: [0.5])), over=OVER)
+
+
+@pytest.mark.parametrize(("attacks", "shape"), [(["none"], (2, 2)), (["none", "ipm"], (2, 4))])
+def test_three_values_and_the_best_are_a_square_and_further_axes_have_a_row_for_each_combination(attacks, shape):
+    figure = equal_runs(**{"attack.name": attacks})
+    assert figure.axes[0].get_subplotspec().get_gridspec().get_geometry() == shape
 
 
 def test_a_row_of_the_file_has_the_best_of_a_cell_and_those_that_are_tied():
     rows = rows_of(*made_up())
     assert list(rows[0]) == ["attack.name", *OVER, "best aggregate.rule", "accuracy", "accuracy_ci95", "tied"]
-    assert [(row["attack.name"], *map(row.get, OVER)) for row in rows[:5]] == [
-        ("none", "0.1", "0.2"),
-        ("none", "0.1", "0.4"),
-        ("none", "10.0", "0.2"),
-        ("none", "10.0", "0.4"),
-        ("ipm", "0.1", "0.2"),
-    ]
+    assert [tuple(row.values())[:3] for row in rows[3:5]] == [("none", "10.0", "0.4"), ("ipm", "0.1", "0.2")]
     assert [(row["best aggregate.rule"], row["tied"]) for row in rows[:4]] == [
         ("median", ""),
         ("mean", "median; krum"),
         ("mean", ""),
         ("krum", ""),
     ]
-    assert [float(row["accuracy"]) for row in rows[:4]] == pytest.approx([1.85 / 3, 0.5, 0.8, 0.9])
-    assert float(rows[4]["accuracy"]) == pytest.approx(1.85 / 3 - 0.1)
+    assert [float(row["accuracy"]) for row in rows[:5]] == pytest.approx([1.85 / 3, 0.5, 0.8, 0.9, 1.85 / 3 - 0.1])
     assert float(rows[1]["accuracy_ci95"]) == pytest.approx(4.302653 * 0.1 / 3**0.5, abs=1e-6)
 
 
 def test_with_worst_only_the_worst_case_is_left():
     rows = rows_of(*made_up(worst="attack.name"))
-    assert [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows] == [
-        ("median", 0.5167),
-        ("mean", 0.4),
-        ("mean", 0.7),
-        ("krum", 0.8),
-    ]
+    found = [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows]
+    assert found == [("median", 0.5167), ("mean", 0.4), ("mean", 0.7), ("krum", 0.8)]
 
 
 def test_a_cell_in_which_every_value_has_a_failed_run_has_no_best():
     cell = ("none", 0.1, 0.2)
-    grid, runs = made_up(failed=[(rule, *cell) for rule in AXES["aggregate.rule"]])
+    grid, runs = made_up(failed=[(rule, *cell) for rule in RULES])
     assert (rows_of(grid, runs)[0]["best aggregate.rule"], rows_of(grid, runs)[0]["accuracy"]) == ("", "")
-    panels = panels_of(draw_panels(grid, runs, OVER))
+    panels = panels_of(draw_heatmap(replace(grid, runs=runs), over=OVER))
     assert panels["best rule, attack: none"][0] == "none is ranked"
     assert panels["rule: mean, attack: none"][0] == "failed"
-    grid, runs = made_up(failed=[("median", *cell)])
-    assert rows_of(grid, runs)[0]["best aggregate.rule"] == "mean"
-    everything = results_of(grid, lambda point: None)
-    assert draw_panels(grid, everything, OVER) is None
+    assert rows_of(*made_up(failed=[("median", *cell)]))[0]["best aggregate.rule"] == "mean"
 
 
 def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_each_value():
-    figure = draw_panels(*made_up(), OVER)
+    grid, runs = made_up()
+    figure = draw_heatmap(replace(grid, runs=runs), over=OVER)
     panels = panels_of(figure)
-    assert list(panels) == [
-        f"{name}, attack: {attack}"
-        for attack in ("none", "ipm")
-        for name in ("best rule", "rule: mean", "rule: median", "rule: krum")
-    ]
+    names = ["best rule", *(f"rule: {rule}" for rule in RULES)]
+    assert list(panels) == [f"{name}, attack: {attack}" for attack in ("none", "ipm") for name in names]
     assert panels["best rule, attack: none"][:4] == ["median", "0.6167", "mean", "0.5000\n~ +2 tied"]
     assert panels["rule: krum, attack: ipm"][-2:] == ["0.8000", "± 0.0000"]
     images = [axes.images[0] for axes in figure.axes if axes.get_title()]
@@ -126,33 +115,26 @@ def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_e
 
 
 def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
-    fractions = [k / 40 for k in range(1, 11)]
-    grid = grid_of({**AXES, "attack.fraction": fractions, "seed": [0]})
-    names = list(panels_of(draw_panels(grid, results_of(grid, lambda point: [0.5]), OVER)))
+    names = list(panels_of(equal_runs(**{"attack.fraction": [k / 40 for k in range(1, 11)]})))
     assert names[:3] == ["best rule, attack: none", "best rule, attack: ipm", "rule: mean, attack: none"]
 
 
 def test_with_one_seed_only_equal_values_are_tied_and_there_is_no_interval():
-    one = {axis: values for axis, values in AXES.items() if axis != "seed"}
-    grid, runs = made_up(axes=one)
-    rows = rows_of(grid, runs)
-    assert [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows[:2]] == [
-        ("median", "", ""),
-        ("mean", "krum", ""),
-    ]
-    panels = panels_of(draw_panels(grid, runs, OVER))
+    grid, runs = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
+    found = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(grid, runs)[:2]]
+    assert found == [("median", "", ""), ("mean", "krum", "")]
+    panels = panels_of(draw_heatmap(replace(grid, runs=runs), over=OVER))
     assert panels["rule: mean, attack: none"] == ["0.5000", "0.4000", "0.8000", "0.2000"]
 
 
 def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_so():
     values = [k / 100 for k in range(1, MOST_VALUES + 4)]
     axes = {"local.steps": list(range(1, MOST_PANELS + 3)), "partition.alpha": values, "attack.fraction": [0.2]}
-    grid = replace(grid_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER)))
+    grid = grid_of(axes)
     runs = results_of(grid, lambda point: [0.5])
-    figure = draw_panels(grid, runs, OVER)
-    title = figure.get_suptitle()
+    figure = draw_heatmap(replace(grid, runs=runs), over=OVER)
+    shown, title = panels_of(figure), figure.get_suptitle()
     assert f"; the first {MOST_VALUES} of {MOST_VALUES + 3} values of partition alpha" in title
-    shown = panels_of(figure)
     assert next(iter(shown)) == "best local steps"
     assert f"; the first {len(shown)} of {MOST_PANELS + 3} panels" in title
     assert all(len(texts) == MOST_VALUES for name, texts in shown.items() if not name.startswith("best"))
@@ -175,28 +157,24 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
 )
 def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "partition.alpha": [0.1, 1.0]}
-    axes |= {"workers": [4, 5], "seed": [0, 1]}
-    tables = {**serial, "partition": "dirichlet"}
+    axes |= {"workers": [4, 5], "seed": [0, 1], "worst": "local.lr", "heatmap": heatmap}
     with pytest.raises(ExperimentError, match=rf"^heatmap = .*: {message}") as caught:
-        plan_grid(tables, {**axes, "worst": "local.lr", "heatmap": heatmap})
+        plan_grid({**serial, "partition": "dirichlet"}, axes)
     assert len(caught.value.lines) == 1
 
 
 def test_the_command_keeps_the_axes_for_shards_and_a_merge(cli, tmp_path):
     words = ["model=logistic", "data=tests.plugs:tiny", "engine=serial", "rounds=1", "workers=4", "local.steps=1"]
-    words += ["aggregate.rule=mean,median", "local.lr=0.1,0.2", "local.momentum=0.0,0.5", "seed=0,1"]
+    words += ["aggregate.rule=mean,median", "local.lr=0.1,0.2", "local.momentum=0.0,0.5"]
     for shard in ("0/2", "1/2"):
         done = cli("compare", *words, "--heatmap", "local.lr, local.momentum", "--shard", shard, "--out", "grid")
         assert done.exit_code == 0, done.output
     assert cli("compare", "grid", "--allow-imports").exit_code == 0
-    assert json.loads((tmp_path / "grid" / "grid.json").read_text())["heatmap"] == "local.lr,local.momentum"
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "grid" / "heatmap.csv").read_text())))
-    assert [(row["local.lr"], row["local.momentum"]) for row in rows] == [
-        ("0.1", "0.0"),
-        ("0.1", "0.5"),
-        ("0.2", "0.0"),
-        ("0.2", "0.5"),
-    ]
-    assert (tmp_path / "grid" / "heatmap.png").is_file()
+    folder = tmp_path / "grid"
+    assert json.loads((folder / "grid.json").read_text())["heatmap"] == "local.lr,local.momentum"
+    rows = list(csv.DictReader(io.StringIO((folder / "heatmap.csv").read_text())))
+    places = [(row["local.lr"], row["local.momentum"]) for row in rows]
+    assert places == [("0.1", "0.0"), ("0.1", "0.5"), ("0.2", "0.0"), ("0.2", "0.5")]
+    assert (folder / "heatmap.png").is_file()
     assert cli("report", "grid").exit_code == 0
-    assert "Best rule by learning rate and local momentum" in (tmp_path / "grid" / "report.html").read_text()
+    assert "Best rule by learning rate and local momentum" in (folder / "report.html").read_text()

@@ -11,8 +11,7 @@ import pytest
 
 from fedsim.comparison.folder import GridRecords
 from fedsim.comparison.grid import plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.errors import ExperimentError
 from fedsim.records.rows import ComparisonSettings
 from tests.comparison.made_up import results_of
@@ -68,9 +67,9 @@ def test_no_difference_is_shown_where_the_first_value_is_left_out():
 
 def test_figures_show_each_line_as_in_the_legend_and_an_empty_cell():
     grid = made_up(lambda point: [0.5, 0.6])
-    whole, part = draw_curves(grid, grid.runs).axes[:2]
+    whole, part = draw_curves(grid).axes[:2]
     assert part.lines[0].get_color() == whole.lines[1].get_color() != whole.lines[0].get_color()
-    texts = [text.get_text() for text in draw_heatmap(grid, grid.runs).axes[0].texts]
+    texts = [text.get_text() for text in draw_heatmap(grid).axes[0].texts]
     assert texts.count("0.6000") == 3
     assert "failed" not in texts
 

@@ -10,8 +10,7 @@ import pytest
 
 import fedsim
 from fedsim.comparison import ComparisonSettings, plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.plots import draw_curves
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import results_csv, summary_csv, summary_text
 from fedsim.report import grid_page, run_page
@@ -58,7 +57,7 @@ def test_the_table_and_the_files_name_the_loss():
     assert row["reached"] == "3"
     (first, *_) = csv.DictReader(io.StringIO(results_csv(comparison)))
     assert (float(first["best_loss"]), first["rounds_to_target"]) == (pytest.approx(3.3e-3), "2")
-    figures = [draw(comparison, comparison.runs) for draw in (draw_curves, draw_heatmap)]
+    figures = [draw(comparison) for draw in (draw_curves, draw_heatmap)]
     assert ["Test loss by" in figure.get_suptitle() for figure in figures] == [True, True]
     assert figures[0].axes[0].get_ylabel() == "test loss"
 

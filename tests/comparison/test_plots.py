@@ -1,27 +1,25 @@
+"""Figures of made-up comparisons: curves, values of a setting, the heat map of two axes, and tests of workers."""
+
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 
 from fedsim.callbacks.records import draw_curve
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.heat_map import draw_heatmap
-from fedsim.comparison.heat_panels import draw_panels
 from fedsim.comparison.leaderboard import draw_leaderboard
-from fedsim.comparison.plots import MOST_PANELS, draw_curves
+from fedsim.comparison.on_paper import MOST_PANELS, draw_curves, draw_heatmap, draw_values, draw_worker_comparison
 from fedsim.comparison.tables import summary_text
 from fedsim.comparison.tuned_values import draw_tuning
-from fedsim.comparison.value_figure import draw_values
 from fedsim.core.confidence import on_common_grid
-from fedsim.core.plotting import COLOURS, encode
+from fedsim.core.plotting import encode
 from fedsim.data.picture import draw_partition
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.records.worker_results import draw_workers
+from fedsim.records.value_curves import numeric_axes
+from fedsim.records.worker_results import draw_workers, workers_csv
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
@@ -31,49 +29,29 @@ def rising(point):
     return [0.2, 0.4 + 0.1 * len(str(point.get("aggregate.rule", ""))) / 12, 0.7 + 0.01 * point.get("seed", 0)]
 
 
-def opened(figure):
-    return Image.open(io.BytesIO(encode(figure, "png"))).convert("RGB")
-
-
 def texts_of(figure):
     """The texts in the first axes of a figure, without its labels."""
     return [text.get_text() for text in figure.axes[0].texts if text.get_text()]
 
 
-def rgb(colour):
-    return tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
-
-
-@pytest.mark.parametrize(
-    ("axes", "scale"),
-    [
-        ({"seed": [0, 1]}, "virtual_seconds"),
-        ({"aggregate.rule": RULES}, "round"),
-        ({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]}, "virtual_seconds"),
-    ],
-    ids=["seeds", "one axis", "two axes"],
-)
-def test_every_value_of_the_first_axis_has_its_line(axes, scale):
-    grid = grid_of(axes)
-    runs = on_the_clock(results_of(grid, rising), lambda point: 100.0 if point.get("aggregate.rule") == "krum" else 1.0)
-    figure = draw_curves(grid, runs, scale)
-    colours = {colour for _, colour in opened(figure).getcolors(1 << 24)}
-    lines = len(axes.get("aggregate.rule", [0]))
-    assert all(rgb(colour) in colours for colour in COLOURS[:lines])
-    assert not any(rgb(colour) in colours for colour in COLOURS[lines:])
-    assert figure.axes[0].get_xscale() == ("log" if scale != "round" and lines > 1 else "linear")
+@pytest.mark.parametrize(("scale", "kind"), [("round", "linear"), ("virtual_seconds", "log")])
+def test_runs_of_very_different_time_have_a_logarithmic_axis_of_time(scale, kind):
+    grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]})
+    runs = on_the_clock(results_of(grid, rising), lambda point: 100.0 if point["aggregate.rule"] == "krum" else 1.0)
+    assert {panel.get_xscale() for panel in draw_curves(replace(grid, runs=runs), scale).axes} == {kind}
 
 
 def test_panels_grow_with_the_grid_up_to_a_limit():
     sizes = []
     for count in (1, 2, 4, MOST_PANELS + 5):
         grid = grid_of({"aggregate.rule": ["mean"], "local.lr": [k / 100 for k in range(1, count + 1)]})
-        figure = draw_curves(grid, results_of(grid, rising))
+        figure = draw_curves(replace(grid, runs=results_of(grid, rising)))
         assert len([panel for panel in figure.axes if panel.lines]) == min(count, MOST_PANELS)
         sizes.append(figure.get_size_inches())
     assert sizes[0][0] < sizes[1][0]
     assert sizes[1][1] < sizes[2][1]
     assert max(sizes[3]) < 30
+    assert f"; the first {MOST_PANELS} of {MOST_PANELS + 5} panels" in figure.get_suptitle()
 
 
 DOLLARS = ["$x^{$", "$5 and $6", r"\alpha$"]
@@ -82,18 +60,16 @@ DOLLARS = ["$x^{$", "$5 and $6", r"\alpha$"]
 def test_labels_and_names_are_no_formulas():
     """Matplotlib raises an error for the first, and shows the second as one."""
     grid = grid_of({"aggregate.rule": DOLLARS, "attack.name": DOLLARS, "local.lr": [0.1, 0.2, 0.3], "seed": [0, 1]})
-    settings = ComparisonSettings(by="metrics.$x^{$", tune="local.lr")
     grid = replace(grid, name="$x^{$")
     runs = results_of(grid, lambda point: [0.5])
     for run in runs:
         run.history[-1] = replace(run.history[-1], metrics={"$x^{$": 1.0}, validation_accuracy=0.5)
-    tuned = replace(grid, settings=settings)
-    panels = replace(grid, settings=ComparisonSettings(heatmap="attack.name,local.lr"))
+    tuned = replace(grid, settings=ComparisonSettings(by="metrics.$x^{$", tune="local.lr"))
     figures = [
-        draw_curves(tuned, runs),
-        draw_heatmap(tuned, runs),
-        draw_panels(panels, runs, ("attack.name", "local.lr")),
-        draw_values(grid, runs, "local.lr"),
+        draw_curves(replace(tuned, runs=runs)),
+        draw_heatmap(replace(tuned, runs=runs)),
+        draw_heatmap(replace(grid, runs=runs), over=("attack.name", "local.lr")),
+        draw_values(replace(grid, runs=runs), "local.lr"),
         draw_tuning(replace(tuned, runs=runs)),
         draw_leaderboard(replace(grid, runs=runs).leaderboard, grid.name),
         draw_curve(runs[0].history, grid.name),
@@ -115,55 +91,46 @@ def test_numbers_at_ticks_stay_formulas():
     assert r"$\mathdefault{10^{4}}$" in shown
 
 
-@pytest.mark.parametrize(("count", "shape"), [(3, (1, 3)), (4, (2, 2)), (5, (2, 3)), (6, (2, 3)), (9, (3, 3))])
-def test_panels_fill_a_nearly_square_grid(count, shape):
-    grid = grid_of({"aggregate.rule": ["mean"], "local.lr": [k / 100 for k in range(1, count + 1)]})
-    panel = draw_curves(grid, results_of(grid, rising)).axes[0]
-    assert panel.get_subplotspec().get_gridspec().get_geometry() == shape
-
-
 def test_curves_that_hide_each_other_are_named():
     grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1, 0.2, 0.3]})
     accuracy = {"mean": 0.5, "median": 0.8, "krum": 0.5}
     runs = results_of(grid, lambda point: [0.1, accuracy[point["aggregate.rule"]]])
-    for figure in (draw_curves(grid, runs), draw_values(grid, runs, "local.lr")):
+    for figure in (draw_curves(replace(grid, runs=runs)), draw_values(replace(grid, runs=runs), "local.lr")):
         assert texts_of(figure) == ["coincide: mean, krum"]
     apart = results_of(grid, lambda point: [0.1, 0.1 * len(point["aggregate.rule"])])
-    assert texts_of(draw_curves(grid, [run for run in apart if run.point["aggregate.rule"] != "krum"])) == []
+    assert (
+        texts_of(draw_curves(replace(grid, runs=[run for run in apart if run.point["aggregate.rule"] != "krum"]))) == []
+    )
 
 
 def test_a_run_that_failed_or_has_no_clock_has_no_line():
     grid = grid_of({"aggregate.rule": RULES, "seed": [0, 1]})
     runs = results_of(grid, lambda point: None if point["aggregate.rule"] == "krum" else rising(point))
-    figure = draw_curves(grid, runs)
+    figure = draw_curves(replace(grid, runs=runs))
     assert texts_of(figure) == ["failed: krum (2 of 2)"]
     assert len(figure.axes[0].lines) == 2 * 3  # of each rule the mean and two seeds
     timed = results_of(grid, rising)
     on_the_clock(timed[:2], lambda point: 2.0)
-    assert len(draw_curves(grid, timed, "virtual_seconds").axes[0].lines) == 3
-    for scale in ("round", "virtual_seconds"):
-        assert draw_curves(grid, results_of(grid, lambda point: None), scale) is None
+    assert len(draw_curves(replace(grid, runs=timed), "virtual_seconds").axes[0].lines) == 3
+
+
+def test_without_a_finished_run_or_a_second_axis_there_is_no_figure():
+    grid = grid_of({"workers": [5, 10, 15], "local.lr": [0.1, 0.2]})
+    runs = results_of(grid, lambda point: None)
+    assert (
+        draw_curves(replace(grid, runs=runs))
+        is draw_values(replace(grid, runs=runs), "workers")
+        is draw_heatmap(replace(grid, runs=runs))
+        is None
+    )
+    grid = grid_of({"aggregate.rule": RULES, "seed": [0, 1]})
+    assert draw_heatmap(replace(grid, runs=results_of(grid, rising))) is None
 
 
 def test_runs_of_different_length_are_drawn_as_far_as_they_go():
     grid = grid_of({"aggregate.rule": RULES, "rounds": [2, 3], "seed": [0, 1]})
-    figure = draw_curves(grid, results_of(grid, lambda point: rising(point)[: point["rounds"]]))
+    figure = draw_curves(replace(grid, runs=results_of(grid, lambda point: rising(point)[: point["rounds"]])))
     assert [panel.lines[0].get_xdata().tolist() for panel in figure.axes[:2]] == [[1, 2], [1, 2, 3]]
-
-
-@pytest.mark.parametrize("failed", [[], [("krum", "alie", 0)], [("krum", "alie", 0), ("krum", "alie", 1)]])
-def test_a_cell_of_the_heat_map_is_grey_if_all_its_runs_failed(failed):
-    grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]})
-    runs = results_of(grid, lambda point: None if tuple(point.values()) in failed else rising(point))
-    picture = opened(draw_heatmap(grid, runs))
-    grey = sum(count for count, colour in picture.getcolors(1 << 24) if colour == rgb("#dddddd"))
-    assert (grey > 1000) == (len(failed) == 2)
-
-
-def test_without_two_axes_or_any_result_there_is_no_heat_map():
-    for axes, accuracies in (({"aggregate.rule": RULES}, rising), ({"a": [1, 2], "b": [3, 4]}, lambda point: None)):
-        grid = grid_of({**axes, "seed": [0, 1]})
-        assert draw_heatmap(grid, results_of(grid, accuracies)) is None
 
 
 @pytest.mark.parametrize(("seeds", "spread"), [(1, ""), (2, "(0.8230, 0.8239)"), (3, "± 0.0011")])
@@ -171,34 +138,84 @@ def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
     """The mean of 0.8230 and 0.8239 is 0.82345, and float sums of it lie on both sides of that."""
     finals = [0.8230, 0.8239, 0.82345]
     grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))})
-    runs = results_of(grid, lambda point: [finals[point["seed"]]])
-    mean, *beside = texts_of(draw_heatmap(grid, runs))[: 1 + bool(spread)]
-    assert (mean, "".join(beside)) == ("0.8235" if seeds > 1 else "0.8230", spread)
+    runs = results_of(grid, lambda point: [finals[point["seed"]]] if point["attack.name"] == "none" else None)
+    mean, *beside, failed = texts_of(draw_heatmap(replace(grid, runs=runs)))
+    assert (mean, "".join(beside), failed) == ("0.8235" if seeds > 1 else "0.8230", spread, "failed")
     assert " ".join([mean, *beside]) in summary_text(replace(grid, runs=runs))
+
+
+def test_a_cell_of_a_small_number_has_as_many_digits_as_the_table():
+    grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": [0, 1]})
+    runs = results_of(grid, rising)
+    for run in runs:
+        run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=2e-5)
+    assert texts_of(draw_heatmap(replace(grid, runs=runs)))[0] == "0.00002000"
+    assert "0.00002000" in summary_text(replace(grid, runs=runs))
 
 
 @pytest.mark.parametrize(("seeds", "lines", "bands"), [(1, 1, 0), (2, 3, 0), (3, 4, 0), (4, 1, 1)])
 def test_up_to_three_seeds_are_thin_lines_and_four_have_a_band(seeds, lines, bands):
-    grid = grid_of({"aggregate.rule": ["mean"], "seed": list(range(seeds))})
-    (axes, *_) = draw_curves(grid, results_of(grid, rising)).axes
-    assert (len(axes.lines), len(axes.collections)) == (lines, bands)
+    grid = grid_of({"workers": [5, 10, 15], "seed": list(range(seeds))})
+    runs = results_of(grid, rising)
+    for axes in (
+        draw_curves(replace(grid, runs=runs)).axes[0],
+        draw_values(replace(grid, runs=runs), "workers").axes[0],
+    ):
+        count = 3 if axes.get_xlabel() == "round" else 1
+        assert (len(axes.lines), len(axes.collections)) == (count * lines, count * bands)
 
 
 def test_titles_name_the_axes():
     grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1], "seed": [0, 1]})
     runs = results_of(grid, rising)
-    accuracy, heatmap = draw_curves(grid, runs), draw_heatmap(grid, runs)
+    accuracy, heatmap = draw_curves(replace(grid, runs=runs)), draw_heatmap(replace(grid, runs=runs))
     assert accuracy.get_suptitle().startswith("Test accuracy by rule, attack and learning rate\n")
     assert accuracy.axes[0].get_title() == "attack: none, learning rate: 0.1"
     assert (heatmap.axes[0].get_xlabel(), heatmap.axes[0].get_ylabel()) == ("attack", "rule")
 
 
-@pytest.mark.parametrize(("format", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_figure_is_encoded_in_each_format_to_the_same_bytes_each_time(format, begins):
-    grid = grid_of({"aggregate.rule": RULES})
-    one, two = (encode(draw_curves(grid, results_of(grid, rising)), format) for _ in range(2))
-    assert one.startswith(begins)
-    assert one == two
+def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_values():
+    axes = {"attack.scale": [10, 1, 100], "aggregate.rule": ["mean", "median"], "attack.name": ATTACKS, "seed": [0, 2]}
+    grid = grid_of({**axes, "attack.fraction": [0.1, 0.2]})
+    assert numeric_axes(grid.axes, grid.compared) == ["attack.scale"]  # two numbers have no curve
+    grid, failed = grid_of(axes), ("median", 10)
+
+    def accuracy(point):
+        if (point["aggregate.rule"], point["attack.scale"]) == failed:
+            return None
+        return [0.9 / point["attack.scale"] + point["seed"] / 100]
+
+    figure = draw_values(replace(grid, runs=results_of(grid, accuracy)), "attack.scale")
+    assert [panel.get_title() for panel in figure.axes] == ["attack: none", "attack: alie"]
+    panel = figure.axes[0]
+    mean, first_of_mean, _, median, *_ = panel.lines
+    assert list(mean.get_xdata()) == [1, 10, 100]
+    assert list(mean.get_ydata()) == pytest.approx([0.91, 0.1, 0.019])
+    assert list(first_of_mean.get_ydata()) == pytest.approx([0.9, 0.09, 0.009]), "a thin line for each of two seeds"
+    assert list(median.get_xdata()) == [1, 100], "a value of which a run failed has no mark"
+    assert panel.get_xscale() == "log"
+    assert [text.get_text() for text in panel.get_xticklabels()] == ["10", "1", "100"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["mean", "median"]
+
+
+def test_a_row_of_the_figure_of_workers_holds_those_of_all_seeds_from_their_newest_tables(tmp_path):
+    grid = grid_of({"local.solver": ["sgd", "ditto"], "seed": [0, 1]})
+    runs = results_of(grid, lambda point: [0.5, 0.6])
+    assert draw_worker_comparison(replace(grid, runs=runs)) is None
+    for index, run in enumerate(runs):
+        folder = tmp_path / run.id
+        folder.mkdir()
+        for round in (1, 2, 3):  # the run has two rounds: a table of the third is not its own
+            accuracy = {"global": [round / 10, round / 10 + index / 100]}
+            accuracy |= {"personal": [0.9, 0.8]} if index > 1 else {}
+            results = WorkerResults(round, [0, 1], [5, 5], {model: [1.0, 1.0] for model in accuracy}, accuracy)
+            (folder / f"workers-{round:05}.csv").write_text(workers_csv(results))
+        runs[index] = replace(run, folder=folder)
+    figure = draw_worker_comparison(replace(grid, runs=runs))
+    strokes = [sorted(line.get_xdata()) for line in figure.axes[0].lines if line.get_marker() == "|"]
+    expected = [[0.2, 0.2, 0.2, 0.21], [0.2, 0.2, 0.22, 0.23], [0.8, 0.8, 0.9, 0.9]]
+    assert np.array(strokes) == pytest.approx(np.array(expected))
+    assert [text.get_text() for text in figure.legends[0].texts] == ["global model", "personal model"]
 
 
 def test_curves_are_interpolated_where_all_of_them_are_known():
@@ -209,10 +226,7 @@ def test_curves_are_interpolated_where_all_of_them_are_known():
     ]
     x, values = on_common_grid([(np.array(x), np.array(y)) for x, y in curves])
     assert x.tolist() == [2.0, 3.0, 4.0, 6.0]
-    assert values[0] == pytest.approx([0.2, 0.3, 0.4, 0.3])
-    assert values[1] == pytest.approx([0.5, 0.6, 0.5, 0.3])
-    assert values[2] == pytest.approx([1 + 1.5 / 3.5, 1 + 2.5 / 3.5, 3, 3.5]), (
-        "of two tests at one time the later counts"
-    )
+    of_third = [1 + 1.5 / 3.5, 1 + 2.5 / 3.5, 3, 3.5]  # of two tests at one time the later counts
+    assert values == pytest.approx(np.array([[0.2, 0.3, 0.4, 0.3], [0.5, 0.6, 0.5, 0.3], of_third]))
     nowhere, _ = on_common_grid([(np.array([1.0, 2.0]), np.zeros(2)), (np.array([3.0, 4.0]), np.zeros(2))])
     assert nowhere.size == 0

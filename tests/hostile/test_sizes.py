@@ -10,10 +10,10 @@ import pytest
 
 import fedsim
 from fedsim.comparison import plan_grid
-from fedsim.comparison.heat_map import draw_heatmap
+from fedsim.comparison.on_paper import draw_heatmap
 from fedsim.comparison.results import Comparison, read_records
 from fedsim.errors import ExperimentError, RecordError
-from fedsim.report.heat_maps import MOST_CELLS, weights_heat_map
+from fedsim.report.on_page import MOST_CELLS, weights_heat_map
 from fedsim.runs import checks
 from tests.report.folders import invent_round, invent_run
 
@@ -119,7 +119,7 @@ def test_a_grid_has_only_so_many_combinations():
 
 def test_a_heat_map_of_very_many_values_is_not_drawn():
     grid = Comparison("wide", {"local.lr": [0.1, 0.2], "local.momentum": [number / 1000 for number in range(500)]}, [])
-    assert draw_heatmap(grid, []) is None
+    assert draw_heatmap(grid) is None
 
 
 def metrics(folder, records):

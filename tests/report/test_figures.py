@@ -8,12 +8,14 @@ import pytest
 
 from fedsim.comparison.results import read_records
 from fedsim.core.confidence import estimate
+from fedsim.records.formatting import MISSING
 from fedsim.records.reader import StoredPartition
-from fedsim.report.curves import run_curves
 from fedsim.report.grid_page import grid_page
-from fedsim.report.heat_maps import partition_heat_map, weights_heat_map
+from fedsim.report.on_page import partition_heat_map, run_curves, weights_heat_map
 from fedsim.report.run_page import rounds_table, run_page
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_grid, write_points
+
+SCALES = "virtual_seconds", "updates"
 
 
 def find(figures, **choices):
@@ -53,9 +55,8 @@ def run_with(folder, weights, byzantine=()):
 
 
 def test_weights_have_a_cell_for_every_worker_and_round(tmp_path):
-    weights, excluded = weights_heat_map(
-        run_with(tmp_path / "run", [{0: 0.5, 7: 0.5}, {3: 1.0, 7: "excluded"}], byzantine=[7, 9])
-    )["data"]
+    run = run_with(tmp_path / "run", [{0: 0.5, 7: 0.5}, {3: 1.0, 7: "excluded"}], byzantine=[7, 9])
+    weights, excluded = weights_heat_map(run)["data"]
     assert (weights["x"], weights["y"]) == ([1, 2], ["0", "3", "7 (B)"])
     assert weights["z"] == [[0.5, None], [None, 1.0], [0.5, 0.0]]
     assert excluded["z"] == [[None, None], [None, None], [None, 1]]
@@ -75,7 +76,6 @@ def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
     figures = run_curves(read_records(run_folder))
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     found = {figure["when"]["metric"]: values_of(figure) for figure in figures}
-    assert {figure["when"]["scale"] for figure in figures} == {"round"}
     assert found["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
     assert set(found["Test and train loss"]) == {"test loss", "train loss"}
     assert found["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
@@ -85,22 +85,20 @@ def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
     assert found["Attack success"] == {"attack success": [0.25] * len(records)}
 
 
-def test_a_number_of_a_plug_has_a_curve_and_a_column(fresh_run):
-    add_to_rounds(fresh_run, lambda record: {"metrics": {"update_norm": 2.5}})
+def test_a_number_of_some_rounds_has_a_joined_curve_and_a_column(fresh_run):
+    add_to_rounds(fresh_run, lambda record: {"metrics": {"update_norm": 2.5} if record["round"] != 2 else {}})
     run = read_records(fresh_run)
-    assert values_of(find(run_curves(run), metric="update_norm")) == {"update_norm": [2.5] * 3}
+    assert lines_of(find(run_curves(run), metric="update_norm")) == {"update_norm": [(1, 2.5), (3, 2.5)]}
     table = rounds_table(run)
-    assert [row[table["head"].index("update_norm")] for row in table["rows"]] == ["2.5000"] * 3
+    assert [row[table["head"].index("update_norm")] for row in table["rows"]] == ["2.5000", MISSING, "2.5000"]
 
 
-def test_the_table_of_a_long_run_has_every_third_round(tmp_path):
-    table = rounds_table(read_records(invent_run(tmp_path / "run", [0.5] * 2500)))
-    assert table["every"] == 3
-    assert len(table["rows"]) <= 1001
-    assert [row[0] for row in table["rows"][:2]] == ["1", "4"]
-    assert table["rows"][-1][0] == "2500"
-    short = rounds_table(read_records(invent_run(tmp_path / "short", [0.5] * 1000)))
-    assert [row[0] for row in short["rows"]] == [str(number) for number in range(1, 1001)]
+@pytest.mark.parametrize(("rounds", "every"), [(1000, 1), (2500, 3)])
+def test_the_table_of_a_long_run_has_every_third_round(tmp_path, rounds, every):
+    table = rounds_table(read_records(invent_run(tmp_path / "run", [0.5] * rounds)))
+    assert table["every"] == every
+    numbers = [int(row[0]) for row in table["rows"]]
+    assert numbers == [*range(1, rounds, every), rounds]
 
 
 def test_unfinished_runs_are_named(tmp_path):
@@ -162,7 +160,6 @@ def test_a_synchronous_run_has_no_scale_but_rounds(fresh_run):
     assert {figure["when"]["scale"] for figure in charts["curves-chart"]} == {"round"}
     assert not {"virtual time", "updates"} & {word for word, *_ in context["tiles"]}
     assert not {"mode", "policy"} & {word for word, _ in context["facts"]}
-    assert not {"Virtual seconds", "Updates", "Mean staleness"} & set(context["metrics"])
 
 
 def test_a_grid_on_the_clock_interpolates_and_shows_the_time_to_the_target(tmp_path):
@@ -185,9 +182,9 @@ def test_lines_of_very_different_length_have_a_logarithmic_scale(tmp_path):
         add_to_rounds(path, on_the_clock(1.0, updates=1 if point["policy"] == "fedbuff" else 100))
 
     _, charts = grid_page(read_records(write_points(tmp_path / "grid", {"policy": ["fedbuff", "asgd"]}, make)))
-    for scale, kind in {"virtual_seconds": "linear", "updates": "log"}.items():
-        figure = find(charts["curves-chart"], metric="Test accuracy", scale=scale)
-        assert figure["layout"]["xaxis"]["type"] == kind
+    axes = [find(charts["curves-chart"], metric="Test accuracy", scale=scale)["layout"]["xaxis"] for scale in SCALES]
+    assert [axis["type"] for axis in axes] == ["linear", "log"]
+    assert axes[1]["title"]["text"] == "updates of the global model"
 
 
 def made_up_grid(folder, axes, final):
@@ -195,50 +192,36 @@ def made_up_grid(folder, axes, final):
     return read_records(write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)])))
 
 
-def test_two_seeds_have_a_line_each_and_both_losses_are_in_one_chart(tmp_path):
-    grid = made_up_grid(tmp_path / "grid", {"seed": [0, 1]}, lambda point: 0.5 + 0.1 * point["seed"])
-    figures = grid_page(grid)[1]["curves-chart"]
-    figure = find(figures, metric="Test accuracy")
-    assert values_of(figure) == {"all runs": [0.1, 0.55]}
-    assert [trace["y"] for trace in spread_of(figure)] == [[0.1, 0.5], [0.1, 0.6]]
-    losses = values_of(find(figures, metric="Test and train loss"))
-    assert losses == {"all runs · test": [0.9, 0.45], "all runs · train": [1.9, 1.45]}
-
-
-def test_four_seeds_have_a_band_that_an_accuracy_can_have(tmp_path):
-    finals = [0.2, 0.9, 0.95, 1.0]
-    grid = made_up_grid(tmp_path / "grid", {"seed": [0, 1, 2, 3]}, lambda point: finals[point["seed"]])
-    (band,) = spread_of(find(grid_page(grid)[1]["curves-chart"], metric="Test accuracy"))
-    interval = estimate(finals)
-    assert band["y"] == pytest.approx([0.1, 1.0, interval.mean - interval.half_width, 0.1])
-
-
-def test_a_number_is_the_same_in_the_table_the_heat_map_and_the_hover_text(tmp_path):
-    axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "alie"], "seed": [0, 1]}
-    grid = made_up_grid(tmp_path / "grid", axes, lambda point: 0.8239 if point["seed"] else 0.8230)
-    context, charts = grid_page(grid)
+@pytest.mark.parametrize("finals", [[0.8230, 0.8239], [0.2, 0.9, 0.95, 1.0]])
+def test_two_seeds_have_a_line_each_and_four_a_band_and_the_mean_is_that_of_the_table(tmp_path, finals):
+    axes = {"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(len(finals)))}
+    context, charts = grid_page(made_up_grid(tmp_path / "grid", axes, lambda point: finals[point["seed"]]))
+    figure, mean = find(charts["curves-chart"], metric="Test accuracy"), estimate(finals)
+    *spread, line = figure["data"][: len(figure["data"]) // 2]
+    if len(finals) == 2:
+        assert [trace["y"] for trace in spread] == [[0.1, final] for final in finals]
+    else:
+        assert [trace["y"] for trace in spread] == [pytest.approx([0.1, 1.0, mean.mean - mean.half_width, 0.1])]
     cell = context["table"]["rows"][0]["cells"][0]
-    assert (cell.text, cell.spread) == ("0.8235", "(0.8230, 0.8239)")
+    assert f"{cell.text} {cell.spread}" == mean.text()  # a half is rounded up: 0.82345 is 0.8235
     heat_map = find(charts["heat-map-chart"], value="Final test accuracy")
-    assert heat_map["data"][0]["text"][1][1] == f"{cell.text}<br>{cell.spread}"
-    line = find(charts["curves-chart"], metric="Test accuracy")["data"][-1]
-    assert (line["y"][-1], line["customdata"][-1]) == (0.8235, f" {cell.spread}")
+    assert heat_map["data"][0]["text"] == [[f"{cell.text}<br>{cell.spread}"] * 2]
+    assert line["y"][-1] == float(cell.text)
+    assert line["customdata"][-1].startswith(f" {cell.spread}")
+    both = {"mean · none · test", "mean · none · train", "mean · alie · test", "mean · alie · train"}
+    assert set(lines_of(find(charts["curves-chart"], metric="Test and train loss"))) == both
 
 
 def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_path):
-    """The median is 0.1 ahead where lr = 0.2; elsewhere both are equal. The third axis adds 0.2 to all."""
+    """The median is 0.1 ahead where lr = 0.2; elsewhere both are equal. Without an attack all have 0.2 more."""
 
-    def make(path, point):
+    def final(point):
         lead = 0.1 * (point["aggregate.rule"] == "median" and point["local.lr"] == 0.2)
-        invent_run(path, [0.5 + lead + 0.2 * (point["attack.name"] == "none")])
+        return 0.5 + lead + 0.2 * (point["attack.name"] == "none")
 
-    axes = {
-        "aggregate.rule": ["mean", "median"],
-        "attack.name": ["ipm", "none"],
-        "local.lr": [0.1, 0.2],
-        "workers": [4],
-    }
-    folder = write_points(tmp_path / "grid", {**axes, "workers": [4], "seed": [0, 1, 2]}, make)
+    axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["ipm", "none"], "local.lr": [0.1, 0.2]}
+    folder = tmp_path / "grid"
+    made_up_grid(folder, {**axes, "workers": [4], "seed": [0, 1, 2]}, final)
     content = json.loads((folder / "grid.json").read_text())
     (folder / "grid.json").write_text(json.dumps({**content, "heatmap": "workers,local.lr"}))
     context, charts = grid_page(read_records(folder))
@@ -253,41 +236,23 @@ def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_
     assert [name for name, _ in context["heat_axes"]] == ["workers", "learning rate", "rule", "attack"]
 
 
-def test_the_heat_map_of_final_values_has_a_figure_for_each_value_of_a_third_axis(tmp_path):
-    axes = {"a": [1, 2], "b": ["x"], "c": ["u", "v"]}
-    grid = made_up_grid(tmp_path / "grid", axes, lambda point: point["a"] / 4 + (point["c"] == "v") / 8)
-    _, charts = grid_page(grid)
-    cells = [find(charts["heat-map-chart"], value="Final test accuracy", axis2=index)["data"][0]["z"] for index in "01"]
-    assert cells == [[[0.25], [0.5]], [[0.375], [0.625]]]
-
-
-def test_the_number_is_drawn_against_each_axis_of_three_or_more_numbers(tmp_path):
-    axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [10, 0.5, 2], "seed": [0, 1]}
+def test_the_number_is_drawn_against_each_axis_of_three_or_more_numbers_and_a_menu_chooses_one(tmp_path):
+    axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [10, 0.5, 2], "workers": [2, 3, 4], "seed": [0, 1]}
     final = {("mean", 0.5): 0.8, ("mean", 2): 0.6, ("mean", 10): 0.2, ("krum", 0.5): 0.7, ("krum", 10): 0.7}
 
     def make(path, point):
         if accuracy := final.get((point["aggregate.rule"], point["attack.scale"])):
-            invent_run(path, [0.1, accuracy + point["seed"] / 10])
+            invent_run(path, [accuracy + point["seed"] / 10])
 
     context, charts = grid_page(read_records(write_points(tmp_path / "grid", axes, make)))
-    (drawn,) = charts["values-chart"]
-    assert lines_of(drawn) == {
-        "mean": [(0.5, 0.85), (2.0, 0.65), (10.0, 0.25)],
-        "krum": [(0.5, 0.75), (10.0, 0.75)],  # the runs of scale 2 are missing
-    }
-    assert [trace["y"] for trace in spread_of(drawn)[:2]] == [[0.8, 0.6, 0.2], [0.9, 0.7, 0.3]]
-    assert [trace["meta"]["axis0"] for trace in drawn["data"]] == ["0"] * 3 + ["1"] * 3
-    assert (drawn["layout"]["xaxis"]["type"], drawn["layout"]["xaxis"]["tickvals"]) == ("log", [10, 0.5, 2])
-    assert context["against"] == [("attack.scale", "attack scale", True)]
-    assert context["value_menus"] == [(0, False)]
-
-
-def test_with_several_axes_of_numbers_a_menu_chooses_one(tmp_path):
-    axes = {"workers": [2, 3, 4], "a": ["x", "y"], "local.lr": [0.1, 0.2, 0.3]}
-    context, charts = grid_page(made_up_grid(tmp_path / "grid", axes, lambda point: point["workers"] / 10))
-    of_workers, of_lr = charts["values-chart"]
-    assert [of_workers["when"], of_lr["when"]] == [{"against": "workers"}, {"against": "local.lr"}]
-    assert lines_of(of_workers)["x · 0.1"] == [(2.0, 0.2), (3.0, 0.3), (4.0, 0.4)]
-    assert lines_of(of_lr)["3 · y"] == [(0.1, 0.3), (0.2, 0.3), (0.3, 0.3)]
-    assert of_workers["data"][1]["meta"] == {"axis1": "0", "axis2": "1"}
+    of_scale, of_workers = charts["values-chart"]
+    assert [of_scale["when"], of_workers["when"]] == [{"against": "attack.scale"}, {"against": "workers"}]
+    assert lines_of(of_scale)["mean · 2"] == [(0.5, 0.85), (2.0, 0.65), (10.0, 0.25)]
+    assert lines_of(of_scale)["krum · 2"] == [(0.5, 0.75), (10.0, 0.75)]  # the runs of scale 2 are missing
+    assert lines_of(of_workers)["mean · 0.5"] == [(2.0, 0.85), (3.0, 0.85), (4.0, 0.85)]
+    assert [trace["y"] for trace in spread_of(of_scale)[:2]] == [[0.8, 0.6, 0.2], [0.9, 0.7, 0.3]]
+    assert of_scale["data"][-1]["meta"] == {"axis0": "1", "axis2": "2"}
+    assert (of_scale["layout"]["xaxis"]["type"], of_scale["layout"]["xaxis"]["tickvals"]) == ("log", [10, 0.5, 2])
+    assert of_workers["layout"]["xaxis"]["type"] == "linear"
+    assert context["against"] == [("attack.scale", "attack scale", True), ("workers", "workers", False)]
     assert context["value_menus"] == [(0, False), (1, False), (2, True)]

@@ -12,7 +12,7 @@ from fedsim.callbacks.display import columns_of, table_header
 from fedsim.callbacks.loggers import scalars
 from fedsim.comparison.results import read_records
 from fedsim.records.record import RoundRecord, metrics_in
-from fedsim.report.curves import run_curves
+from fedsim.report.on_page import run_curves
 from fedsim.report.run_page import rounds_table
 
 CLIPPED = {"processors": [{"name": "clip", "max_norm": 1e-3}]}

@@ -1,0 +1,346 @@
+"""The figures of a comparison, drawn with matplotlib for files and notebooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedsim.comparison.figures import (
+    HeatCell,
+    Line,
+    LineChart,
+    best_maps,
+    curves,
+    curves_along,
+    heat_maps,
+    score_cell,
+)
+from fedsim.comparison.results import Comparison
+from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
+from fedsim.core.plotting import COLOURS, SCREEN, FigureStyle, grid_shape, line_style, mark_values, prepare_axes
+from fedsim.records.axes import label
+from fedsim.records.formatting import comparison_title, key_name
+from fedsim.records.rows import SEED, MeanCurve
+from fedsim.records.worker_results import LABELS, newest_table, read_csv
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+# Of lines, in inches except for COINCIDE.
+MOST_PANELS, MOST_COLUMNS = 30, 6
+COINCIDE = 0.01  # of the height of a panel: curves that are closer hide each other
+NARROWEST = 1.6  # of a panel in a figure of a given width
+LETTER, HANDLE = 0.058, 0.55  # of a letter of a legend and of the line beside it
+
+# Of a heat map that is alone, in inches.
+CELL_WIDTH, CELL_HEIGHT = 1.15, 0.52
+CHARACTER, TINY_CHARACTER = 0.09, 0.07  # of the labels of an axis, and in a cell
+MOST_INCHES = 100
+FEW_COLUMNS = 3  # fit into the narrower of the two widths of a style
+
+# Of several heat maps, in inches.
+MOST_VALUES = 20  # on an axis
+WIDEST, HIGHEST = 24, 60
+TALL_CELL, SMALL_CHARACTER = 0.62, 0.085  # a cell with three lines, and a letter in it
+
+# Of the tests of workers.
+MOST_ROWS = 100  # combinations that a figure shows
+ROW = 0.22  # inches, of a model
+
+
+def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle = SCREEN) -> Figure | None:
+    """Draw the mean of the number that runs are compared by; None if no run is finished.
+
+    One panel for each combination of the axes after the first, with one line for each value of the first. Thin lines
+    show single seeds if there are two or three; a band shows the 95 percent intervals if there are more.
+
+    Args:
+        comparison: the comparison.
+        scale: of the x axis, see `fedsim.comparison.figures.curves`.
+        style: of the figure.
+    """
+    return _draw_lines(curves(comparison, scale), style) if any(run.finished for run in comparison.runs) else None
+
+
+def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -> Figure | None:
+    """Draw the compared number of the last round against the values of the axis `key`; None if no run is finished.
+
+    A line for each value of the first other axis, a panel for each combination of the rest, as in `draw_curves`. A
+    value of which a run has no result has no mark.
+    """
+    return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
+
+
+def _draw_lines(chart: LineChart, style: FigureStyle) -> Figure:
+    groups: dict[tuple[int, ...], list[Line]] = {}
+    for line in chart.lines:
+        groups.setdefault(tuple(line.place[key] for key in chart.keys[1:]), []).append(line)
+    shown = list(groups.values())[:MOST_PANELS]
+    figure, panels = _empty_panels(chart, len(shown), style)
+    for panel, lines in zip(panels, shown, strict=True):
+        _draw_panel(panel, chart, lines)
+    first, *remarks = chart.remarks
+    more = f"; the first {len(shown)} of {len(groups)} panels" if len(shown) < len(groups) else ""
+    style.describe(figure, chart.title, "\n".join([first + more, *remarks]))
+    return figure
+
+
+def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Figure, list[Axes]]:
+    """Return a figure of empty panels with the titles of their axes, and a legend for the first axis."""
+    from matplotlib.figure import Figure  # slow to import; and pyplot is not needed
+    from matplotlib.lines import Line2D
+
+    names = [label(value) for key in chart.keys[:1] for value in chart.comparison.axes[key]]
+    if style.widths:
+        width = style.widths[count > 1]
+        rows = math.ceil(count / max(1, int(width / NARROWEST)))
+        columns, free = math.ceil(count / rows), False
+        in_legend = max(1, int(width / (HANDLE + LETTER * max(map(len, names), default=0))))
+        above = 0.16 * (1 + math.ceil(len(names) / in_legend)) if names else 0.0
+        height = rows * (0.68 if count == 1 else 0.9) * width / columns + above
+    else:
+        rows, columns = grid_shape(count, MOST_COLUMNS)
+        width, height = (6.4, 4.2) if count == 1 else (3.5 * columns, 2.7 * rows + 0.5)
+        free, in_legend = rows * columns > count, 1  # `free`: a place for the legend
+        width = width if free else width + 1.6
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    metric = chart.comparison.metric
+    for index, panel in enumerate(panels):
+        if index >= count:
+            panel.set_axis_off()
+        elif index % columns == 0:
+            panel.set_ylabel(metric.label.lower() + (f" ({metric.unit})" if metric.unit else ""))
+        if count - columns <= index < count:
+            panel.set_xlabel(chart.x_text)
+    if names:
+        place = "outside upper center" if style.widths else "center" if free else "outside right center"
+        handles = [Line2D([], [], label=name, **line_style(index)) for index, name in enumerate(names)]
+        sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
+        where: Any = panels[-1] if free else figure
+        where.legend(
+            handles=handles, title=key_name(chart.keys[0]), loc=place, ncols=min(in_legend, len(names)), **sizes
+        )
+    return figure, list(panels[:count])
+
+
+def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    first = chart.keys[0] if chart.keys else None
+    drawn, failures = dict[str, MeanCurve](), []
+    for line in lines:
+        name = label(chart.value(line, first)) if first else chart.comparison.name
+        if line.failed:
+            failures.append(f"{name} ({line.failed})")
+        if line.mean:
+            _draw_line(panel, line, line.mean, line.place[first] if first else 0)
+            drawn[name] = line.mean
+    title = ", ".join(f"{key_name(key)}: {label(chart.value(lines[0], key))}" for key in chart.keys[1:])
+    panel.set_title(title, fontsize="small")
+    _write_remarks(panel, drawn, failures)
+    if chart.values:
+        panel.grid(alpha=0.3)
+        mark_values(panel, {label(value): value for value in chart.values})
+        return
+    prepare_axes(panel, whole_numbers=chart.scale not in ("virtual_seconds", "seconds"))
+    if chart.scale == "bytes":
+        panel.xaxis.set_major_formatter(EngFormatter("B"))
+    ends = [mean.x[-1] for mean in drawn.values()]
+    if chart.scale != "round" and ends and max(ends) >= LOG_FROM * min(ends) > 0:
+        panel.set_xscale("log")
+
+
+def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
+    """Draw a mean as line `index` of a panel, with a band, or a thin line for each of a few seeds."""
+    style = line_style(index, len(mean.x))
+    panel.plot(mean.x, mean.means, **style)
+    if len(mean.curves) >= FEWEST_FOR_BAND:
+        panel.fill_between(mean.x, *line.band, color=style["color"], alpha=0.13, linewidth=0)
+    elif len(mean.curves) > 1:
+        for each in mean.curves:
+            panel.plot(*each, color=style["color"], alpha=0.4, linewidth=0.45 * style["linewidth"])
+
+
+def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequence[str]) -> None:
+    """Write into a corner of a panel which of its curves coincide, so that one hides the others, and which failed."""
+    bottom, top = panel.get_ylim()
+    near = COINCIDE * (top - bottom)
+    groups: list[list[str]] = []
+    for name, curve in drawn.items():
+        for group in groups:
+            first = drawn[group[0]]
+            if np.array_equal(first.x, curve.x) and np.abs(first.means - curve.means).max() <= near:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    lines = [f"coincide: {', '.join(group)}" for group in groups if len(group) > 1]
+    lines += [f"failed: {', '.join(failures)}"] if failures else []
+    if lines:
+        box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+        panel.text(0.02, 0.02, "\n".join(lines), transform=panel.transAxes, fontsize="xx-small", wrap=True, bbox=box)
+
+
+def draw_heatmap(
+    comparison: Comparison, style: FigureStyle = SCREEN, over: tuple[str, str] | None = None
+) -> Figure | None:
+    """Draw a heat map of the mean score; None without two axes or any result, or if it is too large for a figure.
+
+    Args:
+        comparison: the comparison.
+        style: of the figure.
+        over: the axes down and across. None: the first two, with the mean over all others. Else there is a panel for
+            each combination of the others: the best value of the first axis, its mean, and the number of values that
+            are not significantly different from it; and then, for the same combination, one of each value of that axis.
+    """
+    if len(comparison.compared) < 2 or all(row.score is None for row in comparison.rows):
+        return None
+    return _draw_one_map(comparison, style) if over is None else _draw_maps(comparison, over, style)
+
+
+def _draw_one_map(comparison: Comparison, style: FigureStyle) -> Figure | None:
+    from matplotlib.figure import Figure
+
+    first, second, *others = comparison.compared
+    down, across = ([label(value) for value in comparison.axes[axis]] for axis in (first, second))
+    best = [] if others else [group.best for group in comparison.groups if group.best]
+    (shown,) = heat_maps(comparison, (first, second), [], lambda rows: score_cell(rows, best))
+    longest = max(len(text) for line in shown.cells for cell in line for text in cell.lines)
+    width, height = max(CELL_WIDTH, TINY_CHARACTER * longest) * len(across), CELL_HEIGHT * len(down)
+    if max(width, height) > MOST_INCHES:
+        return None
+    size = (2.2 + width, 1.5 + height)
+    if style.widths:
+        size = (style.widths[len(across) > FEW_COLUMNS], max(2.4, 0.36 * len(down) + 0.9))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    image = _draw_cells(axes, shown.cells)
+    fits = max(map(len, across)) * CHARACTER < 0.7 * size[0] / len(across)
+    axes.set_xticks(range(len(across)), across, rotation=0 if fits else 30, ha="center" if fits else "right")
+    axes.set_yticks(range(len(down)), down)
+    axes.set(xlabel=key_name(second), ylabel=key_name(first))
+    figure.colorbar(image, ax=axes, label=comparison.metric.label.lower())
+    over, better = "".join(f" and {key_name(key)}" for key in others), comparison.metric.better
+    remark = f"{comparison.name}: mean over seeds{over}" if SEED in comparison.axes or others else comparison.name
+    remark += "" if others or better is None else f"; bold: best of its column ({better} is better)"
+    remark += f"\n{comparison.settings.remark}" if comparison.settings.remark else ""
+    style.describe(figure, comparison_title([first, second], comparison.metric.label), remark, fontsize="small")
+    return figure
+
+
+def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle) -> Figure:
+    from matplotlib.figure import Figure
+
+    maps, first = best_maps(comparison, over), comparison.compared[0]
+    means = [mean for _, each in maps for mean in each.means]
+    down, across = ([label(value) for value in comparison.axes[axis][:MOST_VALUES]] for axis in over)
+    texts = [text for _, each in maps for line in each.cells for cell in line for text in cell.lines]
+    width = max(1.0, SMALL_CHARACTER * max(map(len, texts)) + 0.2) * len(across) + 0.3
+    height = TALL_CELL * len(down) + 0.5
+    fitting, of_each = max(1, int(WIDEST / width)), len(comparison.axes[first]) + 1
+    in_rows = of_each < len(maps) and of_each <= fitting  # a row for each combination of the axes on no map
+    columns = of_each if in_rows else grid_shape(len(maps), fitting)[1]
+    if not in_rows:  # first all maps of the best
+        maps.sort(key=lambda item: first in item[1].place)
+    shown = maps[: min(MOST_PANELS, columns * max(1, int(HIGHEST / height)))]
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(2.4 + columns * width, 1.4 + rows * height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for panel in panels[len(shown) :]:
+        panel.set_axis_off()
+    for place, (panel, (title, each)) in enumerate(zip(panels, shown, strict=False)):
+        cells = [line[:MOST_VALUES] for line in each.cells[:MOST_VALUES]]
+        image = _draw_cells(panel, cells, (min(means), max(means)))
+        panel.set_title(title, fontsize="small")
+        panel.set_xticks(range(len(across)), across, fontsize="small")
+        panel.set_yticks(range(len(down)), down, fontsize="small")
+        if place % columns == 0:
+            panel.set_ylabel(key_name(over[0]))
+        if place + columns >= len(shown):
+            panel.set_xlabel(key_name(over[1]))
+    figure.colorbar(image, ax=panels, label=comparison.metric.label.lower(), fraction=0.04, aspect=30)
+    remarks = [
+        f"{comparison.name}: mean over seeds",
+        "~ tied: not significantly different from the best (95 %, paired)",
+    ]
+    if SEED not in comparison.axes:
+        remarks = [comparison.name, "~ tied: equal to the best"]
+    remarks += [f"the first {len(shown)} of {len(maps)} panels"] if len(shown) < len(maps) else []
+    for axis, count in [(axis, len(comparison.axes[axis])) for axis in over]:
+        remarks += [f"the first {MOST_VALUES} of {count} values of {key_name(axis)}"] if count > MOST_VALUES else []
+    remarks += [comparison.settings.remark] if comparison.settings.remark else []
+    style.describe(figure, comparison_title(over, comparison.metric.label), "; ".join(remarks), fontsize="small")
+    return figure
+
+
+def _draw_cells(
+    axes: Axes, cells: Sequence[Sequence[HeatCell]], limits: tuple[float | None, float | None] = (None, None)
+) -> AxesImage:
+    """Draw cells [rows, columns]; `limits` are the lowest and the highest mean of the colours, by default of these."""
+    means = np.array([[cell.mean for cell in line] for line in cells])
+    low, high = limits
+    image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto", vmin=low, vmax=high)
+    axes.set_facecolor("#dddddd")  # of cells without a result
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    for (i, j), mean in np.ndenumerate(means):
+        cell = cells[i][j]
+        if not cell.lines:
+            continue
+        lightness = np.dot(np.asarray(image.to_rgba(mean))[:3], [0.299, 0.587, 0.114])  # as perceived
+        colour = "black" if math.isnan(mean) or lightness > 0.5 else "white"
+        style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if cell.bold else "normal"}
+        text, below = cell.lines[0], "\n".join(filter(None, cell.lines[1:]))
+        middle = i - 0.13 * below.count("\n")
+        axes.text(j, middle, text, va="bottom" if below else "center", fontsize="small", **style)
+        axes.text(j, middle + 0.05, below, va="top", fontsize="x-small", **style)
+    return image
+
+
+def draw_worker_comparison(comparison: Comparison) -> Figure | None:
+    """Draw the last tests of the workers of all seeds, a row for each combination and model; None if there are none.
+
+    A stroke is a worker, the bar the middle half of the workers, the dot their mean. Or losses, without accuracies.
+    """
+    from matplotlib.figure import Figure
+
+    tested = []
+    for row in comparison.rows:
+        folders = [(run.folder, len(run.history)) for run in row.finished if run.folder is not None]
+        files = [newest_table(folder, rounds) for folder, rounds in folders]
+        if results := [read_csv(file) for file in files if file]:
+            tested.append((row, results))
+    if not tested:
+        return None
+    del tested[MOST_ROWS:]
+    models = [model for model in LABELS if any(model in each.scores for _, results in tested for each in results)]
+    figure = Figure(figsize=(7.5, 1.6 + ROW * len(tested) * (len(models) + 0.5)), layout="constrained")
+    axes, names = figure.subplots(), []
+    for place, (row, results) in enumerate(tested):
+        names.append(", ".join(map(label, row.point.values())) or comparison.name)
+        for index, model in enumerate(models):
+            values = [value for each in results for value in each.scores.get(model, ())]
+            if values:
+                y, color = place + (index - (len(models) - 1) / 2) / (len(models) + 0.5), COLOURS[index + 1]
+                axes.plot(values, [y] * len(values), "|", color=color, alpha=0.5, markersize=8)
+                axes.plot(np.quantile(values, [0.25, 0.75]), [y, y], color=color, linewidth=5, alpha=0.4)
+                axes.plot(np.mean(values), y, "o", color=color, markeredgecolor="white")
+    for index, model in enumerate(models):
+        axes.plot([], [], "o", color=COLOURS[index + 1], label=LABELS[model])
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    score = tested[0][1][0].score_name
+    axes.set(xlabel=f"{score} on the worker's own test samples", ylim=(len(names) - 0.5, -0.5))
+    axes.grid(axis="x", alpha=0.3)
+    for place in range(1, len(names)):
+        axes.axhline(place - 0.5, color="black", alpha=0.15, linewidth=0.8)
+    remarks = ["stroke: a worker, of any seed; bar: the middle half; dot: the mean", comparison.settings.remark]
+    title = comparison_title(comparison.compared, "Single workers")
+    figure.suptitle(f"{title}\n{comparison.name}: {'; '.join(filter(None, remarks))}", fontsize="small")
+    figure.legend(loc="outside lower center", ncols=len(models), fontsize="small")
+    return figure

@@ -1,0 +1,511 @@
+"""The charts of the page as plotly figures: curves, heat maps, the time of phases and tests of workers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fedsim.comparison.figures import (
+    HeatCell,
+    HeatMap,
+    Line,
+    LineChart,
+    best_cell,
+    curves,
+    curves_along,
+    heat_maps,
+    number_cell,
+)
+from fedsim.comparison.results import Comparison
+from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
+from fedsim.core.plotting import far_apart
+from fedsim.engines.worker_evaluation import WorkerResults
+from fedsim.records import formatting as fmt
+from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
+from fedsim.records.reader import Run, StoredPartition
+from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.rows import MeanCurve, Row, score_of
+from fedsim.records.value_curves import numeric_axes
+from fedsim.records.worker_results import LABELS
+from fedsim.report.figure import (
+    FEW_ROUNDS,
+    PALETTE,
+    axis,
+    cell_trace,
+    figure,
+    label_axis,
+    plain,
+    round_axis,
+    rounded,
+    tick_text,
+    value_axis,
+    with_color_bar,
+)
+
+ROUNDS = "round"
+ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # scales beside rounds
+PARTS = {"total_seconds": ("seconds",), "total_bytes": ("bytes_up", "bytes_down")}  # fields that add up to a metric
+BOTH_LOSSES = ("test_loss", "train_loss")
+LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose final value says nothing of the run
+
+BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
+MOST_CELLS = 1_000_000  # of all heat maps of weights together; about 10 MB of page
+MOST_COLUMNS = 250  # of a heat map over rounds
+FEWEST_COLUMNS = 25
+FEW_WORKERS = 60  # up to this number, each worker has a label and cells have gaps
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A choice of the menu "Metric": the lines of one metric, or of several."""
+
+    label: str
+    lines: tuple[Metric, ...]
+
+
+def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
+    """Return the records of all runs."""
+    return [record for run in runs for record in run.history]
+
+
+def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
+    """The charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
+    found = metrics_in(records_of(runs))
+    charts = []
+    for metric in [metric for metric in found if metric.chart] or METRICS[:1]:
+        summands = [part for part in found if parts and part.path[0] in PARTS.get(metric.key, ())]
+        charts.append(Chart(metric.label, (metric, *summands)))
+    losses = tuple(metric for metric in found if metric.key in BOTH_LOSSES)
+    if len(losses) == len(BOTH_LOSSES):
+        place = next(index for index, chart in enumerate(charts) if chart.lines[0] == losses[-1])
+        charts.insert(place + 1, Chart("Test and train loss", losses))
+    return charts
+
+
+def scales_of(runs: Sequence[Run]) -> list[str]:
+    """The scales beside rounds; none if all runs are synchronous and without a clock."""
+    if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
+        return []
+    return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for run in runs for at in run.progress)]
+
+
+def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
+    """Return (value, text, whether selected) for the menu of scales; no choices if there are only rounds.
+
+    Virtual seconds are selected if all runs have them, else rounds.
+    """
+    timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
+    found = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
+    return [(ROUNDS, "rounds", not timed), *found] if found else []
+
+
+def line_name(metric: Metric) -> str:
+    """The label of a metric within a line of text; a number of a plug keeps its name."""
+    return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
+
+
+def run_curves(run: Run) -> list[dict[str, Any]]:
+    """One figure per chart and scale of a run."""
+    comparison = Comparison(run.name, {}, [run])
+    return _all_curves(comparison, charts_of([run], parts=True), lambda chart, line: line_name(line.metric))
+
+
+def grid_curves(comparison: Comparison) -> list[dict[str, Any]]:
+    """One figure per chart and scale of a comparison: for each combination its mean and the spread over the seeds."""
+
+    def name_of(chart: Chart, line: Line) -> str:
+        of = "" if len(chart.lines) == 1 else f" · {line.metric.label.lower().removesuffix(' loss')}"
+        return name_of_values(comparison.axes[key][line.place[key]] for key in comparison.compared) + of
+
+    return _all_curves(comparison, charts_of(_begun(comparison)), name_of)
+
+
+def name_of_values(values: Iterable[Any]) -> str:
+    """The name of a line by its values on the axes."""
+    return " · ".join(map(fmt.label, values)) or "all runs"
+
+
+def _begun(comparison: Comparison) -> list[Run]:
+    return [run for row in comparison.rows for run in row.runs if run.history]
+
+
+def _all_curves(
+    comparison: Comparison, charts: Sequence[Chart], name_of: Callable[[Chart, Line], str]
+) -> list[dict[str, Any]]:
+    begun, figures = _begun(comparison), []
+    rounds = begun[0].history[0].round, max(run.history[-1].round for run in begun)
+    for scale in (ROUNDS, *scales_of(begun)):
+        for chart in charts:
+            shown = curves(comparison, scale, chart.lines, begun=True)
+            if scale == ROUNDS:
+                x_axis = round_axis(*rounds)
+            else:
+                ends = [end for line in shown.lines if line.mean and (end := line.mean.x[-1])]
+                log = ends and max(ends) >= LOG_FROM * min(ends)
+                kind = {"type": "log"} if log else {"type": "linear", "rangemode": "nonnegative"}
+                hover = {"text": f"{shown.x_text} %{{x:.4~g}}"}
+                x_axis = value_axis(shown.x_text, "", **kind, unifiedhovertitle=hover)
+            y_axis = value_axis(chart.label, chart.lines[0].unit)
+            names = [name_of(chart, line) for line in shown.lines]
+            figures.append(_line_figure(shown, names, x_axis, y_axis, metric=chart.label, scale=scale))
+    return figures
+
+
+def value_charts(comparison: Comparison) -> list[dict[str, Any]]:
+    """A figure for each compared axis of numbers: a line for each combination of the values on the others."""
+    figures = []
+    for key in numeric_axes(comparison.axes, comparison.compared):
+        shown, title = curves_along(comparison, key), fmt.key_name(key)
+        ticks = {"tickmode": "array", "tickvals": shown.values}
+        ticks["ticktext"] = [plain(fmt.label(value)) for value in shown.values]
+        hover = {"text": f"{plain(title)} %{{x}}"}
+        kind = "log" if far_apart(shown.values) else "linear"
+        x_axis = value_axis(title, "", type=kind, **ticks, unifiedhovertitle=hover)
+        names = [name_of_values(shown.value(line, key) for key in shown.keys) for line in shown.lines]
+        y_axis = value_axis(comparison.metric.label, comparison.metric.unit)
+        figures.append(_line_figure(shown, names, x_axis, y_axis, lines=key, against=key))
+    return figures
+
+
+def _line_figure(
+    chart: LineChart,
+    names: Sequence[str],
+    x_axis: dict[str, Any],
+    y_axis: dict[str, Any],
+    lines: str = "all",
+    **when: Any,
+) -> dict[str, Any]:
+    """A figure of lines with a legend below.
+
+    Args:
+        chart: the lines.
+        names: of the lines.
+        x_axis: of the figure.
+        y_axis: of the figure.
+        lines: what the lines are; a hidden one is hidden in all figures of the same.
+        when: the choices for which the page shows it.
+    """
+    traces = [trace for line, name in zip(chart.lines, names, strict=True) for trace in _traces(chart, line, name)]
+    for index, trace in enumerate(traces):
+        trace["uid"] = f"line{index}"  # a hidden line stays hidden when other controls change
+    layout = {
+        "height": 430,
+        "xaxis": x_axis,
+        "yaxis": y_axis,
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": -0.2, "uirevision": lines, "traceorder": "normal"},
+        "uirevision": " ".join(when.values()),  # a zoom stays while these do
+    }
+    return figure(traces, layout, **when)
+
+
+def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]:
+    """The spread over the seeds, a band or a thin line for each of a few seeds, and then the mean."""
+    if (mean := line.mean) is None:
+        return
+    compared, unit = chart.comparison.compared, line.metric.unit
+    common = {"type": "scatter", "legendgroup": plain(name)}
+    meta = {f"axis{compared.index(key)}": str(line.place[key]) for key in chart.keys}
+    spread = {**common, "mode": "lines", "showlegend": False, "hoverinfo": "skip", "meta": {**meta, "spread": "shown"}}
+    if len(mean.curves) >= FEWEST_FOR_BAND:
+        yield {**spread, **_outline(line, mean), "fill": "toself", "opacity": 0.15, "line": {"width": 0}}
+    elif len(mean.curves) > 1:
+        for curve in mean.curves:
+            yield {**spread, **_points(*curve, unit), "opacity": 0.45, "line": {"width": 1}}
+    yield {
+        **common,
+        **_points(mean.x, mean.means, unit),
+        "mode": "lines+markers" if len(mean.x) <= FEW_ROUNDS else "lines",
+        "name": plain(name),
+        "line": {"width": 2},
+        "marker": {"size": 5},
+        "meta": meta,
+        "customdata": _spread_texts(mean),
+        "hovertemplate": "%{y}%{customdata}",
+    }
+
+
+def _points(x: np.ndarray, y: np.ndarray, unit: str) -> dict[str, Any]:
+    return {"x": [rounded(each, "s") for each in x.tolist()], "y": [rounded(each, unit) for each in y.tolist()]}
+
+
+def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
+    """The outline of a band, which ends above 0 if the means are positive: a logarithmic axis has no 0."""
+    low, high = line.band
+    if mean.means.min() >= 0:
+        low = np.maximum(low, mean.means.min() / 100)
+    return _points(np.concatenate([mean.x, mean.x[::-1]]), np.concatenate([high, low[::-1]]), "s")
+
+
+def _spread_texts(mean: MeanCurve) -> list[str]:
+    """The spread over the seeds at each point."""
+    if len(mean.values) == 1:
+        return [""] * mean.values.shape[1]
+    if len(mean.values) == 2:
+        return [f" ({rounded(first):.4f}, {rounded(second):.4f})" for first, second in mean.values.T.tolist()]
+    return [f" ± {half:.4f} ({len(mean.values)} seeds)" for half in mean.half_widths.tolist()]
+
+
+def final_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return two axes against each other: one figure per final value and combination of the other axes.
+
+    Args:
+        comparison: the comparison.
+        keys: the axes: down, across, and the others.
+    """
+    runs = [run for row in comparison.rows for run in row.finished]
+    metrics = [metric for metric in metrics_in(run.history[-1] for run in runs) if metric.chart]
+    values: list[tuple[str, Callable[[Run], float | None], int | None]] = [
+        (f"Final {metric.label.lower()}", partial(_final, metric), None if metric.unit else 4)
+        for metric in metrics
+        if metric.key not in LAST_ROUND_ONLY
+    ]
+    if any(best_score(run.history) is not None for run in runs):
+        values.insert(1, (f"Best {score_of(runs).label.lower()}", lambda run: best_score(run.history), 4))
+    figures = []
+    for title, read, decimals in values:
+        maps = heat_maps(comparison, keys[:2], keys[2:], partial(number_cell, read=read, decimals=decimals))
+        figures += _heat_figures(
+            comparison, keys, maps, title.lower(), [mean for each in maps for mean in each.means], value=title
+        )
+    return figures
+
+
+def _final(metric: Metric, run: Run) -> float | None:
+    return run.metrics.get(metric.key) if metric.key in LAST_ROUND else metric.read(run.history[-1])
+
+
+def best_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the best value of the first axis over two others: one figure per combination of the axes after these.
+
+    Args:
+        comparison: the comparison.
+        keys: the axes: down, across, the first axis, and the others.
+    """
+    down, across, first, *beside = keys
+    maps = heat_maps(comparison, (down, across), beside, partial(best_cell, axis=first))
+    means = [row.score.mean for row in comparison.rows if row.score]
+    return _heat_figures(comparison, keys, maps, comparison.metric.label.lower(), means)
+
+
+def _heat_figures(
+    comparison: Comparison,
+    keys: Sequence[str],
+    maps: Sequence[HeatMap],
+    title: str,
+    means: Sequence[float],
+    **when: Any,
+) -> list[dict[str, Any]]:
+    """The figures of heat maps over the first two of `keys`, whose colours show the `title` and have one scale."""
+    limits = {"cmin": min(means), "cmax": max(means)} if means else {}
+    rows, columns = ([fmt.label(value) for value in comparison.axes[key]] for key in keys[:2])
+    figures = []
+    for shown in maps:
+        texts = [[_cell_text(cell) for cell in line] for line in shown.cells]
+        trace = cell_trace(
+            [[None if math.isnan(cell.mean) else cell.mean for cell in line] for line in shown.cells],
+            "%{customdata}",
+            gap=2,
+            text=texts,
+            customdata=[
+                [f"{plain(row)}, {plain(column)}<br>{_hover(cell)}" for column, cell in zip(columns, line, strict=True)]
+                for row, line in zip(rows, shown.cells, strict=True)
+            ],
+            texttemplate="%{text}",
+            textfont={"size": 12},
+            coloraxis="coloraxis",
+        )
+        lines = [text.split("<br>") for line in texts for text in line]
+        layout = {
+            "height": max(46, 16 * max(map(len, lines)) + 14) * len(rows) + 104,
+            "coloraxis": limits,
+            "xaxis": label_axis(fmt.key_name(keys[1]), columns),
+            "yaxis": label_axis(fmt.key_name(keys[0]), rows, autorange="reversed"),
+        }
+        width = max(110, 8 * max(len(line) for each in lines for line in each)) * len(columns) + 140
+        place = {f"axis{keys.index(axis)}": str(index) for axis, index in shown.place.items()}
+        figures.append(figure([trace], with_color_bar(layout, title), min_width=width, **when, **place))
+    return figures
+
+
+def _cell_text(cell: HeatCell) -> str:
+    """The text in a cell; empty without a result."""
+    return "" if math.isnan(cell.mean) else "<br>".join(map(tick_text, filter(None, cell.lines)))
+
+
+def _hover(cell: HeatCell) -> str:
+    return "<br>".join(map(plain, filter(None, cell.hover)))
+
+
+def columns_for(runs: Sequence[Run]) -> int:
+    """The number of columns with which the heat maps of all runs stay within `MOST_CELLS`."""
+    rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
+    return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
+
+
+def has_weights(run: Run) -> bool:
+    """Whether a round records the weight of a worker, or that a worker was excluded."""
+    known = (weight is not None for record in run.history for _, weight in record.weights)
+    return any(known) or any(record.excluded for record in run.history)
+
+
+def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
+    """The weight of every worker in every round, in at most `columns` columns; None if no round records weights.
+
+    A cell is the mean over those rounds of its column in which the worker took part. It counts as excluded if the
+    worker was excluded in at least half of these rounds.
+    """
+    if not has_weights(run):
+        return None
+    workers = sorted({worker for record in run.history for worker in [*record.cohort, *record.excluded]})
+    columns = max(1, min(columns, MOST_CELLS // len(workers)))
+    per_column = math.ceil(len(run.history) / columns)
+    parts = [run.history[start : start + per_column] for start in range(0, len(run.history), per_column)]
+    weights, excluded = [_mean_weights(part) for part in parts], [_mostly_excluded(part) for part in parts]
+    x = [part[0].round for part in parts]
+    few = len(workers) <= FEW_WORKERS
+    gap = 1 if few and len(parts) <= FEW_ROUNDS else 0
+    hover = f"worker %{{y}}, {'rounds from' if per_column > 1 else 'round'} %{{x}}<br>"
+    places = {"x": x, "y": _worker_names(workers, run.byzantine)}
+    z = [[column.get(worker) for column in weights] for worker in workers]
+    traces = [cell_trace(z, f"{hover}weight %{{z:.4~g}}", gap, coloraxis="coloraxis", **places)]
+    if any(excluded):
+        z = [[1 if worker in column else None for column in excluded] for worker in workers]
+        color = {"colorscale": [[0, EXCLUDED], [1, EXCLUDED]], "showscale": False}
+        traces.append(cell_trace(z, f"{hover}excluded", gap, **color, **places))
+    known = [weight for column in weights for weight in column.values() if weight is not None]
+    title = "round" if per_column == 1 else f"round (each column is the mean of {per_column} rounds)"
+    layout = {
+        "height": (max(18 * len(workers), 120) if few else 640) + 104,
+        "coloraxis": {"cmin": min(known, default=0) if min(known, default=0) < 0 else 0, "cmax": max(known, default=1)},
+        "xaxis": round_axis(x[0], x[-1], title, showgrid=False, zeroline=False),
+        "yaxis": _worker_axis(few, autorange="reversed"),
+    }
+    return figure(traces, with_color_bar(layout, "weight"), **when)
+
+
+def _mean_weights(records: Sequence[RoundRecord]) -> dict[int, float | None]:
+    cells: dict[int, list[float | None]] = {}
+    for record in records:
+        for worker, weight in record.weights:
+            cells.setdefault(worker, []).append(weight)
+    return {worker: mean_or_none(weights, digits=4) for worker, weights in cells.items()}
+
+
+def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
+    took_part = Counter(worker for record in records for worker in {*record.cohort, *record.excluded})
+    excluded = Counter(worker for record in records for worker in set(record.excluded))
+    return {worker for worker, times in excluded.items() if 2 * times >= took_part[worker]}
+
+
+def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
+    """The samples of each label that each worker holds, and above them their sum; None if there is no partition."""
+    counts = partition.counts
+    if not any(counts):
+        return None
+    workers = list(range(len(counts))) if partition.workers is None else partition.workers
+    byzantine = frozenset(partition.byzantine)
+    few = len(workers) <= FEW_WORKERS
+    names, labels = _worker_names(workers, byzantine), list(map(str, range(len(counts[0]))))
+    title = "worker"
+    if partition.workers is not None:
+        population = f"{partition.population:,}" if partition.population else "many"
+        title += f" (a random sample of {len(workers)} of the {population} workers)"
+    shown = {"x": names, "y": labels, "texttemplate": "%{z}" if few else "", "coloraxis": "coloraxis"}
+    z = list(zip(*counts, strict=True))
+    cells = cell_trace(z, "worker %{x}, label %{y}<br>%{z} samples", int(few), **shown)
+    sums = {
+        "type": "bar",
+        "x": names,
+        "y": list(map(sum, counts)),
+        "yaxis": "y2",
+        "marker": {"color": [BYZANTINE if worker in byzantine else PALETTE[0] for worker in workers]},
+        "hovertemplate": "worker %{x}<br>%{y} samples<extra></extra>",
+    }
+    layout = {
+        "height": min(24 * len(labels), 480) + 170,
+        "bargap": 0.15,
+        "showlegend": False,
+        "coloraxis": {"cmin": 0, "cmax": max(map(max, counts))},
+        "xaxis": _worker_axis(few, title, anchor="y"),
+        "yaxis": axis("label", type="category", autorange="reversed", domain=[0, 0.78], showgrid=False, zeroline=False),
+        "yaxis2": axis("samples", domain=[0.82, 1], nticks=3, automargin=True),
+    }
+    width = 26 * len(workers) + 140 if few else 0
+    return figure([cells, sums], with_color_bar(layout, "samples"), min_width=width, **when)
+
+
+def _worker_names(workers: Sequence[int], byzantine: frozenset[int]) -> list[str]:
+    return [f"{worker} (B)" if worker in byzantine else str(worker) for worker in workers]
+
+
+def _worker_axis(few: bool, title: str = "worker", **more: Any) -> dict[str, Any]:
+    every = {"dtick": 1} if few else {}  # a label for each worker
+    return axis(title, type="category", showgrid=False, zeroline=False, **every, **more)
+
+
+def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
+    return list(dict.fromkeys(phase for record in records for phase in record.seconds))
+
+
+def run_time(run: Run) -> dict[str, Any]:
+    """Return a chart that stacks the seconds of all phases, over rounds."""
+    traces: list[dict[str, Any]] = []
+    for phase in _phases_of(run.history):
+        seconds = [rounded(record.seconds.get(phase), "s") for record in run.history]
+        bars = len(run.history) <= FEW_ROUNDS
+        kind = {"type": "bar"} if bars else {"type": "scatter", "mode": "none", "stackgroup": "phases"}
+        x = [record.round for record in run.history]
+        traces.append({**kind, "name": plain(phase.replace("_", " ")), "x": x, "y": seconds})
+    rounds = round_axis(run.history[0].round, run.history[-1].round)
+    return _time_figure(traces, 320, "x", xaxis=rounds, yaxis=value_axis("seconds of a round", "s", rangemode="tozero"))
+
+
+def grid_time(rows: Sequence[Row]) -> dict[str, Any]:
+    """The mean seconds of each phase: one bar per combination, the first on top."""
+    traces, names = [], [name_of_values(row.point.values()) for row in rows]
+    records = [records_of(row.runs) for row in rows]
+    for phase in _phases_of([record for each in records for record in each]):
+        means = [rounded(mean_or_none(record.seconds.get(phase) for record in each), "s") for each in records]
+        bar = {"type": "bar", "orientation": "h", "name": plain(phase.replace("_", " ")), "hovertemplate": "%{x}"}
+        traces.append({**bar, "x": means, "y": list(range(len(names)))})
+    seconds = value_axis("seconds of a round", "s", rangemode="tozero")
+    bars = label_axis("", names, autorange="reversed", tickfont={"size": 11})
+    return _time_figure(traces, 17 * len(names) + 130, "y", xaxis=seconds, yaxis=bars)
+
+
+def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: Any) -> dict[str, Any]:
+    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"}
+    layout = {"height": height, "barmode": "stack", "hovermode": f"{along} unified", "showlegend": True, **axes}
+    return figure(traces, {**layout, "legend": legend, "margin": {"t": 36}}, min_width=544 if along == "y" else 0)
+
+
+def workers_chart(results: WorkerResults) -> dict[str, Any]:
+    """The scores of the workers in ascending order, with a line for each model."""
+    n, traces = len(results.workers), []
+    for index, (model, values) in enumerate(results.scores.items()):
+        order = sorted(range(n), key=values.__getitem__)
+        trace = {
+            "type": "scatter",
+            "mode": "lines+markers" if n <= 100 else "lines",
+            "name": LABELS[model],
+            "x": [100 * (place + 0.5) / n for place in range(n)],
+            "y": [round(values[i], 4) for i in order],
+            "customdata": [[results.workers[i], results.samples[i]] for i in order],
+            "hovertemplate": "worker %{customdata[0]}, %{customdata[1]} samples<br>%{y}",
+            "line": {"color": PALETTE[index]},
+        }
+        traces.append(trace)
+    layout = {
+        "height": 340,
+        "xaxis": axis("percent of workers", range=[0, 100]),
+        "yaxis": axis(f"{results.score_name} after round {results.round}", rangemode="tozero"),
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    }
+    return figure(traces, layout)
