@@ -232,7 +232,7 @@ def task_of(experiment: Experiment, device: torch.device) -> TaskSpec:
         in_rounds=experiment.policy.bind().in_rounds and experiment.mode != "race",
         rule=rule,
         weights=tuple(weights) if isinstance(weights, list) else weights,
-        nonfinite="error" if aggregate.nonfinite == "stop" else aggregate.nonfinite,  # see `Simulation`
+        nonfinite="error" if aggregate.nonfinite == "stop" else aggregate.nonfinite,  # see `Rounds`
         attack=experiment.attack.bind(),
         byzantine=Attackers(frozenset(experiment.byzantine)),
         processors=tuple(processor.bind() for processor in experiment.processors),

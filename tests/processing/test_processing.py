@@ -81,7 +81,7 @@ columnwise.columnwise = True
 
 
 def test_a_columnwise_rule_that_takes_metrics_is_refused():
-    with pytest.raises(ExperimentError, match="a columnwise rule cannot record metrics"):
+    with pytest.raises(ExperimentError, match="a columnwise rule cannot take metrics"):
         fedsim.Experiment(aggregate="tests.processing.test_processing:columnwise")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from multiprocessing import current_process
+
 import pytest
 import torch
 
@@ -137,3 +139,15 @@ def test_a_round_in_which_too_few_workers_report_is_one_line(changes, reason, ta
     line = rf"^round \d+: worker_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
     with pytest.raises(fedsim.ExperimentError, match=line):
         fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "worker_dropout": 0.5})
+
+
+def of_this_process(n_workers, size, *, others):
+    """A strategy that is not a function of its inputs: `others` in the second process."""
+    return others if current_process().name.endswith("-1") else [0, 1]
+
+
+@pytest.mark.parametrize("others", [[], [1, 2]])
+def test_processes_that_draw_different_cohorts_end_the_run_in_one_line(others, tables):
+    sampling = {"strategy": "tests.runs.test_sampling:of_this_process", "others": others}
+    with pytest.raises(fedsim.ExperimentError, match="drew another cohort in each process in round 1"):
+        fedsim.run({**tables, "cohort": 2, "engine": "spawn", "processes": 2, "timeout": 20.0, "sampling": sampling})
