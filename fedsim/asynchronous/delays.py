@@ -264,7 +264,7 @@ def trace(
 
 @functools.cache
 def _read_trace(path: str, folder: str) -> np.ndarray:
-    """The factors of a trace file, [columns, rows]."""
+    """Read a trace file. Returns its factors, [columns, rows]."""
     where = f"clock.noise.path = {show(path)}"
     try:
         text = read_bounded(Path(folder, os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")

@@ -150,7 +150,7 @@ def stopped_line(result: Result) -> str:
 
 
 def columns_of(record: RoundRecord) -> list[Metric]:
-    """The columns of the table, found in the first record.
+    """Return the columns of the table for a run whose first record is given.
 
     They include the seconds of each phase, or, on the clock, virtual seconds and asynchronous work.
     """

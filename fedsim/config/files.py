@@ -44,7 +44,7 @@ YAML_TAGS = (*YAML_SCALARS, "str", "seq", "map")
 
 
 def experiments() -> dict[str, Path]:
-    """The files of all experiments that come with fedsim, by name, in alphabetical order."""
+    """Return the files of the built-in experiments by name, in alphabetical order."""
     folder = next(filter(Path.is_dir, FOLDERS), FOLDERS[0])
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 

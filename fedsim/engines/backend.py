@@ -40,7 +40,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of the executor in every process.
+        """Call a method of `Executor` or `Simulation` in every process.
 
             backend.run(Simulation.run_round, round)
 

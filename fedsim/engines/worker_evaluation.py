@@ -139,7 +139,7 @@ class SampleLosses:
         self._task, self._module, self._gradient, self._batch_source = task, module, gradient, batch_source
 
     def __call__(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """The mean loss of a copy of a row [d] on the samples of a worker."""
+        """Return the mean loss of the model with parameters `row` [d] on a worker's samples. `row` is not changed."""
         task = self._task
         self._module.load(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.seed, "losses", round, worker)

@@ -126,7 +126,7 @@ class WorkerStates:
         self.save([member.worker for member in members], rows, [member.slot for member in members])
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
-        """Follow what the processes that share the rows have saved after a round."""
+        """Assign the places of the workers whose state the other processes have saved after a round."""
         if self._shared:
             self.add([worker for worker in cohort if worker not in excluded])
 
@@ -150,7 +150,7 @@ class WorkerStates:
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Take over the places of another process, which shares its rows with this one."""
+        """Use the places that another process has assigned; both processes map the same rows."""
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)

@@ -76,7 +76,7 @@ class Row:
 
     @property
     def accuracy(self) -> Estimate | None:
-        """The mean test accuracy; None if no run has it, and if another number is compared."""
+        """Mean test accuracy. None if no run has one or if another number is compared."""
         return self.score if self.metric.key == "test_accuracy" else None
 
     @property
@@ -233,7 +233,7 @@ def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | N
 
 
 def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
-    """The places and the values of all rounds that have both."""
+    """Return the positions on the scale and the values of the rounds that have both."""
     points = list(zip(places_on(scale, run.progress, run.history), map(metric.read, run.history), strict=True))
     x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
     return x, y

@@ -455,7 +455,7 @@ def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
 
 
 def run_time(run: Run) -> dict[str, Any]:
-    """Return a chart that stacks the seconds of all phases, over rounds."""
+    """Return a stacked chart of the seconds per phase over the rounds."""
     traces: list[dict[str, Any]] = []
     for phase in _phases_of(run.history):
         seconds = [rounded(record.seconds.get(phase), "s") for record in run.history]

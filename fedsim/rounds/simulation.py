@@ -77,7 +77,7 @@ class Simulation(Executor):
             if not cohort:
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
-            mine = self.members(cohort, round)
+            mine, whole = self.members(cohort, round), self.context(cohort, round)
             self.pull_down(cohort, mine, round)
         if task.sync_in(round) == "parameters":
             with self.phase("train"):
@@ -85,7 +85,7 @@ class Simulation(Executor):
                 group.barrier()
             with self.phase("aggregate"):
                 sent = SentUpdates()
-                stats = self.aggregate_rows(self.context(cohort, round), mine, sent)
+                stats = self.aggregate_rows(whole, mine, sent)
         else:
             with self.phase("train"):
                 stats = self.aggregate_each_step(cohort, mine, round)
@@ -93,7 +93,7 @@ class Simulation(Executor):
         stats = group.from_first(stats.on_host())  # a barrier too: buffers have been written
         if task.processors:
             sent = SentUpdates.total(group.gather(sent.on_host()))
-        self.aggregator.combine_buffers(self.context(cohort, round), stats.excluded)
+        self.aggregator.combine_buffers(whole, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # a round that diverges saves nothing
@@ -133,7 +133,7 @@ class Simulation(Executor):
     def aggregate_rows(
         self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates
     ) -> AggregationStats:
-        """From updates or gradients, which all processes have written to the rows, to the next global row."""
+        """Aggregate the updates or gradients in the rows, and move the global row by the result."""
         task, group, round = self.task, self.group, context.moment[0]
         in_parameters = task.sync_in(round) == "parameters"
         if task.byzantine.in_round(round):
@@ -164,7 +164,7 @@ class Simulation(Executor):
         return stats
 
     def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """The steps of a round of synchronous SGD."""
+        """Run the steps of a round of synchronous SGD, with a check of the rows at each step."""
         of_round = GradientRoundStats(cohort)
         self.trainer.begin_gradient_round(mine)
         for step, context in enumerate(self.contexts_of_steps(cohort, round)):
@@ -184,7 +184,7 @@ class Simulation(Executor):
     def steps_checked_later(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int, check: DeferredCheck
     ) -> AggregationStats | None:
-        """The steps of a round, after which all rows are checked together.
+        """Run the steps of a round, and check the rows of all steps together at its end.
 
         If a row is not finite, the result is None, with the global row and the buffers as before. Such a row may also
         make a model or a rule fail, so any error repeats the round with a check at each step.
@@ -286,7 +286,7 @@ class Simulation(Executor):
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
-        """A round in which no worker reports: the global model and all states stay."""
+        """Run a round in which no worker reports. The global model and all states stay unchanged."""
         if self.clock and not drawn.dropped:
             raise ExperimentError(
                 f"round {round}: no worker is available at {self.clock.now:g} virtual seconds, and without work no "
@@ -318,7 +318,7 @@ class Simulation(Executor):
             self.aggregator.begin_with_parameters()
 
     def pass_time(self, work: dict[int, tuple[int, int]], sent: SentUpdates, round: int) -> None:
-        """Let virtual time pass until the slowest worker of the cohort is done."""
+        """Advance the virtual clock until the slowest worker of the cohort has finished."""
         if self.clock is None:
             return
         task, in_step = self.task, self.task.sync_in(round) == "gradients"
@@ -383,7 +383,7 @@ class Simulation(Executor):
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each has zeros where the others have losses
 
     def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
-        """The members that this process trains: of the cohort, and the server if it has a row of its own."""
+        """Return the members of the cohort that this process trains, and the server if it has its own row here."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.rows) - 1]
@@ -391,7 +391,7 @@ class Simulation(Executor):
         return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
-        """The aggregation of a whole cohort."""
+        """Return the context of an aggregation of the whole cohort."""
         samples = [self.batch_source.size(worker) for worker in cohort]
         weights = weights_of(self.task, self.shared, cohort, samples)
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
@@ -410,12 +410,12 @@ class Simulation(Executor):
             yield AggregationContext(active, workers, weights, (round, step))
 
     def work_of(self, cohort: Sequence[int], round: int) -> dict[int, tuple[int, int]]:
-        """The number of steps and of samples of each worker."""
+        """Return (steps, samples) of each worker in a round."""
         works = {worker: (self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort}
         return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
 
     def received_bytes(self, round: int) -> int:
-        """The bytes that one worker receives before it trains."""
+        """Return the bytes that one worker receives before it trains."""
         task, shared = self.task, self.shared
         row = shared.global_row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]

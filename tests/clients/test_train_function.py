@@ -40,7 +40,7 @@ def by_optimizer(model, batches, lr, worker):
 
 
 def by_a_copy(model, batches, lr):
-    """Trains a copy of the model, whose last forward pass fails, and takes its parameters."""
+    """Train a copy of the model, catch an error in its last forward pass, and return the parameters of the copy."""
     copied = copy.deepcopy(model)
     loss = by_optimizer(copied, batches, lr, None)
     with pytest.raises(RuntimeError):

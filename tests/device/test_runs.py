@@ -43,7 +43,7 @@ def every(registry):
 
 
 def with_engines(name, values):
-    """Each value with one engine by default, in turn; with the other under `-m slow`."""
+    """Pair each value with one of the two engines, alternating; the other pairs are marked `slow`."""
     return in_turn((name, "engine"), values, ENGINES)
 
 

@@ -82,7 +82,7 @@ class RowPlacement:
 
     @cached_property
     def rows(self) -> dict[int, tuple[int, int]]:
-        """For each slot, its rank and the number of its row there."""
+        """Map each slot to (rank, row): the rank that holds it and its row number on that rank."""
         return {
             slot: (rank, row) for rank, assignment in enumerate(self.assignments) for row, slot in enumerate(assignment)
         }

@@ -1,4 +1,4 @@
-"""The rounds of federated averaging and of synchronous SGD as the main process sees them: one command for each."""
+"""Run synchronous rounds from the main process, with one command per round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedsim.runs.setup import PreparedRun
 
 
 class SynchronousLoop:
-    """Rounds that every process of the engine carries out; see `Simulation`."""
+    """Synchronous rounds, each of which all processes of the engine run together; see `Simulation`."""
 
     def __init__(
         self, prepared: PreparedRun, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
@@ -60,7 +60,7 @@ class SynchronousLoop:
         if self._prepared.experiment.mode == "clock":
             RoundClockState.model_validate(facts["clock"])  # here, since a pool does not survive an error
         later = tuple(f"{sync}." for sync in engine.shared.states if sync not in facts["syncs"])
-        columns = engine.backend.run(Simulation.state)[0][2]
+        columns = engine.backend.run(Simulation.state)[0][2]  # in ranks, tensors of the right shapes to fill
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
         engine.backend.states.resume(state.under("worker_state."))
