@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedsim.callbacks.display import ProgressBar, progress_bar
+from fedsim.callbacks.display import print_line, progress_bar
 from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
@@ -80,9 +80,7 @@ class GridDisplay(Callback):
         self._print(f"[{number}] {run.id}: {score or f'failed: {run.error}'}")
 
     def _print(self, line: str) -> None:
-        if not self._quiet:
-            with ProgressBar.external_write_mode():
-                print(line, flush=True)
+        print_line(line, quiet=self._quiet)
 
     def __enter__(self) -> GridDisplay:
         return self
