@@ -280,7 +280,7 @@ def test_ctrl_c_while_processes_start_leaves_none(tmp_path):
         (signal.SIGKILL, start_python, (-9, "")),
     ],
 )
-def test_a_signal_leaves_no_process_and_nothing_in_the_temporary_folder(number, begin, outcome, tmp_path):
+def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(number, begin, outcome, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     process = begin(*ENDLESS, cwd=tmp_path, TMPDIR=str(temporary))
