@@ -34,7 +34,8 @@ def shown(monkeypatch):
         outputs.append(content)
         return Handle()
 
-    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
+    shell = SimpleNamespace(kernel=None)
+    kernel = SimpleNamespace(get_ipython=lambda: shell, version_info=(9, 0))  # which matplotlib reads
     assert not in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", kernel)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))
