@@ -11,7 +11,7 @@ import torch
 import fedsim
 from fedsim.core.randomness import Draws
 from fedsim.data.augmentation import ImageTransform
-from fedsim.data.partitions import GaussianNoise, Rotation
+from fedsim.data.partitions.features import GaussianNoise, Rotation
 from fedsim.errors import ExperimentError
 
 FEATURES = ["feature_noise", "feature_rotation"]
