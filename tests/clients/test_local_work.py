@@ -48,35 +48,24 @@ def averaged(steps_of, train_round):
     return federation.row
 
 
-def sgd_round(model, batches, round):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+def round_of(*, accumulate=1, clip_norm=None, gamma=1.0, per="step", **of_sgd):
+    """A worker's round by PyTorch: `gamma` is the factor of its learning rate after each step, or after each round."""
 
+    def train(model, batches, round):
+        lr = LR * gamma ** (round - 1) if per == "round" else LR
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, **of_sgd)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma if per == "step" else 1.0)
+        for start in range(0, len(batches), accumulate):
+            optimizer.zero_grad()
+            group = batches[start : start + accumulate]
+            for inputs, targets in group:
+                (F.cross_entropy(model(inputs), targets) / len(group)).backward()
+            if clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            scheduler.step()
 
-def clipped_round(model, batches, round):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5, weight_decay=0.1)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-
-
-def accumulated_round(model, batches, round):
-    """Momentum, clipping and a learning rate that changes with each step of the optimizer."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for start in range(0, len(batches), 3):
-        optimizer.zero_grad()
-        group = batches[start : start + 3]
-        for inputs, targets in group:
-            (F.cross_entropy(model(inputs), targets) / len(group)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        scheduler.step()
+    return train
 
 
 def drawn(values):
@@ -96,20 +85,23 @@ def drawn(values):
 )
 def test_each_worker_takes_its_own_number_of_steps(local, steps_of, engine):
     result = fedsim.run({**of_local(**local), **ENGINES[engine]})
-    assert torch.allclose(result.global_row, averaged(steps_of, sgd_round), rtol=0, atol=1e-12)
+    assert torch.allclose(result.global_row, averaged(steps_of, round_of()), rtol=0, atol=1e-12)
     sizes = [4, 4, 4, 3]
     for record in result.history:
         steps = [steps_of(worker, record["round"]) for worker in range(WORKERS)]
         assert record["samples"] == [sum(sizes[step % 4] for step in range(count)) for count in steps]
 
 
-CLIPPED = of_local(epochs=2, momentum=0.5, weight_decay=0.1, clip_norm=0.5)
+CLIPPING = {"momentum": 0.5, "weight_decay": 0.1, "clip_norm": 0.5}
+CLIPPED = of_local(epochs=2, **CLIPPING)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_are_clipped_as_by_pytorch(engine):
     result = fedsim.run({**CLIPPED, **ENGINES[engine]})
-    assert torch.allclose(result.global_row, averaged(lambda worker, round: 8, clipped_round), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        result.global_row, averaged(lambda worker, round: 8, round_of(**CLIPPING)), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -139,7 +131,8 @@ def test_a_step_takes_the_mean_gradient_of_several_batches(local, batches, engin
     schedule = {"name": "exponential", "gamma": 0.5, "per": "step"}
     tables = of_local(**local, accumulate=3, clip_norm=0.5, momentum=0.5, schedule=schedule)
     result = fedsim.run({**tables, **ENGINES[engine]})
-    expected = averaged(lambda worker, round: batches[worker], accumulated_round)
+    train_round = round_of(accumulate=3, clip_norm=0.5, momentum=0.5, gamma=0.5)
+    expected = averaged(lambda worker, round: batches[worker], train_round)
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
     sizes = [4, 4, 4, 3]
     assert result.history[0]["samples"] == [sum(sizes[step % 4] for step in range(n)) for n in batches]
