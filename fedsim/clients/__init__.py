@@ -13,10 +13,9 @@ from fedsim.clients.algorithm import (
 )
 from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
-from fedsim.clients.moon import Moon
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from fedsim.clients.personal_models import APFL, Ditto, PerFedAvg, PFedMe
-from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD
+from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD, Moon
 from fedsim.clients.solver import (
     Decay,
     NonNegative,

@@ -13,8 +13,7 @@ import torch
 import fedsim
 from fedsim.aggregation.numerics.columns import BLOCK
 from fedsim.byzantine import attack, attack_strategy, bind_attack
-from fedsim.byzantine.crafted import z_max
-from fedsim.byzantine.optimal import line_search
+from fedsim.byzantine.crafted import line_search, z_max
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError, SettingWarning
 
