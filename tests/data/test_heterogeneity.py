@@ -1,10 +1,15 @@
+"""Statistics of partitions, and their pictures."""
+
 from __future__ import annotations
 
+import io
 import math
 from itertools import combinations
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
 import fedsim
 from fedsim.errors import ExperimentError
@@ -62,3 +67,33 @@ def test_the_distance_of_nearly_equal_histograms_is_exact():
 def test_impossible_counts_are_an_error(counts, message):
     with pytest.raises(ExperimentError, match=message):
         fedsim.heterogeneity(np.array(counts))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, to look at what is in them."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("n_workers", "n_classes", "as_bars"),
+    [(2, 2, True), (31, 10, False), (5, 21, False)],
+)
+def test_few_workers_are_bars_and_many_are_a_heat_map(n_workers, n_classes, as_bars, drawn):
+    counts = np.random.default_rng(0).integers(0, 50, (n_workers, n_classes)) + 1
+    png = fedsim.draw_partition(counts, "a title")
+    picture = Image.open(io.BytesIO(png))
+    assert picture.format == "PNG"
+    assert picture.width > picture.height > 300
+    (figure,) = drawn
+    assert figure.get_suptitle().startswith("a title\n")
+    if as_bars:
+        (axes,) = figure.axes
+        heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+        assert np.array_equal(np.array(heights).T, counts)
+        assert max(bar.get_y() + bar.get_height() for bar in axes.patches) == counts.sum(1).max()
+    else:
+        (image,) = figure.axes[1].images
+        assert np.allclose(image.get_array(), (counts / counts.sum(1, keepdims=True)).T)
