@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import batch_order, sample_cohort
-from fedsim.data import hold_out
-from fedsim.data.partitions import partition_shards
+from fedsim.core.randomness import sample_cohort
+from fedsim.data import ListedShards, hold_out
 from fedsim.records.reader import Run
 from tests import models, plugs
 from tests.matrix import in_turn
-from tests.textbook import start_of
+from tests.textbook import Federation, start_of
 
 WORKERS, COHORT, ROUNDS, BATCH, LR = 5, 2, 3, 16, 0.1
 TABLES = {
@@ -30,21 +29,17 @@ ENGINES = {
 }
 
 
-class Workers:
+class Workers(Federation):
     """The workers of `TABLES`: their batches, their test samples, and their cohorts."""
 
     def __init__(self):
-        self.data = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-        self.trains, self.tests = hold_out(partition_shards(self.data.targets, WORKERS, "shards", 0), 0.25, seed=0)
+        super().__init__(models.Normalised, plugs.tiny, WORKERS, BATCH, "shards")
+        trains, self.tests = hold_out(ListedShards.of_arrays([shard.numpy() for shard in self.shards]), 0.25, seed=0)
+        self.shards = [trains.of(worker) for worker in range(WORKERS)]
         self.cohorts = [sample_cohort(0, round, WORKERS, COHORT).tolist() for round in range(1, ROUNDS + 1)]
 
-    def batches(self, round, worker):
-        shard = self.trains.of(worker)
-        order = shard[batch_order(0, round, worker, 0, len(shard))]
-        return [self.data.gather(positions) for positions in order.split(BATCH)]
-
-    def loss(self, model, worker):
-        inputs, targets = self.data.gather(self.tests.of(worker))
+    def test_loss(self, model, worker):
+        inputs, targets = self.train.gather(self.tests.of(worker))
         with torch.no_grad():
             return F.cross_entropy(deepcopy(model).eval()(inputs), targets).item()
 
@@ -76,13 +71,13 @@ def alone(workers):
     personal = [start_of(models.Normalised) for _ in range(WORKERS)]
     for round, cohort in enumerate(workers.cohorts, 1):
         for k in cohort:
-            for batch in workers.batches(round, k):
+            for batch in workers.epoch(round, k):
                 sgd_step(personal[k], batch)
-    losses = [[workers.loss(model, k) for k, model in enumerate(personal)]]
+    losses = [[workers.test_loss(model, k) for k, model in enumerate(personal)]]
     for k, model in enumerate(personal):
-        for batch in workers.batches(ROUNDS, k):
+        for batch in workers.epoch(ROUNDS, k):
             sgd_step(model, batch)
-    return [*losses, [workers.loss(model, k) for k, model in enumerate(personal)]]
+    return [*losses, [workers.test_loss(model, k) for k, model in enumerate(personal)]]
 
 
 ALONE = {
@@ -124,18 +119,18 @@ def pfedme(workers, eta, lam, inner_steps):
         return x
 
     for round, cohort in enumerate(workers.cohorts, 1):
-        states, sizes = [], [workers.trains.size(k) for k in cohort]
+        states, sizes = [], [len(workers.shards[k]) for k in cohort]
         for k in cohort:
             theta = thetas.setdefault(k, deepcopy(server))
-            states.append(train(k, theta, workers.batches(round, k)).state_dict())
+            states.append(train(k, theta, workers.epoch(round, k)).state_dict())
         for name, mean in server.state_dict().items():
             mean.copy_(sum(n * state[name] for n, state in zip(sizes, states, strict=True)) / sum(sizes))
     assert len(thetas) < WORKERS
     personal = [thetas.get(k, deepcopy(server)) for k in range(WORKERS)]
-    losses = [[workers.loss(theta, k) for k, theta in enumerate(personal)]]
+    losses = [[workers.test_loss(theta, k) for k, theta in enumerate(personal)]]
     for k, theta in enumerate(personal):
-        train(k, theta, workers.batches(ROUNDS, k))
-    return [*losses, [workers.loss(theta, k) for k, theta in enumerate(personal)]]
+        train(k, theta, workers.epoch(ROUNDS, k))
+    return [*losses, [workers.test_loss(theta, k) for k, theta in enumerate(personal)]]
 
 
 @in_turn(("inner_steps", "engine"), [1, 3], list(ENGINES)[:2])

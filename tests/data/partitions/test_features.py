@@ -12,7 +12,6 @@ import fedsim
 from fedsim.core.randomness import Draws
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions.features import GaussianNoise, Rotation
-from fedsim.errors import ExperimentError
 
 FEATURES = ["feature_noise", "feature_rotation"]
 
@@ -96,26 +95,6 @@ def test_the_memory_format_is_kept(images):
     batch = images.contiguous(memory_format=torch.channels_last)
     for transform in (Rotation(90), Rotation(45), GaussianNoise(1.0)):
         assert ImageTransform.of(transform)(batch, {"draws": Draws.of(0, "x")}).stride() == batch.stride()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "params", "message"),
-    [
-        ("feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
-        (
-            "feature_rotation",
-            {"groups": 3, "angles": [0.0, 90.0]},
-            r"partition.angles = \[0.0, 90.0\]: must be one for each of partition.groups = 3, not 2",
-        ),
-    ],
-)
-def test_impossible_parameters_are_an_error(strategy, params, message):
-    for refused in (
-        lambda: fedsim.partition(np.zeros(10), 3, strategy, **params),
-        lambda: fedsim.partition_transforms(3, strategy, **params),
-    ):
-        with pytest.raises(ExperimentError, match=message):
-            refused()
 
 
 @pytest.mark.gpu
