@@ -89,6 +89,13 @@ def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
         tamed.check({"momentum": "none"})
 
 
+def test_the_decorator_sets_the_traits_of_a_kind_and_no_others():
+    registry = Registry("gadget", traits=("loud",))
+    assert registry("a", loud=True)(lambda: 1).loud
+    with pytest.raises(TypeError, match="the gadget 'b' has no trait lound; allowed: .'loud',."):
+        registry("b", lound=True)
+
+
 def test_a_name_with_a_colon_imports(registry):
     plug = registry.get("tests.plugs:times")
     assert plug.check({"factor": 2.0}) == {"factor": 2.0}
