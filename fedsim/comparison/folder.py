@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid, require_number
 from fedsim.comparison.results import Comparison
-from fedsim.comparison.settings_check import require_number
 from fedsim.config.files import read_toml
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show

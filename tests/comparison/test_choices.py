@@ -13,8 +13,8 @@ import pytest
 import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
+from fedsim.comparison.on_paper import draw_tuning
 from fedsim.comparison.tables import summary_csv, summary_text, tuning_csv
-from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.errors import ExperimentError, SettingWarning
 from tests.comparison.made_up import compared
 

@@ -10,7 +10,7 @@ import pytest
 import fedsim
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import Shard
-from fedsim.comparison.merging import merge
+from fedsim.comparison.runner import merge
 
 WORDS = ["rounds=1", "engine=serial", "data=tests.plugs:tiny", "model=logistic", "local.batch_size=16"]
 GRID = """

@@ -10,10 +10,16 @@ from matplotlib.figure import Figure
 
 from fedsim.callbacks.records import draw_curve
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.leaderboard import draw_leaderboard
-from fedsim.comparison.on_paper import MOST_PANELS, draw_curves, draw_heatmap, draw_values, draw_worker_comparison
+from fedsim.comparison.on_paper import (
+    MOST_PANELS,
+    draw_curves,
+    draw_heatmap,
+    draw_leaderboard,
+    draw_tuning,
+    draw_values,
+    draw_worker_comparison,
+)
 from fedsim.comparison.tables import summary_text
-from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
 from fedsim.data.picture import draw_partition
