@@ -24,8 +24,7 @@ from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
 from fedsim.core.plotting import COLOURS, SCREEN, FigureStyle, grid_shape, line_style, mark_values, prepare_axes
 from fedsim.records.axes import label
 from fedsim.records.formatting import comparison_title, key_name
-from fedsim.records.rows import SEED, MeanCurve, validation_result
-from fedsim.records.value_curves import is_numeric
+from fedsim.records.rows import SEED, MeanCurve, is_numeric, validation_result
 from fedsim.records.worker_results import LABELS, newest_table, read_csv
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from fedsim.records.axes import axis_called, label
 from fedsim.records.numbers import SCALES
 from fedsim.records.reader import places_in
 from fedsim.records.record import LARGEST, metric_called, metrics_in
-from fedsim.records.rows import canonical
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.rows import canonical, numeric_axes
 from fedsim.system.files import write_atomically
 
 if TYPE_CHECKING:

@@ -51,9 +51,8 @@ from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, RecordError, SettingWarning, one_line, show
 from fedsim.records.formatting import key_name
 from fedsim.records.reader import GRID, GridFile, read_grid_file
-from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, score_of
+from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
-from fedsim.records.value_curves import numeric_axes
 from fedsim.system.child_process import exit_if_imported_by_child
 
 

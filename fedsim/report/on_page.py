@@ -30,8 +30,7 @@ from fedsim.records import formatting as fmt
 from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
-from fedsim.records.rows import MeanCurve, Row, score_of
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.records.worker_results import LABELS
 from fedsim.report.figure import (
     FEW_ROUNDS,

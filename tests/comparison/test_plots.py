@@ -24,7 +24,7 @@ from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
 from fedsim.data.picture import draw_partition
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.rows import numeric_axes
 from fedsim.records.worker_results import draw_workers, workers_csv
 from tests.comparison.made_up import grid_of, on_the_clock, results_of
 
