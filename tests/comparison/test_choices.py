@@ -204,24 +204,6 @@ def test_a_setting_names_an_axis_by_either_key_of_its_plug(setting, name, serial
     assert found == plan_grid(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
 
 
-def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
-    words = ["rounds=1", "workers=5", "model=logistic", "data=tests.plugs:tiny", "data.validation=0.2"]
-    words += ["engine=serial", "attack.workers=[0]", "attack.name=none,inf", "aggregate.nonfinite=exclude"]
-    words += ["--tune", "local.lr=0.01,0.1", "--worst", "attack.name", "--out", "grid"]
-    for shard in ("0/2", "1/2"):
-        assert cli("compare", *words, "--shard", shard).exit_code == 0
-    merged = cli("compare", "grid", "--allow-imports")
-    assert merged.exit_code == 0
-    assert "tuned local.lr  worst attack.name" in merged.stdout
-    assert (tmp_path / "grid" / "tuning.csv").is_file()
-    assert (tmp_path / "grid" / "tuning.png").is_file()
-    assert cli("report", "grid").exit_code == 0
-    page = (tmp_path / "grid" / "report.html").read_text()
-    assert "worst attack.name" in page
-    again = cli("compare", "grid", "--allow-imports", "--tune", "attack.name", "--worst", "local.lr", "--out", "other")
-    assert "tuned attack.name  worst local.lr" in again.stdout
-
-
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
