@@ -311,21 +311,16 @@ def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequen
 
     Raises ExperimentError if the settings do not fit the axes and the experiments.
     """
-    settings = _with_axes_as_called(settings)
+    renamed: dict[str, Any] = {}
+    for name in ("tune", "worst", "heatmap"):
+        if isinstance(value := getattr(settings, name), str):
+            renamed[name] = ",".join(axis_called(key.strip()) for key in value.split(","))
+    settings = replace(settings, **renamed)
     if settings.target is not None:
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)
     _check_heatmap(settings, axes)
     return settings if settings.by is None else replace(settings, by=check_number(settings.by, experiments))
-
-
-def _with_axes_as_called(settings: ComparisonSettings) -> ComparisonSettings:
-    """Return the settings with the axes of `tune`, `worst` and `heatmap` as the grid calls them; see `axis_called`."""
-    renamed: dict[str, Any] = {}
-    for name in ("tune", "worst", "heatmap"):
-        if isinstance(value := getattr(settings, name), str):
-            renamed[name] = ",".join(axis_called(key.strip()) for key in value.split(","))
-    return replace(settings, **renamed)
 
 
 def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:
