@@ -54,7 +54,8 @@ class GridDisplay(Callback):
 
     def on_start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
         self._begun, self._total = time.perf_counter(), len(todo)
-        self._rounds = sum(run.experiment.rounds for run in todo)
+        self._planned = {run.id: run.experiment.rounds for run in todo}
+        self._rounds = sum(self._planned.values())
         lines = [f"{grid.name}: {plural(len(grid.runs), 'run')} ({grid.shape}), {jobs} at a time"]
         self._start([*lines, *(f"left out: {line}" for line in grid.left_out)], len(grid.runs) - self._total)
 
@@ -66,7 +67,7 @@ class GridDisplay(Callback):
         self._done[run.id] = 0
 
     def on_end(self, run: Run) -> None:
-        self._rounds += self._done[run.id] - (run.planned or 0)  # those that it will not do
+        self._rounds += self._done[run.id] - self._planned[run.id]  # those that it will not do
         self._ended += 1
         self._failed += run.error is not None
         self._end(run)
