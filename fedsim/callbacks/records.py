@@ -51,7 +51,7 @@ class Recorder(Callback):
             figures["workers"] = draw_workers(tests, result.experiment.name)
         for name, figure in figures.items():
             for format in records.figures:
-                folder.figure(name, encode(figure, format), format)
+                folder.write(f"{name}.{format}", encode(figure, format))
 
 
 class KeptUpdates(Callback):

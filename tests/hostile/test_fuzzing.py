@@ -25,8 +25,8 @@ from fedsim.asynchronous import delays
 from fedsim.asynchronous.race.log import FILE, read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
-from fedsim.comparison.merging import merge
 from fedsim.comparison.results import read_records
+from fedsim.comparison.runner import merge
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment

@@ -10,7 +10,7 @@ import tomli_w
 
 import fedsim
 from fedsim.comparison import plan_grid
-from fedsim.comparison.merging import merge
+from fedsim.comparison.runner import merge
 from fedsim.config.plugs import PLUGS
 from fedsim.core.suggestions import LISTS
 from fedsim.data.sources import FILES

@@ -15,8 +15,8 @@ import fedsim
 from fedsim.asynchronous.race.log import read_log
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import GridFolder
-from fedsim.comparison.merging import merge
 from fedsim.comparison.results import read_records
+from fedsim.comparison.runner import merge
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
 from fedsim.records.run_folder import new_folder
