@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.group import Group, LocalGroup
+from fedsim.engines.group import Group
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.task import SharedState, TaskSpec
 from fedsim.engines.worker_states import WorkerStates
@@ -96,7 +96,7 @@ class InProcess(Backend):
         self.executor = make(group, task, shared, make_trainer, self.states)
 
     def new_group(self, task: TaskSpec) -> Group:
-        return LocalGroup(ProcessContext.alone(), task.device)
+        return Group(ProcessContext.alone(), task.device)
 
     def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
         return WorkerStates.of(task, self.shared)
