@@ -23,7 +23,7 @@ from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.group import Group, rows_at
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import SharedState, Sync, TaskSpec
+from fedsim.engines.task import RunTask, SharedState, Sync
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
 
@@ -43,45 +43,45 @@ def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tenso
     return torch.where(shared.cohort_workers[places] == wanted, shared.cohort_weights[places], 1.0)
 
 
-def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
+def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
     """The weights [n] of these workers for the rule, on the CPU, or None for equal ones.
 
     Args:
         samples: the number of samples of each, for weights by samples.
     """
-    if not task.rule.accepts_weights or (task.weights == "uniform" and not task.rule.needs_weights):
+    kind, rule = task.experiment.weights, task.experiment.rule
+    if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
         return None
-    if task.weights == "inverse_probability":
+    if kind == "inverse_probability":
         return weights_by_probability(shared, workers)
-    if task.weights == "samples":
-        values: Sequence[float] = samples
-    else:
-        values = [1.0 if task.weights == "uniform" else task.weights[worker] for worker in workers]
+    values: Sequence[float] = samples
+    if kind != "samples":
+        values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
     return torch.tensor(values, dtype=torch.double)
 
 
-def spoil(task: TaskSpec, rows: Tensor, of_workers: Tensor) -> None:
+def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
     """Set the rows [..., d] of workers that send or keep NaN or infinity [..., w] to NaN, which excludes these workers.
 
     Does nothing if the task keeps such numbers.
     """
-    if task.nonfinite != "keep":
+    if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
-def linear_shares(task: TaskSpec, weights: Tensor | None, n: int) -> Tensor | None:
+def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
     """The coefficients [n] of a rule that is `linear_by_weights`."""
-    total = 1.0 if task.weights == "inverse_probability" else None
-    return task.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
+    total = 1.0 if task.experiment.weights == "inverse_probability" else None
+    return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
 
 
-def screen(task: TaskSpec, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
+def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
     """The inputs without the rows at the positions `bad`, which are not finite.
 
     Raises DivergedError, with the round, if the task does not exclude them, or if no row is left.
     """
     try:
-        return screened(inputs, task.nonfinite, bad)[0]
+        return screened(inputs, task.experiment.nonfinite, bad)[0]
     except DivergedError as error:
         raise DivergedError(error.what, error.remedy, context.moment[0]) from None
 
@@ -172,10 +172,10 @@ class Aggregator:
         deferred_check: checks the rows of a round together, where that is possible.
     """
 
-    def __init__(self, group: Group, task: TaskSpec, shared: SharedState) -> None:
+    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
         self._group, self._task, self._shared = group, task, shared
         n_rows, process = len(shared.cohort_workers), group.process
-        self.root_slot = n_rows if task.rule.accepts("root") else None
+        self.root_slot = n_rows if task.experiment.rule.accepts("root") else None
         self._columns = columns = group.columns(len(shared.global_row))
         width = columns.stop - columns.start
         self._blocks = list(column_blocks(width, process.index, process.count, n=n_rows, device=task.device))
@@ -191,9 +191,10 @@ class Aggregator:
         self._result: list[tuple[slice, Tensor]] = []  # columns, and the aggregated update in them
         self._complete = False  # whether every process has the whole update
         self.has_last, self.losses = False, shared.losses[:0]
-        may_defer = task.device.type != "cpu" and process.count == 1 and task.nonfinite != "keep"
-        may_defer = may_defer and "state" not in task.attack.accepts  # its state would be that of the repeated steps
-        may_defer = may_defer and task.rule.columnwise and not group.divided
+        may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
+        # An attack's state would be that of the repeated steps.
+        may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
+        may_defer = may_defer and task.experiment.rule.columnwise and not group.divided
         self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:
@@ -224,7 +225,7 @@ class Aggregator:
     @property
     def _checks_now(self) -> bool:
         """Whether each aggregation finds out which rows are not finite."""
-        return self._task.nonfinite != "keep" and not self._defers
+        return self._task.experiment.nonfinite != "keep" and not self._defers
 
     @property
     def _defers(self) -> bool:
@@ -236,7 +237,7 @@ class Aggregator:
         workers = task.byzantine.in_round(context.moment[0])
         attackers = [worker in workers for worker in context.workers]
         byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
-        if not byzantine or (all(attackers) and task.attack.needs_honest):
+        if not byzantine or (all(attackers) and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send what they have trained
         self._read_losses(context)
         rows = self.gathered(context)
@@ -259,14 +260,14 @@ class Aggregator:
         def aggregate(byzantine: Tensor) -> Tensor:
             rows[index] = byzantine
             inputs, bad = screened(self._inputs(context, rows), "exclude")
-            if not bad and task.rule.accepts("gram"):
+            if not bad and task.experiment.rule.accepts("gram"):
                 inputs.gram = attacked.gram(byzantine)
-            return task.rule(inputs).update
+            return task.experiment.rule(inputs).update
 
-        byzantine, self._attack_state = task.attack(
+        byzantine, self._attack_state = task.experiment.attack.component(
             attacked.honest,
             rows[index],
-            seed=task.seed,
+            seed=task.experiment.seed,
             moment=context.moment,
             last=shared.last if self.has_last else None,
             aggregate=aggregate,
@@ -281,7 +282,7 @@ class Aggregator:
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
         """Apply the rule to the rows. Keeps the result for `server_step`. The first process returns the stats."""
-        rule, group = self._task.rule, self._group
+        rule, group = self._task.experiment.rule, self._group
         self._moment = context.moment
         if rule.linear_by_weights and group.divided:
             return self._add_rows(context)
@@ -297,7 +298,7 @@ class Aggregator:
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
         """A columnwise rule, in this process's blocks; in ranks also a rule of inner products, in their columns."""
-        rule, group, start = self._task.rule, self._group, self._columns.start
+        rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.rows, context.slots)
         inputs = self._inputs(context, rows, group.reduce)
         if self.deferred_check is not None and self._defers:
@@ -317,7 +318,7 @@ class Aggregator:
 
     def _aggregate_whole_rows(self, context: AggregationContext, rows: Tensor, bad: list[int]) -> AggregationStats:
         inputs = screen(self._task, context, self._inputs(context, rows), bad)
-        outcome = self._task.rule(inputs)
+        outcome = self._task.experiment.rule(inputs)
         self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
         stats = _stats(context, bad, outcome.shares, inputs)
         return stats.on_host() if self._group.divided else stats
@@ -382,11 +383,11 @@ class Aggregator:
         stay as they are.
         """
         task, shared = self._task, self._shared
-        if not self._group.computes or not shared.global_buffers.numel() or task.buffers == "server":
+        if not self._group.computes or not shared.global_buffers.numel() or task.experiment.buffers == "server":
             return
         workers, weights = context.workers, context.weights
         buffers = self._group.of_all(shared.buffers, context.slots)
-        if task.nonfinite == "exclude":
+        if task.experiment.nonfinite == "exclude":
             unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
             excluded = unfit.union(excluded)
         if excluded:
@@ -401,7 +402,7 @@ class Aggregator:
         self._state, self._attack_state, self.has_last = {}, {}, False
         for block in self._blocks:
             block = moved(block, self._columns.start)
-            start = self._task.server.start(self._shared.global_row[block])
+            start = self._task.experiment.server.component.start(self._shared.global_row[block])
             for name, tensor in self._state_of("parameters", block).items():
                 tensor.copy_(start[name])
         synchronize(self._task.device)
@@ -437,20 +438,20 @@ class Aggregator:
             updates=rows_at(rows, context.slots),
             weights=context.weights,
             root=None if self.root_slot is None else rows[self.root_slot],
-            losses=self.losses if task.rule.accepts("losses") else None,
+            losses=self.losses if task.experiment.rule.accepts("losses") else None,
             workers=list(context.workers),
-            seed=task.seed,
+            seed=task.experiment.seed,
             moment=context.moment,
             state=self._state,
             last=self._shared.last if self.has_last else None,
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=reduce,
-            weight_total=1.0 if task.weights == "inverse_probability" else None,
+            weight_total=1.0 if task.experiment.weights == "inverse_probability" else None,
         )
 
     def _read_losses(self, context: AggregationContext) -> None:
-        if self._task.rule.accepts("losses"):
+        if self._task.experiment.rule.accepts("losses"):
             self.losses = self._group.of_all(self._shared.losses, context.slots)
 
     def _bad(self, context: AggregationContext) -> list[int]:
@@ -462,8 +463,8 @@ class Aggregator:
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
         """The shares of a linear rule."""
-        if bad or not self._task.rule.linear_by_weights:
-            return self._task.rule.shares(inputs)
+        if bad or not self._task.experiment.rule.linear_by_weights:
+            return self._task.experiment.rule.shares(inputs)
         return self._shares_by_weights(context.weights, len(context.slots))
 
 

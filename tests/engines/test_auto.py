@@ -72,8 +72,8 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
     """Ten rows in one process; see the table in docs/explanation/performance.md."""
     experiment = {"model": model, "workers": 10, "rounds": 1, "local": {"batch_size": batch_size, "steps": 1}}
     wanted = fedsim.Experiment(**experiment, engine="serial", processes=None)
-    with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
-        assert AutoEngine(1, 1, 60.0).choose(prepared.task, engine.shared).stacked == stacked
+    with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+        assert AutoEngine(1, 1, 60.0).choose(task, engine.shared).stacked == stacked
 
 
 def test_neither_load_nor_time_nor_free_memory_changes_the_choice(tables, monkeypatch):

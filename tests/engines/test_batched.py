@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.clients import SGD
-from fedsim.engines import Schedule
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from fedsim.runs.setup import prepare
@@ -37,9 +35,9 @@ def width_for(monkeypatch):
     def width(processes, total, threads=1, **tables):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
-        with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
+        with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
             shared = engine.shared
-            return stack_width(prepared.task, shared, StackingProbe.of(prepared.task, shared), processes, threads)
+            return stack_width(task, shared, StackingProbe.of(task, shared), processes, threads)
 
     return width
 
@@ -78,8 +76,8 @@ def width_by_hand(prepared, monkeypatch):
 
     def width(total, processes, momentum, **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
-        task, shared = prepared(workers=20, partition="iid", precision="float32")
-        task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum), **changes)
+        local = {"batch_size": 5, "momentum": momentum, **changes.pop("local", {})}
+        task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
         shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
         return stack_width(task, shared, probe, processes, 1)

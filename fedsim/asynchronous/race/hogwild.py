@@ -61,7 +61,7 @@ class HogwildWorker(RaceWorker):
             self._process.heartbeat()
             with self._process.working_on(slot, round), dropout.at(step, len(targets)):
                 if draws:
-                    seed_everything(device, task.seed, "forward", round, slot, step)
+                    seed_everything(device, task.experiment.seed, "forward", round, slot, step)
                     before = global_states(device) if step == 0 else None
                 loss = self._step(slot, round, module, inputs, targets, result)
                 if step == 0:
@@ -104,7 +104,7 @@ class HogwildWorker(RaceWorker):
                 raise nonfinite_error(round, f"the gradient of worker {slot}")
             stats.excluded.append(slot)
             return None
-        clip_rows(gradient, self._executor.task.clip_norm)
+        clip_rows(gradient, self._executor.task.experiment.local.clip_norm)
         self._writes_begun[slot] += 1
         with process.holding(SHARED_ROW):
             self._policy.take(server, Arrival(slot, slot, unit, staleness))

@@ -94,12 +94,12 @@ class ParallelTrainer(RowTrainer):
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
         task, layout, self._ranks = self._task, self._modules[0].layout, ranks
-        assert task.hook is not None
+        assert task.experiment.gradient_hook is not None
         # A row that the backend cannot sum is copied to the host, and sent after the backward pass.
         self._wire = self._gradient if ranks.sums_where_rows_lie else self._gradient.cpu()
-        self.hook = task.hook.start(ranks.group, draw_key(task.seed, "hook") % 2**32)
+        self.hook = task.experiment.gradient_hook.start(ranks.group, draw_key(task.experiment.seed, "hook") % 2**32)
         # Gloo would mix up the parts of two buckets of a hook that sends them one after another.
-        most = layout.d if task.hook.keeps else BUCKET // self._wire.element_size()
+        most = layout.d if task.experiment.gradient_hook.keeps else BUCKET // self._wire.element_size()
         self._sender = BucketSender(self._wire, layout, self.hook, most)
         self._modules = [self._new_row_module()]
         self._shares = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
@@ -123,7 +123,7 @@ class ParallelTrainer(RowTrainer):
         assert shares is not None
         with task.precision.training(task.device):
             mean = self._mean_gradient(step, dict(zip(context.workers, shares.tolist(), strict=True)))
-            if task.nonfinite != "keep" and not math.isfinite(mean.sum()):
+            if task.experiment.nonfinite != "keep" and not math.isfinite(mean.sum()):
                 self._refuse(step, context)
         task.solver_at(*context.moment).step(self._shared.global_row, mean, self._shared.states["gradients"])
         synchronize(task.device)
@@ -163,8 +163,8 @@ class ParallelTrainer(RowTrainer):
         positions = self._ranks.all_reduce(bad).nonzero().flatten().tolist()
         inputs = AggregationInputs(bad[:, None], context.weights, workers=context.workers)
         screen(self._task, context, inputs, positions)
-        assert self._task.hook is not None
-        hook = f'distributed.hook = "{self._task.hook.name}"'
+        assert self._task.experiment.gradient_hook is not None
+        hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
         what = f"the mean of the gradients is not finite, though each of them is ({hook})"
         raise DivergedError(what, "", context.moment[0])
 

@@ -16,7 +16,7 @@ from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.group import Group, balance_load, rows_at
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, FedsimWarning, show
@@ -38,7 +38,7 @@ class Ranks(Group):
 
     divided = True
 
-    def __init__(self, ranks: RankGroup, task: TaskSpec, shared: SharedState) -> None:
+    def __init__(self, ranks: RankGroup, task: RunTask, shared: SharedState) -> None:
         super().__init__(ProcessContext.alone(), task.device)
         self.index, self.count, self.computes = ranks.index, ranks.count, True
         self._ranks, self._task, self._shared = ranks, task, shared
@@ -50,7 +50,7 @@ class Ranks(Group):
         self._rooms: dict[int, Tensor] = {}  # rows of all ranks, by their width
         self._places: dict[int, tuple[int, int]] = {}  # rank and row of each slot of the current cohort
         # With a hook every rank has the mean gradient, and moves the whole row.
-        self._whole_states = {"gradients"} if task.hook else set()
+        self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
         shared.states = {
             sync: task.stepper(sync).start(shared.global_row[slice(None) if sync in self._whole_states else self._part])
             for sync in task.syncs
@@ -107,7 +107,7 @@ class Ranks(Group):
         if not any(held):
             return parts[0][:0]
         if width not in self._rooms:
-            n_rows = len(self._shared.cohort_workers) + self._task.rule.accepts("root")
+            n_rows = len(self._shared.cohort_workers) + self._task.experiment.rule.accepts("root")
             self._rooms[width] = new_rows(n_rows, width, self._task.dtype, self._task.device)
         for slots, rows in zip(held, received, strict=True):
             self._rooms[width][slots] = rows.view(len(slots), width)
@@ -159,7 +159,7 @@ class Ranks(Group):
         return tensors
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        hook = self._task.hook
+        hook = self._task.experiment.gradient_hook
         if hook is not None and hook.keeps:
             line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
             warnings.warn(line, FedsimWarning, stacklevel=2)
