@@ -23,7 +23,8 @@ from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.group import Group, rows_at
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import RunTask, SharedState, Sync
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
 
@@ -31,16 +32,16 @@ from fedsim.system.devices import synchronize, to_device
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
     """Set the weights by inverse probability of the workers of a cohort."""
     workers, n = sorted(weights), len(weights)
-    shared.cohort_workers.fill_(torch.iinfo(torch.int64).max)
-    shared.cohort_workers[:n] = torch.tensor(workers)
-    shared.cohort_weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
+    shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
+    shared.cohort.workers[:n] = torch.tensor(workers)
+    shared.cohort.weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
     """The weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
     wanted = torch.tensor(workers)
-    places = torch.searchsorted(shared.cohort_workers, wanted).clamp_(max=len(shared.cohort_workers) - 1)
-    return torch.where(shared.cohort_workers[places] == wanted, shared.cohort_weights[places], 1.0)
+    places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
+    return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
 
 
 def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
@@ -97,7 +98,7 @@ class DeferredCheck:
     """
 
     def __init__(self, shared: SharedState) -> None:
-        self._changed = [shared.global_row, shared.last, *shared.states.get("gradients", {}).values()]
+        self._changed = [shared.server.row, shared.server.last, *shared.server.states.get("gradients", {}).values()]
         self._before: list[Tensor] = []
         self._sums: list[Tensor] = []
         self.usable, self.active = True, False
@@ -174,13 +175,13 @@ class Aggregator:
 
     def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
         self._group, self._task, self._shared = group, task, shared
-        n_rows, process = len(shared.cohort_workers), group.process
+        n_rows, process = len(shared.cohort.workers), group.process
         self.root_slot = n_rows if task.experiment.rule.accepts("root") else None
-        self._columns = columns = group.columns(len(shared.global_row))
+        self._columns = columns = group.columns(len(shared.server.row))
         width = columns.stop - columns.start
         self._blocks = list(column_blocks(width, process.index, process.count, n=n_rows, device=task.device))
-        self._own_row = shared.global_row[columns]
-        self._sent = shared.global_row  # what the members of the round have started from
+        self._own_row = shared.server.row[columns]
+        self._sent = shared.server.row  # what the members of the round have started from
         self._state: dict[str, Tensor] = {}  # of the rule
         self._attack_state: dict[str, Tensor] = {}
         self._number = 0  # of aggregations so far, the same in every process
@@ -190,7 +191,7 @@ class Aggregator:
         self._shares_by_weights = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
         self._result: list[tuple[slice, Tensor]] = []  # columns, and the aggregated update in them
         self._complete = False  # whether every process has the whole update
-        self.has_last, self.losses = False, shared.losses[:0]
+        self.has_last, self.losses = False, shared.cohort.losses[:0]
         may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
         # An attack's state would be that of the repeated steps.
         may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
@@ -199,8 +200,8 @@ class Aggregator:
 
     def sent_row(self, round: int) -> Tensor:
         """The row [d] that the workers get in a round in which parameters are aggregated; read only."""
-        start = self._task.server_at(round).broadcast(self._own_row, self._shared.states["parameters"])
-        self._sent = self._shared.global_row
+        start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
+        self._sent = self._shared.server.row
         if start is not self._own_row:
             self._sent = torch.empty_like(self._sent)
             self._sent[self._columns] = start
@@ -211,16 +212,16 @@ class Aggregator:
         """Begin an aggregation with the rows that this process has trained: parameters become updates, in place."""
         self._number += 1
         for run in _runs(rows) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
+            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
         self.rows_changed(rows)
 
     def rows_changed(self, rows: Sequence[int]) -> None:
         """Note that the rows of these numbers, which this process has trained, have changed."""
         self._gathered = None
         for run in _runs(rows) if self._checks_now else ():
-            self._shared.unfit[run.start : run.stop] = 0
-            for row in bad_rows(self._shared.rows[run.start : run.stop]):
-                self._shared.unfit[run.start + row] = self._number
+            self._shared.cohort.unfit[run.start : run.stop] = 0
+            for row in bad_rows(self._shared.cohort.rows[run.start : run.stop]):
+                self._shared.cohort.unfit[run.start + row] = self._number
 
     @property
     def _checks_now(self) -> bool:
@@ -244,11 +245,11 @@ class Aggregator:
         group.at_first(lambda: self._write_byzantine(context, attackers, rows))
         mine, sent = group.return_rows(rows, byzantine)
         index = to_device(torch.tensor(mine, dtype=torch.int64), task.device)
-        for message in shared.messages.values():  # which an attack does not replace
+        for message in shared.cohort.messages.values():  # which an attack does not replace
             spoil(task, sent, message[index])
-        shared.rows[index] = sent
+        shared.cohort.rows[index] = sent
         if self._checks_now:
-            shared.unfit[mine] = torch.where(sent.isfinite().all(1).cpu(), 0, self._number)
+            shared.cohort.unfit[mine] = torch.where(sent.isfinite().all(1).cpu(), 0, self._number)
 
     def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
         """Compute what the attackers send, from `rows` by slot, and write it to their rows."""
@@ -269,7 +270,7 @@ class Aggregator:
             rows[index],
             seed=task.experiment.seed,
             moment=context.moment,
-            last=shared.last if self.has_last else None,
+            last=shared.server.last if self.has_last else None,
             aggregate=aggregate,
             workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
             state=self._attack_state,
@@ -299,7 +300,7 @@ class Aggregator:
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
         """A columnwise rule, in this process's blocks; in ranks also a rule of inner products, in their columns."""
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
-        rows = group.columns_of(self._shared.rows, context.slots)
+        rows = group.columns_of(self._shared.cohort.rows, context.slots)
         inputs = self._inputs(context, rows, group.reduce)
         if self.deferred_check is not None and self._defers:
             self.deferred_check.add(inputs.updates)
@@ -317,6 +318,7 @@ class Aggregator:
         return _stats(context, bad, shares, inputs)
 
     def _aggregate_whole_rows(self, context: AggregationContext, rows: Tensor, bad: list[int]) -> AggregationStats:
+        """Any other rule, of `rows` by slot."""
         inputs = screen(self._task, context, self._inputs(context, rows), bad)
         outcome = self._task.experiment.rule(inputs)
         self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
@@ -330,12 +332,12 @@ class Aggregator:
         it NaN, and only then the ranks find out which rows those are. Otherwise each rank gets its columns.
         """
         task, shared, group = self._task, self._shared, self._group
-        if shared.states[task.sync_in(context.moment[0])]:
+        if shared.server.states[task.sync_in(context.moment[0])]:
             stats, total = self._sum_own_rows(context, self._bad(context))
             self._result = [(self._columns, group.sum_columns(total))]
             return stats
         stats, total = self._sum_own_rows(context, [])
-        if (shared.unfit[group.here(context.slots)[1]] == self._number).any():
+        if (shared.cohort.unfit[group.here(context.slots)[1]] == self._number).any():
             total.fill_(math.nan)
         group.reduce(total)
         if self._checks_now and not math.isfinite(total.sum()) and (bad := self._bad(context)):
@@ -346,33 +348,30 @@ class Aggregator:
 
     def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
         """The stats of a linear rule, and this rank's part [d] of its result."""
-        no_columns = self._shared.rows.new_empty(len(self._shared.cohort_workers), 0)
+        no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
         inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
         stats = _stats(context, bad, self._shares(context, inputs, bad), inputs)
         assert stats.shares is not None
         self._workers = len(inputs.updates)
         places, rows = self._group.here(context.slots)
         shares = torch.tensor([stats.shares[place] for place in places], dtype=torch.double)
-        return stats, combine(shares, rows_at(self._shared.rows, rows))
+        return stats, combine(shares, rows_at(self._shared.cohort.rows, rows))
 
     def server_step(self) -> None:
         """Move the global row along the aggregated update."""
-        task, shared, group = self._task, self._shared, self._group
+        task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, solver = task.sync_in(self._moment[0]), task.solver_at(*self._moment)
-        rows = [shared.global_row] + [shared.last] * task.keeps_last  # and what `correct` may change
-        rows += [kept for kept in shared.server_state.values() if solver.has("correct") and len(kept) == len(rows[0])]
+        corrects = sync == "parameters" and solver.has("correct")
+        kept = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
-                shared.last[block] = update
-            if sync == "parameters" and solver.has("correct"):
-                server = {
-                    name: kept[block] if len(kept) == len(rows[0]) else kept
-                    for name, kept in shared.server_state.items()
-                }
-                solver.correct(update, server, self._workers, len(shared.shards))
-            task.stepper_at(self._moment).step(shared.global_row[block], update, self._state_of(sync, block))
-        for row in rows if not self._complete else ():
-            group.complete(row)
+                server.last[block] = update
+            if corrects:
+                columns = {name: row[block] for name, row in kept.items()}
+                solver.correct(update, server.algorithm | columns, self._workers, workers)
+            task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
+        for row in (server.row, *[server.last] * task.keeps_last, *kept.values()) if not self._complete else ():
+            self._group.complete(row)
         self._result, self._complete, self.has_last = [], False, task.keeps_last
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
@@ -383,10 +382,10 @@ class Aggregator:
         stay as they are.
         """
         task, shared = self._task, self._shared
-        if not self._group.computes or not shared.global_buffers.numel() or task.experiment.buffers == "server":
+        if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "server":
             return
         workers, weights = context.workers, context.weights
-        buffers = self._group.of_all(shared.buffers, context.slots)
+        buffers = self._group.of_all(shared.cohort.buffers, context.slots)
         if task.experiment.nonfinite == "exclude":
             unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
             excluded = unfit.union(excluded)
@@ -395,14 +394,14 @@ class Aggregator:
             workers, buffers = [workers[place] for place in kept], buffers[kept]
             weights = None if weights is None else weights[kept]
         if workers and (weights is None or weights.any()):
-            shared.global_buffers.copy_(mean(buffers, weights))
+            shared.server.buffers.copy_(mean(buffers, weights))
 
     def begin_with_parameters(self) -> None:
         """Reset the states of rule and server after the last round in which gradients are aggregated."""
         self._state, self._attack_state, self.has_last = {}, {}, False
         for block in self._blocks:
             block = moved(block, self._columns.start)
-            start = self._task.experiment.server.component.start(self._shared.global_row[block])
+            start = self._task.experiment.server.component.start(self._shared.server.row[block])
             for name, tensor in self._state_of("parameters", block).items():
                 tensor.copy_(start[name])
         synchronize(self._task.device)
@@ -423,13 +422,13 @@ class Aggregator:
         """The rows of an aggregation, and the server's own, by slot in the first process."""
         if self._gathered is None:
             slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
-            self._gathered = self._group.gather_rows(self._shared.rows, slots)
+            self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 
     def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
         """The optimizer's state in these columns of the global row."""
         place = moved(block, -self._columns.start)
-        return {name: tensor[place] for name, tensor in self._shared.states[sync].items()}
+        return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
 
     def _inputs(self, context: AggregationContext, rows: Tensor, reduce: Reduce = keep_own) -> AggregationInputs:
         """The inputs of the rule, of rows by slot."""
@@ -443,7 +442,7 @@ class Aggregator:
             seed=task.experiment.seed,
             moment=context.moment,
             state=self._state,
-            last=self._shared.last if self.has_last else None,
+            last=self._shared.server.last if self.has_last else None,
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=reduce,
@@ -452,13 +451,13 @@ class Aggregator:
 
     def _read_losses(self, context: AggregationContext) -> None:
         if self._task.experiment.rule.accepts("losses"):
-            self.losses = self._group.of_all(self._shared.losses, context.slots)
+            self.losses = self._group.of_all(self._shared.cohort.losses, context.slots)
 
     def _bad(self, context: AggregationContext) -> list[int]:
         """The positions of the rows that are not finite."""
         if not self._checks_now:
             return []
-        unfit = self._group.of_all(self._shared.unfit, context.slots)
+        unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
         return (unfit == self._number).nonzero().flatten().tolist()
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
@@ -469,6 +468,7 @@ class Aggregator:
 
 
 def moved(block: slice, by: int) -> slice:
+    """The same number of columns, which begin `by` columns later."""
     return slice(block.start + by, block.stop + by)
 
 

@@ -111,7 +111,7 @@ class ParallelTrainer(RowTrainer):
             self._modules.append(self._new_row_module())
         self._participants = []
         for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.global_row, self._gradient, shared.buffers[member.slot])
+            module.load(shared.server.row, self._gradient, shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
     def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
@@ -125,7 +125,7 @@ class ParallelTrainer(RowTrainer):
             mean = self._mean_gradient(step, dict(zip(context.workers, shares.tolist(), strict=True)))
             if task.experiment.nonfinite != "keep" and not math.isfinite(mean.sum()):
                 self._refuse(step, context)
-        task.solver_at(*context.moment).step(self._shared.global_row, mean, self._shared.states["gradients"])
+        task.solver_at(*context.moment).step(self._shared.server.row, mean, self._shared.server.states["gradients"])
         synchronize(task.device)
         return AggregationStats(shares.tolist())
 

@@ -16,7 +16,8 @@ from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.group import Group, balance_load, rows_at
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, FedsimWarning, show
@@ -42,7 +43,7 @@ class Ranks(Group):
         super().__init__(ProcessContext.alone(), task.device)
         self.index, self.count, self.computes = ranks.index, ranks.count, True
         self._ranks, self._task, self._shared = ranks, task, shared
-        d, line = len(shared.global_row), ALIGNMENT // task.dtype.itemsize
+        d, line = len(shared.server.row), ALIGNMENT // task.dtype.itemsize
         width = line * math.ceil(d / self.count / line)
         self._parts = [slice(min(d, rank * width), min(d, (rank + 1) * width)) for rank in range(self.count)]
         self._widths = [part.stop - part.start for part in self._parts]
@@ -51,8 +52,8 @@ class Ranks(Group):
         self._places: dict[int, tuple[int, int]] = {}  # rank and row of each slot of the current cohort
         # With a hook every rank has the mean gradient, and moves the whole row.
         self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
-        shared.states = {
-            sync: task.stepper(sync).start(shared.global_row[slice(None) if sync in self._whole_states else self._part])
+        shared.server.states = {
+            sync: task.stepper(sync).start(shared.server.row[slice(None) if sync in self._whole_states else self._part])
             for sync in task.syncs
         }
 
@@ -107,14 +108,14 @@ class Ranks(Group):
         if not any(held):
             return parts[0][:0]
         if width not in self._rooms:
-            n_rows = len(self._shared.cohort_workers) + self._task.experiment.rule.accepts("root")
+            n_rows = len(self._shared.cohort.workers) + self._task.experiment.rule.accepts("root")
             self._rooms[width] = new_rows(n_rows, width, self._task.dtype, self._task.device)
         for slots, rows in zip(held, received, strict=True):
             self._rooms[width][slots] = rows.view(len(slots), width)
         return self._rooms[width]
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
-        held, d = self.by_rank(slots), len(self._shared.global_row)
+        held, d = self.by_rank(slots), len(self._shared.server.row)
         mine = self.rows_of(held[self.index])
         parts = [rows[theirs if self.index == 0 else []] for theirs in held]
         received = self._ranks.exchange(parts, [len(mine) * d] + [0] * (self.count - 1))[0]
@@ -134,7 +135,7 @@ class Ranks(Group):
         return result
 
     def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
-        row = update[0][1] if update else self._shared.global_row[:0]
+        row = update[0][1] if update else self._shared.server.row[:0]
         parts = [row[part] for part in self._parts]
         return [(self._part, self._ranks.exchange(parts, [self._width] + [0] * (self.count - 1))[0])]
 
@@ -153,7 +154,7 @@ class Ranks(Group):
     def states_by_columns(self) -> dict[str, Tensor]:
         tensors = {}
         for name, part in self._divided_states():
-            row = tensors[name] = torch.empty_like(self._shared.global_row)
+            row = tensors[name] = torch.empty_like(self._shared.server.row)
             row[self._part] = part
             self.complete(row)
         return tensors
@@ -167,7 +168,7 @@ class Ranks(Group):
             part.copy_(tensors[name][self._part])
 
     def _divided_states(self) -> Iterator[tuple[str, Tensor]]:
-        for sync, state in self._shared.states.items():
+        for sync, state in self._shared.server.states.items():
             for name, part in state.items() if sync not in self._whole_states else ():
                 yield f"{sync}.{name}", part
 

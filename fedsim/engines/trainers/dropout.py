@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
@@ -329,7 +330,7 @@ def recorded_calls(task: RunTask, shared: SharedState, samples: int) -> Calls:
     backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator, so
     dropout has to draw from it.
     """
-    inputs, targets = shared.train.gather(torch.arange(min(samples, len(shared.train))))
+    inputs, targets = shared.data.train.gather(torch.arange(min(samples, len(shared.data.train))))
     current = CurrentDropout()
     with preserve_random_state(task.device), torch.enable_grad(), Recording() as recording:
         try:

@@ -21,7 +21,7 @@ from fedsim.engines import Engine, RunTask
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
 from fedsim.engines.memory import buffer_bytes, personal_bytes
-from fedsim.engines.task import message_bytes
+from fedsim.engines.shared_state import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.rounds.round_clock import delays_of
@@ -44,9 +44,9 @@ class ClockLoop:
             experiment.cohort_size,
             self._policy.work,
             task.schedule,
-            shared.shards.size,
+            shared.data.shards.size,
         )
-        model_bytes = shared.global_row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
+        model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
