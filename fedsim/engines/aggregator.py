@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, Gram, column_blocks, screened
-from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
+from fedsim.aggregation.numerics.columns import Reduce, combine, keep_own
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.group import Group, rows_at
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
@@ -218,10 +218,13 @@ class Aggregator:
     def rows_changed(self, rows: Sequence[int]) -> None:
         """Note that the rows of these numbers, which this process has trained, have changed."""
         self._gathered = None
+        cohort = self._shared.cohort
         for run in _runs(rows) if self._checks_now else ():
-            self._shared.cohort.unfit[run.start : run.stop] = 0
-            for row in bad_rows(self._shared.cohort.rows[run.start : run.stop]):
-                self._shared.cohort.unfit[run.start + row] = self._number
+            cohort.unfit[run.start : run.stop] = 0
+            sums = cohort.rows[run.start : run.stop].sum(1).cpu()  # may overflow, so they are a suspicion only
+            for place in (~sums.isfinite()).nonzero().flatten().tolist():
+                if not cohort.rows[run.start + place].isfinite().all():
+                    cohort.unfit[run.start + place] = self._number
 
     @property
     def _checks_now(self) -> bool:

@@ -331,10 +331,6 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
     [
         ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
         ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
-        (
-            {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},
-            "distributed.hook.start_powerSGD_iter = 1: must be 2 at least with use_error_feedback or warm_start",
-        ),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )
