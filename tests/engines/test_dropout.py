@@ -24,7 +24,6 @@ from fedsim.engines.trainers.dropout import (
     RowDropout,
     dropout_factors,
     layer_key,
-    recorded_calls,
 )
 
 SEEN: list[torch.Tensor] = []  # what dropout made of ones, in `Seeing`
@@ -229,16 +228,16 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize(("kind", "count"), [("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)])
 def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, prepared):
-    assert len(recorded_calls(*prepared(kind), 4).dropouts) == count
+    task, shared = prepared(kind)
+    assert len(RowDropout(task, shared, BatchSource(task, shared)).calls) == count
 
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, prepared):
     task, shared = prepared("dropout")
     task = replace(task, model=lambda: Mixed(functional))
-    calls = recorded_calls(task, shared, 4)
-    assert (len(calls.dropouts), calls.by_modules) == (1 + functional, not functional)
     dropout, images = RowDropout(task, shared, BatchSource(task, shared)), torch.ones(4, 2, 8, 8, dtype=torch.double)
+    assert (len(dropout.calls), dropout.by_modules) == (1 + functional, not functional)
     model, of_round = dropout.new_module().train(), dropout.of(worker=4, round=2)
     called = []
     model.drop.register_forward_hook(lambda *_: called.append(True))
@@ -258,5 +257,6 @@ def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("fedsim.engines.trainers.dropout._backward_under_modes", full)
+    task, shared = prepared("dropout")
     with pytest.raises(torch.OutOfMemoryError):
-        recorded_calls(*prepared("dropout"), 4)
+        RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)

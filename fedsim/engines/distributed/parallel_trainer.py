@@ -22,7 +22,7 @@ from fedsim.engines.distributed.hooks import Bucket, Mean
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.row_module import RowModule
-from fedsim.engines.trainers.sequential import RowTrainer
+from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
 
 BUCKET = 25 * 2**20  # bytes; that of DistributedDataParallel
 
@@ -97,7 +97,7 @@ class ParallelTrainer(RowTrainer):
         self._sender = BucketSender(self._wire, layout, self.hook, most)
         self._modules = [self._new_row_module()]
 
-    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> list[SyncParticipant]:
         shared = self._shared
         self._batch_source.announce(members)
         while len(self._modules) < len(members):
@@ -106,6 +106,7 @@ class ParallelTrainer(RowTrainer):
         for member, module in zip(members, self._modules, strict=False):
             module.load(shared.global_row, self._gradient, shared.buffers[member.slot])
             self._participants.append(self._participant(member, module))
+        return self._participants
 
     def mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
         """The mean of all ranks' gradients of the next batches [d], the same in all ranks; the next call overwrites it.
