@@ -12,8 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any
 
-from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Train
-from fedsim.asynchronous.scheduler import CheckpointModel, Counts, Number, Scheduler, Seconds
+from fedsim.asynchronous.dispatch import (
+    CheckpointModel,
+    Counts,
+    Dispatcher,
+    DispatcherState,
+    Number,
+    Scheduler,
+    Seconds,
+    Train,
+)
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError

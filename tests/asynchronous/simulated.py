@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fedsim.asynchronous.delays import Delays, bind_noise, noise
+from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import Policy, policy
-from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.clients import SGD

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.core.randomness import numpy_generator
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem

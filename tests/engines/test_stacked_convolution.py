@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacking.convolution import WAYS, Options, stacked_convolution
+from fedsim.engines.stacking.operations import WAYS, Options, stacked_convolution
 
 K, BATCH = 3, 4
 CASES = {  # convolution, channels, size, kernels, bias, options

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from fedsim.asynchronous.dispatch import RoundStats, Train
+from fedsim.asynchronous.dispatch import RoundStats, Scheduler, Train
 from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
-from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.snapshot import Snapshot
