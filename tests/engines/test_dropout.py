@@ -79,10 +79,7 @@ def test_masks_are_those_of_the_definition():
 
 WAYS = {
     "a step at a time": {"policy": "asgd", "mode": "clock"},
-    "a step at a time, stacked": {"policy": "asgd", "mode": "clock", "engine": "batched", "processes": 1},
     "gradients": {"sync": "gradients"},
-    "gradients, stacked": {"sync": "gradients", "engine": "batched", "processes": 1},
-    "stacked": {"engine": "batched", "processes": 1},
     "under vmap": {"engine": "batched", "processes": 1, "model": f"{__name__}:coupled"},
 }
 
