@@ -166,19 +166,6 @@ def test_steps_drawn_ahead_are_those_drawn_one_by_one():
                 assert torch.equal(of_all[row], alone[0, 0])
 
 
-def test_few_calls_draw_for_many_steps(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "fedsim.engines.trainers.dropout.dropout_factors",
-        lambda keys, first, steps, *rest: drawn.append(steps) or dropout_factors(keys, first, steps, *rest),
-    )
-    ahead = FactorsAhead(torch.tensor([5, 6]), 100, 8, [Dropout(F.dropout, 0.5, (64,))], torch.float)
-    for step in range(100):
-        ahead.of(step, 2)
-    assert sum(drawn) == 100
-    assert drawn[0] == BLOCKS_OF_A_STACK // (2 * 8 * 64 // 4) == 128 or drawn == [100]
-
-
 # Which calls a model has
 
 
