@@ -36,7 +36,7 @@ def naive_run(experiment: fedsim.Experiment, device: str, at_a_time: int) -> Nai
     shards = fedsim.partition(targets.numpy(), experiment.workers, split.strategy, experiment.seed, **split.params)
     context = torch.multiprocessing.get_context("spawn")
     torch.manual_seed(experiment.seed)
-    model = experiment.model.bind()()
+    model = experiment.model.component()
     rounds, steps = [], 0
     for round in range(1, experiment.rounds + 1):
         started = time.perf_counter()
@@ -69,7 +69,7 @@ def _worker(
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = experiment.model.bind()()
+    model = experiment.model.component()
     model.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
     model.to(device)
     x, y = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)

@@ -15,7 +15,7 @@ from fedsim.asynchronous.policy import Policy
 from fedsim.clients import ClientAlgorithm, Solver, State
 from fedsim.core.rows import Layout, new_rows
 from fedsim.engines.pool.shared_memory import share
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError
 
@@ -50,10 +50,11 @@ class ServerState:
     """
 
     def __init__(
-        self, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState, worker_states: WorkerStates
+        self, policy: Policy, solver: Solver, task: RunTask, shared: SharedState, worker_states: WorkerStates
     ) -> None:
-        self.policy, self.solver, self.optimizer = policy, solver, task.server
-        self.seed, self.buffers, self.nonfinite = task.seed, task.buffers, task.nonfinite
+        experiment = task.experiment
+        self.policy, self.solver, self.optimizer = policy, solver, experiment.server.component
+        self.seed, self.buffers, self.nonfinite = experiment.seed, experiment.buffers, experiment.nonfinite
         self.algorithm, self.worker_states = task.solver, worker_states
         self.n, d = shared.rows.shape
         self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)

@@ -17,7 +17,7 @@ from fedsim.aggregation.inputs import Reduce, keep_own
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import SharedState, Sync, TaskSpec
+from fedsim.engines.task import RunTask, SharedState, Sync
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
 
@@ -88,33 +88,33 @@ def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tenso
     return torch.where(shared.cohort_workers[places] == wanted, shared.cohort_weights[places], 1.0)
 
 
-def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
+def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
     """The weights [n] of these workers for the rule, on the CPU, or None for equal ones.
 
     Args:
         samples: the number of samples of each, for weights by samples.
     """
-    if not task.rule.accepts_weights or (task.weights == "uniform" and not task.rule.needs_weights):
+    kind, rule = task.experiment.weights, task.experiment.rule
+    if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
         return None
-    if task.weights == "inverse_probability":
+    if kind == "inverse_probability":
         return weights_by_probability(shared, workers)
-    if task.weights == "samples":
-        values: Sequence[float] = samples
-    else:
-        values = [1.0 if task.weights == "uniform" else task.weights[worker] for worker in workers]
+    values: Sequence[float] = samples
+    if kind != "samples":
+        values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
     return torch.tensor(values, dtype=torch.double)
 
 
-def spoil(task: TaskSpec, rows: Tensor, of_workers: Tensor) -> None:
+def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
     """Set the rows [..., d] of workers that send or keep NaN or infinity [..., w] to NaN, which excludes these workers.
 
     Does nothing if the task keeps such numbers.
     """
-    if task.nonfinite != "keep":
+    if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
-def write_attacked(task: TaskSpec, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
+def write_attacked(task: RunTask, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
     """Write the rows of Byzantine workers; NaN if their messages, which an attack does not replace, are not finite."""
     rows = rows.clone()
     for message in shared.messages.values():
@@ -122,13 +122,13 @@ def write_attacked(task: TaskSpec, shared: SharedState, index: Tensor | list[int
     shared.rows[index] = rows
 
 
-def combines_buffers(task: TaskSpec, shared: SharedState) -> bool:
+def combines_buffers(task: RunTask, shared: SharedState) -> bool:
     """Whether the buffers of workers are used after a round."""
-    return shared.global_buffers.numel() > 0 and task.buffers != "server"
+    return shared.global_buffers.numel() > 0 and task.experiment.buffers != "server"
 
 
 def combine_buffers(
-    task: TaskSpec, shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
+    task: RunTask, shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
 ) -> None:
     """Set the global buffers to the mean of `buffers` [n, b], weighted as rows are.
 
@@ -137,7 +137,7 @@ def combine_buffers(
     as they are.
     """
     workers, weights = context.workers, context.weights
-    if task.nonfinite == "exclude":
+    if task.experiment.nonfinite == "exclude":
         unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
         excluded = unfit.union(excluded)
     if excluded:
@@ -237,7 +237,7 @@ class RowAggregator:
     def __init__(
         self,
         process: ProcessContext,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         root_slot: int | None,
         reduce: Reduce = keep_own,
@@ -258,9 +258,10 @@ class RowAggregator:
         self._known_shares: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
         self.has_last = False
         self.result: list[tuple[slice, Tensor]] = []
-        may_defer = task.device.type != "cpu" and process.count == 1 and task.nonfinite != "keep"
-        may_defer = may_defer and "state" not in task.attack.accepts  # its state would be that of the repeated steps
-        self.deferred_check = DeferredCheck(shared) if may_defer and task.rule.columnwise else None
+        may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
+        # An attack's state would be that of the repeated steps.
+        may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
+        self.deferred_check = DeferredCheck(shared) if may_defer and task.experiment.rule.columnwise else None
 
     def sent_row(self, round: int) -> Tensor:
         server = self._task.server_at(round)
@@ -282,7 +283,7 @@ class RowAggregator:
     @property
     def _checks_now(self) -> bool:
         """Whether each aggregation finds out which rows are not finite."""
-        return self._task.nonfinite != "keep" and not self._defers
+        return self._task.experiment.nonfinite != "keep" and not self._defers
 
     @property
     def _defers(self) -> bool:
@@ -294,7 +295,7 @@ class RowAggregator:
         attackers = [worker in workers for worker in context.workers]
         byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
         honest = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if not attacks]
-        if not self._first or not byzantine or (not honest and task.attack.needs_honest):
+        if not self._first or not byzantine or (not honest and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send what they have trained
         index = to_device(torch.tensor(byzantine), task.device)
         attacked = AttackedRows(shared.rows, to_device(torch.tensor(honest, dtype=torch.int64), task.device), attackers)
@@ -302,14 +303,14 @@ class RowAggregator:
         def aggregate(rows: Tensor) -> Tensor:
             shared.rows[index] = rows
             inputs, bad = screened(self._inputs(context), "exclude")
-            if not bad and task.rule.accepts("gram"):
+            if not bad and task.experiment.rule.accepts("gram"):
                 inputs.gram = attacked.gram(rows)
-            return task.rule(inputs).update
+            return task.experiment.rule(inputs).update
 
-        rows, self._attack_state = task.attack(
+        rows, self._attack_state = task.experiment.attack.component(
             attacked.honest,
             shared.rows[index],
-            seed=task.seed,
+            seed=task.experiment.seed,
             moment=context.moment,
             last=shared.last if self.has_last else None,
             aggregate=aggregate,
@@ -330,7 +331,7 @@ class RowAggregator:
         Args:
             bad: positions of the rows that are not finite, if the caller knows them.
         """
-        rule = self._task.rule
+        rule = self._task.experiment.rule
         self._sync, self._moment = self._task.sync_in(context.moment[0]), context.moment
         inputs, bad = self._screened(context, bad)
         self.workers = len(inputs.updates)
@@ -411,7 +412,7 @@ class RowAggregator:
     def begin_with_parameters(self) -> None:
         self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"
         for block in self._blocks:
-            start = self._task.server.start(self._shared.global_row[block])
+            start = self._task.experiment.server.component.start(self._shared.global_row[block])
             for name, tensor in self._state_of(block).items():
                 tensor.copy_(start[name])
         synchronize(self._task.device)
@@ -426,25 +427,25 @@ class RowAggregator:
             updates=_rows_at(shared.rows, slots),
             weights=context.weights,
             root=None if self._root_slot is None else shared.rows[self._root_slot],
-            losses=shared.losses[slots] if task.rule.accepts("losses") else None,
+            losses=shared.losses[slots] if task.experiment.rule.accepts("losses") else None,
             workers=list(context.workers),
-            seed=task.seed,
+            seed=task.experiment.seed,
             moment=context.moment,
             state=self._state,
             last=shared.last if self.has_last else None,
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=self._reduce,
-            weight_total=1.0 if task.weights == "inverse_probability" else None,
+            weight_total=1.0 if task.experiment.weights == "inverse_probability" else None,
         )
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
         """The shares of a linear rule; those of the step before if only the weights determine them."""
-        if bad or not self._task.rule.linear_by_weights:
-            return self._task.rule.shares(inputs)
+        if bad or not self._task.experiment.rule.linear_by_weights:
+            return self._task.experiment.rule.shares(inputs)
         weights, n, shares = self._known_shares
         if context.weights is not weights or len(context.slots) != n:
-            shares = self._task.rule.shares(inputs)
+            shares = self._task.experiment.rule.shares(inputs)
             self._known_shares = context.weights, len(context.slots), shares
         return shares
 
@@ -457,7 +458,7 @@ class RowAggregator:
         if bad is None and not (self._shared.unfit[list(context.slots)] == self._number).any():
             return inputs, []
         try:
-            return screened(inputs, self._task.nonfinite, bad)
+            return screened(inputs, self._task.experiment.nonfinite, bad)
         except DivergedError as error:
             raise DivergedError(error.what, error.remedy, context.moment[0]) from None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
 from fedsim.engines.group import Group, LocalGroup
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import FedsimError, WorkerError
 from fedsim.system.devices import release_memory
@@ -35,7 +35,7 @@ class Backend(ABC):
     processes: int
 
     @abstractmethod
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         """Make an executor in every process. Raises ExperimentError if this backend cannot do the task."""
 
     @abstractmethod
@@ -89,16 +89,16 @@ class InProcess(Backend):
         self._began = False
         torch.set_num_threads(threads)
 
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.shared = shared
         group = self.new_group(task)
         self.states, self._began = self.new_states(task, group), True
         self.executor = make(group, task, shared, make_trainer, self.states)
 
-    def new_group(self, task: TaskSpec) -> Group:
+    def new_group(self, task: RunTask) -> Group:
         return LocalGroup(ProcessContext.alone(), task.device)
 
-    def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
+    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
         return WorkerStates.of(task, self.shared)
 
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:

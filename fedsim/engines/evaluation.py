@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
-from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.task import RunTask, SharedState, test_batch_size
 from fedsim.engines.trainers.capture import GraphPool, Run
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
@@ -40,7 +40,7 @@ class EvaluationResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, task: TaskSpec, shared: SharedState) -> EvaluationResult:
+    def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
         """From the sums and the outputs that all processes have computed."""
         loss, accuracy, success = _means(task, shared.test_sums, shared.test.targets)
         metrics = dict(_metrics(task, shared.test_outputs, shared.test.targets))
@@ -77,7 +77,7 @@ class EvaluationResult:
         return asdict(self)
 
 
-def _means(task: TaskSpec, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
+def _means(task: RunTask, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
     """Loss, accuracy, and the success rate of an attack."""
     counts = counts_of(task.learning_task)
     answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
@@ -86,8 +86,8 @@ def _means(task: TaskSpec, sums: Tensor, targets: Tensor) -> tuple[float, float 
     return loss_sum / answers, accuracy, successes / tries if tries else None
 
 
-def _metrics(task: TaskSpec, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:
-    for metric in task.metrics:
+def _metrics(task: RunTask, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:
+    for metric in (table.component for table in task.experiment.metrics):
         yield metric.label, metric(outputs.flatten(0, 1)[: len(targets)], targets)
 
 
@@ -108,7 +108,7 @@ class Evaluation:
 
     def __init__(
         self,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         module: RowModule,
         index: int,
@@ -156,7 +156,7 @@ class Evaluation:
             if self._replay is not None and size == self._size:
                 self._replay()
             else:
-                seed_everything(self._task.device, self._task.seed, self._split, round, batch)
+                seed_everything(self._task.device, self._task.experiment.seed, self._split, round, batch)
                 positions = self._positions[:size] + batch * self._size
                 torch.stack(self._sums_of(self._module, row, gradient, positions), out=self._sums[number])
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
@@ -171,7 +171,7 @@ class Evaluation:
 
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
         """The sums of a batch. With metrics, the outputs are kept at these positions."""
-        task = self._task.learning_task
+        task = self._task.experiment.task.component
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if positions is not None and len(self._outputs):
@@ -183,9 +183,9 @@ class Evaluation:
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """For a test batch, the number of answers that match the attacker's goal, and of samples with a goal."""
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
-        if task.attack.goal is None or not task.byzantine or self._split == "validation":
+        if task.experiment.attack.component.goal is None or not task.byzantine or self._split == "validation":
             return none, none
-        inputs, targets = task.attack.goal(inputs, targets, self._shared.classes)
+        inputs, targets = task.experiment.attack.component.goal(inputs, targets, self._shared.classes)
         if not len(targets):
             return none, none
         return self._test(module, inputs, targets).correct, none + len(targets)

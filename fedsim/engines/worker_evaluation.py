@@ -13,7 +13,7 @@ from fedsim.clients.algorithm import personal_model
 from fedsim.core.learning_task import Correct, correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
-from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.task import RunTask, SharedState, test_batch_size
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 
@@ -99,7 +99,7 @@ class WorkerTests:
     """
 
     def __init__(
-        self, task: TaskSpec, shared: SharedState, module: RowModule, gradient: Tensor, batch_source: BatchSource
+        self, task: RunTask, shared: SharedState, module: RowModule, gradient: Tensor, batch_source: BatchSource
     ) -> None:
         self._task, self._shared, self._batch_source = task, shared, batch_source
         self._module, self._gradient = module, gradient
@@ -114,7 +114,7 @@ class WorkerTests:
         shared = self._shared
         tested = {GLOBAL: self._test(shared.global_row, shared.global_buffers, member)}
         if self._task.solver.has("personal_rows"):
-            buffers = shared.buffers[member.slot] if self._task.buffers == "local" else shared.global_buffers
+            buffers = shared.buffers[member.slot] if self._task.experiment.buffers == "local" else shared.global_buffers
             tested[PERSONAL] = self._test(*self._personal(shared.global_row, buffers, member), member)
         return tested
 
@@ -139,5 +139,5 @@ class WorkerTests:
         """The sums of a test on these batches; random draws in the model have the purpose and coordinates `drawn`."""
         task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)
-        seed_everything(task.device, task.seed, *drawn)
+        seed_everything(task.device, task.experiment.seed, *drawn)
         return test(self._module.module, batches, learning.loss, correct, counts_of(learning))

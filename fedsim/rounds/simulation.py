@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import state_at_first
-from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
@@ -23,7 +22,7 @@ from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.group import Group
 from fedsim.engines.memory import buffer_bytes, personal_bytes
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
-from fedsim.engines.task import SharedState, TaskSpec, message_bytes
+from fedsim.engines.task import RunTask, SharedState, message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
@@ -44,26 +43,25 @@ class Simulation(Executor):
     There is one in every process that computes the run. All of them call the same methods at the same time, each for
     its own members of the cohort and its own columns, and meet at the barriers of the group.
 
-    The arguments are those of `Executor`, and the experiment.
+    The arguments are those of `Executor`.
     """
 
     def __init__(
         self,
         group: Group,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         make_trainer: MakeTrainer,
         states: WorkerStates,
-        experiment: Experiment,
     ) -> None:
         super().__init__(group, task, shared, make_trainer, states)
-        self.experiment, self.timer = experiment, PhaseTimer()
+        experiment, self.timer = task.experiment, PhaseTimer()
         self.draw = cohorts_of(experiment, shared.shards)
-        self.clock = RoundClock.of(experiment, task, shared) if experiment.mode == "clock" else None
+        self.clock = RoundClock.of(task, shared) if experiment.mode == "clock" else None
         self.aggregator = group.aggregator(task, shared, has_root=self.batch_source.root is not None)
-        self.evaluated = workers_to_evaluate(experiment, task, shared.worker_tests)
+        self.evaluated = workers_to_evaluate(task, shared.worker_tests)
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
-        self.check_reports = ReportCheck(task, experiment.worker_dropout)
+        self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Processes that do not compute the record return None."""
@@ -91,7 +89,7 @@ class Simulation(Executor):
                 stats = self.aggregate_each_step(cohort, mine, round)
                 sent = stats.sent
         stats = group.from_first(stats.on_host())  # a barrier too: buffers have been written
-        if task.processors:
+        if task.experiment.chain:
             sent = SentUpdates.total(group.gather(sent.on_host()))
         self.aggregator.combine_buffers(whole, stats.excluded)
         group.barrier()
@@ -139,7 +137,7 @@ class Simulation(Executor):
         if task.byzantine.in_round(round):
             self.aggregator.attack(context)
             group.barrier()
-        if task.processors:
+        if task.experiment.chain:
             self.process_updates(mine, context, sent)
             group.barrier()
         else:
@@ -210,7 +208,7 @@ class Simulation(Executor):
         index = index_of([member.slot for member in mine], task.device)
         if task.sync_in(round) == "parameters":
             pull_down(self.aggregator.sent_row(round), shared.rows, index)
-        if task.buffers != "local":
+        if task.experiment.buffers != "local":
             pull_down(shared.global_buffers, shared.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
@@ -242,7 +240,7 @@ class Simulation(Executor):
                     sums = self.states.sums({"gradient": shared.full_gradients}, range(len(cohort)))
                     solver.receive_gradients(shared.server_state, sums["gradient"] / len(cohort))
                 self.group.barrier()
-        for member in mine if task.rule.accepts("losses") else ():
+        for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
                 model = shared.rows[member.slot], shared.buffers[member.slot]
                 shared.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
@@ -264,8 +262,8 @@ class Simulation(Executor):
                 parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
                 given = dict(zip(residuals, parts[1:], strict=True))
                 coordinates = (*context.moment, member.worker)
-                nbytes = apply_chain(task.processors, parts[0], task.seed, coordinates, metrics, given)
-                if task.nonfinite != "keep":
+                nbytes = apply_chain(task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, given)
+                if task.experiment.nonfinite != "keep":
                     for residual in parts[1:]:  # NaN that the update has left out would be in later ones
                         parts[0] += (residual * 0).sum()
                 if personal:
@@ -314,7 +312,7 @@ class Simulation(Executor):
 
     def end_round(self, round: int) -> None:
         """Begin with parameters if this was the last round in which gradients are aggregated."""
-        if round == self.task.gradient_rounds < self.task.rounds:
+        if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
             self.aggregator.begin_with_parameters()
 
     def pass_time(self, work: dict[int, tuple[int, int]], sent: SentUpdates, round: int) -> None:
@@ -334,7 +332,7 @@ class Simulation(Executor):
 
         Overwrites the rows.
         """
-        experiment, settings = self.experiment, self.experiment.evaluation
+        experiment, settings = self.task.experiment, self.task.experiment.evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
         if not self.evaluated or not due:
             return None
@@ -361,7 +359,7 @@ class Simulation(Executor):
             with self.process.working_on(member.worker, round):
                 tested[member.worker] = tests.before_training(member)
             shared.rows[member.slot] = shared.global_row
-            if task.buffers != "local":
+            if task.experiment.buffers != "local":
                 shared.buffers[member.slot] = shared.global_buffers
         if fine_tune:
             ends = task.solver.has("personal_rows")  # what they keep is part of the personal model
@@ -461,11 +459,12 @@ class Simulation(Executor):
             self.aggregator.begin_with_parameters()
 
 
-def workers_to_evaluate(experiment: Experiment, task: TaskSpec, tests: Shards) -> list[int]:
+def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
     """The workers whose models are tested: those that have test samples and are not Byzantine, or a sample of them.
 
     Raises ExperimentError if there is none.
     """
+    experiment = task.experiment
     if not experiment.data.worker_test:
         return []
     size = min(experiment.workers, experiment.evaluation.workers)

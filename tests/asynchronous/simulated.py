@@ -135,15 +135,9 @@ def simulate(
         states={"parameters": optimizer.start(global_row)},
         train_loss=torch.zeros(n, dtype=wide),
     )
-    task = SimpleNamespace(
-        seed=seed,
-        server=optimizer,
-        buffers=buffers,
-        nonfinite="error",
-        dtype=wide,
-        device=torch.device("cpu"),
-        solver=GradientOnly(),
-    )
+    server_table = SimpleNamespace(component=optimizer)
+    experiment = SimpleNamespace(seed=seed, server=server_table, buffers=buffers, nonfinite="error")
+    task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), solver=GradientOnly())
     shared.worker_rows = {"buffers": shared.buffers}
     states = WorkerStates({"buffers": shared.global_buffers.clone()} if buffers == "local" else {})
     server = ServerState(chosen, solver or SGD(lr=LR), task, shared, states)

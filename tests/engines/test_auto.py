@@ -69,8 +69,8 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
     """Ten rows in one process; see the table in docs/explanation/performance.md."""
     local = {"batch_size": batch_size, "steps": 1}
     wanted = fedsim.Experiment(model=model, workers=10, rounds=1, local=local, data="tests.plugs:tiny", engine="serial")
-    with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
-        assert AutoEngine(1, 1, 60.0).choose(prepared.task, engine.shared).stacked == stacked
+    with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+        assert AutoEngine(1, 1, 60.0).choose(task, engine.shared).stacked == stacked
 
 
 def one_process_called_several(processes, threads, timeout):

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.clients import SGD
-from fedsim.engines import Schedule
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from tests.engines.test_contract import ROUNDING, assert_close
@@ -44,10 +42,11 @@ def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
 def width_by_hand(prepared, monkeypatch):
     """Return the width for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
 
-    def width(total, processes, momentum, threads=1, rows=20, d=100, **changes):
+    def width(total, processes, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
-        task, shared = prepared(workers=20, partition="iid", precision="float32")
-        task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum), **changes)
+        local = {"batch_size": 5, "momentum": momentum}
+        task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
+        task = replace(task, device=torch.device(device))
         shared = replace(shared, rows=torch.empty(rows, d, device="meta"), global_row=torch.zeros(d))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
         return stack_width(task, shared, probe, processes, threads)
@@ -94,6 +93,6 @@ def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, thread
     ],
 )
 def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, width_by_hand):
-    changes = {"device": torch.device("cuda"), "cuda_graphs": cuda_graphs}
+    changes = {"device": "cuda", "cuda_graphs": cuda_graphs}
     totals = 2 * 7 * row_bytes, 2 * 7 * row_bytes - 1
     assert [width_by_hand(total, 1, momentum, **changes) for total in totals] == [7, 6]

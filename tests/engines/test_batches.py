@@ -109,7 +109,7 @@ def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepar
             inputs = task.transforms[worker](images=inputs, draws=of_step)
             inputs = shift(flip(inputs, of_step), of_step, pixels=1)
             if worker == 2:
-                inputs, targets = task.attack.poison(inputs, targets, 3, poisoning(step))
+                inputs, targets = task.experiment.attack.component.poison(inputs, targets, 3, poisoning(step))
             assert torch.equal(found[0], inputs)
             assert torch.equal(found[1], targets)
             assert (found[0] == 9.0).any() == (worker == 2)
@@ -134,7 +134,7 @@ def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepa
     view, poison = (Draws.of(0, purpose, 3, 4).steps() for purpose in ("losses_view", "losses_poison"))
     for number, ((inputs, targets), plain) in enumerate(zip(seen, batch_source.shard(4).batches(7), strict=True)):
         expected = task.transforms[4](images=plain[0], draws=view(number))
-        expected, labels = task.attack.poison(expected, plain[1], 3, poison(number))
+        expected, labels = task.experiment.attack.component.poison(expected, plain[1], 3, poison(number))
         assert torch.equal(inputs, expected)
         assert torch.equal(targets, labels)
 

@@ -86,7 +86,7 @@ class RaceWorker(ABC):
         if run not in self._schedulers:
             task, n = self._executor.task, self._server.n
             sizes = self._executor.shared.shards.size
-            self._schedulers[run] = Scheduler(task.seed, n, n, self._policy.work, task.schedule, sizes)
+            self._schedulers[run] = Scheduler(task.experiment.seed, n, n, self._policy.work, task.schedule, sizes)
         return self._schedulers[run]
 
     @abstractmethod

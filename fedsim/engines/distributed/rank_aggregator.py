@@ -28,7 +28,7 @@ from fedsim.engines.aggregator import DeferredCheck, RowAggregator, combine_buff
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import DivergedError, ExperimentError, FedsimWarning, show
@@ -116,20 +116,20 @@ class RankAggregator:
     deferred_check: DeferredCheck | None = None  # the ranks tell each other in each aggregation
 
     def __init__(
-        self, group: RankGroup, task: TaskSpec, shared: SharedState, n_rows: int, root_slot: int | None
+        self, group: RankGroup, task: RunTask, shared: SharedState, n_rows: int, root_slot: int | None
     ) -> None:
         self._group, self._task, self._shared, self._n_rows, self._root_slot = group, task, shared, n_rows, root_slot
         self._columns = columns = Columns.of(len(shared.global_row), group.count, task.dtype)
         own = columns.part(group.index)
         self._sent = shared.global_row  # what the members of the round have started from
         # With a hook every rank has the mean gradient, and moves the whole row.
-        self._whole_states = {"gradients"} if task.hook else set()
+        self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
         shared.states = {
             sync: task.stepper(sync).start(shared.global_row[slice(None) if sync in self._whole_states else own])
             for sync in task.syncs
         }
-        self._linear = task.rule.linear_by_weights
-        exchanges_columns = not self._linear and task.rule.by_parts
+        self._linear = task.experiment.rule.linear_by_weights
+        exchanges_columns = not self._linear and task.experiment.rule.by_parts
         self._slot_losses = torch.zeros(n_rows, dtype=torch.double)
         self._own_columns = shared.global_row[own]
         width = columns.size(group.index) if exchanges_columns else 0
@@ -200,7 +200,7 @@ class RankAggregator:
         bad = self._exchange_facts(context, places)
         if self._linear:
             return self._sum_columns(context, places, bad)
-        if self._task.rule.by_parts:
+        if self._task.experiment.rule.by_parts:
             return self._aggregate_columns(context, places, bad)
         return self._aggregate_at_first(context, bad)
 
@@ -249,7 +249,7 @@ class RankAggregator:
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
         self._part.restore_rule(state)
-        if not self._task.rule.by_parts or self._task.byzantine:
+        if not self._task.experiment.rule.by_parts or self._task.byzantine:
             self._allocate_root()
         if self._root is not None:
             self._root.restore_rule(state)
@@ -265,7 +265,7 @@ class RankAggregator:
         return tensors
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        hook = self._task.hook
+        hook = self._task.experiment.gradient_hook
         if hook is not None and hook.keeps:
             line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
             warnings.warn(line, FedsimWarning, stacklevel=2)
@@ -313,8 +313,8 @@ class RankAggregator:
             rank, row = self.placement.rows[slot]
             bad[place] = rank == self._group.index and row in rows
         self._part.linear_stats(context, self._group.all_reduce(bad).nonzero().flatten().tolist())
-        assert self._task.hook is not None
-        hook = f'distributed.hook = "{self._task.hook.name}"'
+        assert self._task.experiment.gradient_hook is not None
+        hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
         what = f"the mean of the gradients is not finite, though each of them is ({hook})"
         raise DivergedError(what, "", context.moment[0])
 
@@ -329,11 +329,11 @@ class RankAggregator:
     def _exchange_facts(self, context: AggregationContext, places: list[list[int]]) -> list[int]:
         """The positions of all rows that are not finite. All ranks get the losses too if the rule takes them."""
         task, mine = self._task, places[self._group.index]
-        with_losses = task.rule.accepts("losses")
-        if task.nonfinite == "keep" and not with_losses:
+        with_losses = task.experiment.rule.accepts("losses")
+        if task.experiment.nonfinite == "keep" and not with_losses:
             return []
         facts = torch.zeros(2 if with_losses else 1, len(context.slots), dtype=torch.double)
-        if task.nonfinite != "keep":
+        if task.experiment.nonfinite != "keep":
             facts[0, [mine[row] for row in bad_rows(self._own_rows(context, places))]] = 1
         if with_losses:
             facts[1, mine] = self._shared.losses[self._own_row_numbers(context, mine)]
@@ -347,7 +347,7 @@ class RankAggregator:
 
         A rank with a row that is not finite makes the sum NaN, and only then the ranks find out which rows those are.
         """
-        checks = self._task.nonfinite != "keep"
+        checks = self._task.experiment.nonfinite != "keep"
         stats = self._part.linear_stats(context, [])
         total = self._weighted_sum(context, places, stats)
         if checks and bad_rows(self._own_rows(context, places)):

@@ -17,7 +17,7 @@ from fedsim.engines.group import LocalGroup, new_mailbox
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.engines.pool.shared_memory import share
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, one_line, show
 from fedsim.system.devices import release_memory, synchronize
@@ -41,12 +41,12 @@ class InPool(Backend):
     def processes(self) -> int:  # type: ignore[override]
         return self._pool.count
 
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
         if not self.at_work:  # an earlier task lost processes as it began
             self._pool = ProcessPool(*self._arguments)
         self.shared, mailbox = shared.share(), new_mailbox(self.processes)
-        most = min(len(shared.shards), task.rounds * len(shared.cohort_workers))
+        most = min(len(shared.shards), task.experiment.rounds * len(shared.cohort_workers))
         self.states = WorkerStates.of(task, self.shared).share(most)
         share([mailbox, *self.states.initial.values()])
         self._began = True
@@ -117,7 +117,7 @@ class InPool(Backend):
 def _make_executor(
     process: ProcessContext,
     make: MakeExecutor,
-    task: TaskSpec,
+    task: RunTask,
     shared: SharedState,
     make_trainer: MakeTrainer,
     states: WorkerStates,

@@ -18,7 +18,7 @@ from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
 from fedsim.engines.stacking.operations import OTHER_DROPOUTS, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.dropout import Dropout, Recording
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
@@ -47,7 +47,7 @@ class StackingProbe:
     sample_bytes: int
 
     @classmethod
-    def of(cls, task: TaskSpec, shared: SharedState) -> StackingProbe:
+    def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
         """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
         if isinstance(task.solver, TrainFunction):
             name = show(task.solver.name)
@@ -93,7 +93,7 @@ class ProbeResult(NamedTuple):
 class Trials:
     """Trials of the model of a task on the first samples."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
+    def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._train, self.count = task, shared.train, min(SAMPLES, len(shared.train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:

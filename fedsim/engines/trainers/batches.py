@@ -15,7 +15,7 @@ from fedsim.core.randomness import Draws, draw_key, numpy_generator, torch_gener
 from fedsim.data import CustomSubset
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.tensors import in_order
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 
 SAMPLES_AT_ONCE = 2**17  # samples whose orders are drawn at once, for several workers or epochs
 EPOCHS_AT_ONCE = 64  # epochs of a worker that are drawn at once
@@ -69,13 +69,13 @@ class RoundIterator:
 class BatchSource:
     """The batches of all workers: their samples in the order of each round, augmented or poisoned."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
+    def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._shared = task, shared
         self._iterators: dict[int, RoundIterator] = {}  # of workers that train step by step
         self._coming: list[tuple[int, int]] = []  # workers and rounds that were announced, and are not drawn yet
         self._drawn: dict[Epoch, Tensor] = {}  # orders that were drawn ahead
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
-        self.root = len(shared.shards) if task.rule.accepts("root") else None  # the server, as a worker
+        self.root = len(shared.shards) if task.experiment.rule.accepts("root") else None  # the server, as a worker
 
     def size(self, worker: int) -> int:
         """How many samples a worker has."""
@@ -183,7 +183,7 @@ class BatchSource:
         """
         task = self._task
         workers = [worker for worker, *_ in wanted]
-        keys = [draw_key(task.seed, "batches", round, worker) for worker, round, _ in wanted]
+        keys = [draw_key(task.experiment.seed, "batches", round, worker) for worker, round, _ in wanted]
         sizes = [self.size(worker) for worker in workers]
         shards, starts = self.shards_of(workers)
         lengths = [size + size % 2 for size in sizes]
@@ -219,7 +219,7 @@ class BatchSource:
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """The change of a worker's batches before it trains on them; None if there is none."""
-        return self._alteration(worker, round, self._task.augment, ("augment", "poison"))
+        return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
 
     def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
         """The change of a worker's batches without augmentation, with draws for a purpose."""
@@ -229,7 +229,7 @@ class BatchSource:
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
         """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
-        task, attack, classes = self._task, self._task.attack, self._shared.classes
+        task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = attack.poison if worker in task.byzantine.in_round(round) else None
         transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]
@@ -253,7 +253,7 @@ class BatchSource:
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
         """By name, the random sources that plugs take: functions of the step of a worker's round."""
-        drawn, sources = (self._task.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
+        drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
             sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
         if "generator" in taken:

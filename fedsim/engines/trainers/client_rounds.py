@@ -9,7 +9,7 @@ from torch import Tensor
 from fedsim.clients import State, WorkerFacts, WorkerRound
 from fedsim.clients.algorithm import PERSONAL_BUFFERS
 from fedsim.engines.aggregator import spoil, weights_of
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 
 Index = int | slice | Tensor  # of rows in the `SharedState`: a slot, or what selects a stack
@@ -18,7 +18,7 @@ Index = int | slice | Tensor  # of rows in the `SharedState`: a slot, or what se
 class ClientRounds:
     """Starts and finishes the rounds of workers, of one row [d] or of a stack [k, d]."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.solver, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedsim.core.rows import new_rows
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
@@ -32,24 +32,24 @@ MOST_STEPS = 256  # whose batches lie on the device at a time
 MOST_SAMPLES = 2**22  # the same in samples of all rows: 48 MB of positions and weights
 
 
-def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
+def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
     """Why the steps of a task cannot be replayed; None if they can."""
     if not can_capture(task.device):
         return f"they need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
         return "where gradients are aggregated every step is a synchronisation"
-    if task.single_steps:
+    if task.experiment.sends_gradients:
         return "workers bring the gradient of a single step"
     if not task.solver.element_wise:
         return "steps of the local solver need whole rows"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
-    if task.local_schedule is not None:
+    if task.experiment.local_schedule is not None:
         return "the learning rate changes (local.schedule), and a captured step keeps its own"
     if probe.coupled:
         return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
-    poisoned = bool(task.byzantine) and task.attack.poison is not None
-    if task.augment or task.transforms is not None or poisoned:
+    poisoned = bool(task.byzantine) and task.experiment.attack.component.poison is not None
+    if task.experiment.data.transforms or task.transforms is not None or poisoned:
         return "batches are altered (data.augment, the partition or the attack), for each worker by itself"
     return None
 
@@ -96,7 +96,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         module: StackedModule,
         dropouts: Sequence[Dropout],

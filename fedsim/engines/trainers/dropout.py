@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.batches import BatchSource
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
@@ -201,7 +201,7 @@ class RowDropout:
         by_modules: whether they make all `calls`; known with them.
     """
 
-    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._shared, self._batch_source = task, shared, batch_source
         self.dtype, self.module_calls, self.by_modules = task.dtype, 0, False
         self.round: RoundDropout | None = None
@@ -246,7 +246,7 @@ class RowDropout:
         """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
-        key = torch.tensor([layer_key(task.seed, round, worker)], device=task.device)
+        key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
         return RoundDropout(self, key, steps, min(task.schedule.batch_size, batch_source.size(worker)), round)
 
 

@@ -18,7 +18,7 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import clip_rows, new_rows
 from fedsim.core.training import Loss, MetricSums, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
@@ -87,7 +87,7 @@ class RowTrainer:
 
     replays = width = None
 
-    def __init__(self, process: ProcessContext, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, process: ProcessContext, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
         self._rows = list(shared.rows)
         self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
@@ -142,7 +142,7 @@ class RowTrainer:
             with self._process.working_on(member.worker, member.round):
                 gradient = shared.full_gradients[member.slot].zero_()
                 module.load(self._rows[member.slot], gradient, shared.buffers[member.slot])
-                seed_everything(task.device, task.seed, "full_gradient", member.round, member.worker)
+                seed_everything(task.device, task.experiment.seed, "full_gradient", member.round, member.worker)
                 size, first = self._batch_source.size(member.worker), self._batch_source.steps_of(member)
                 seen = self._batch_source.samples_seen(
                     member.worker, member.round, task.schedule.batch_size, "full_gradient"
@@ -170,7 +170,7 @@ class RowTrainer:
             if step < self._batch_source.steps(member.worker, member.round):
                 with self._process.working_on(member.worker, member.round):
                     loss = self.gradient(participant, step)
-                    if self._task.rule.accepts("losses"):
+                    if self._task.experiment.rule.accepts("losses"):
                         self._shared.losses[member.slot] = loss.item()
                     participant.count(loss)
 
@@ -204,7 +204,7 @@ class RowTrainer:
         loss = self._loss_of(participant, step)
         self._rows[slot].zero_()
         loss.backward()
-        clip_rows(self._rows[slot], self._task.clip_norm)
+        clip_rows(self._rows[slot], self._task.experiment.local.clip_norm)
         self._client_rounds.send_gradients(slot)
         return loss.detach()
 
@@ -213,7 +213,7 @@ class RowTrainer:
 
         Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.
         """
-        seed_everything(self._task.device, self._task.seed, "forward", round, member.worker, *step)
+        seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
         """The dropout of a member's round, kept for its next step where it goes step by step."""
@@ -269,7 +269,7 @@ class LocalSteps:
         steps: number of steps of the solver so far; `accumulated` batches have been seen since the last.
     """
 
-    task: TaskSpec
+    task: RunTask
     member: WorkItem
     batches: int
     module: RowModule
@@ -311,7 +311,7 @@ class LocalSteps:
         if self.accumulated == self.task.schedule.accumulate or not self.batches:
             if self.accumulated > 1:
                 self.gradient.div_(self.accumulated)
-            clip_rows(self.gradient, self.task.clip_norm)
+            clip_rows(self.gradient, self.task.experiment.local.clip_norm)
             solver = self.task.solver_at(self.member.round, self.steps)
             if solver.element_wise:
                 solver.step(self.row, self.gradient, self.state)
@@ -340,7 +340,7 @@ class LocalSteps:
         gradient.zero_()
         self.backward(module.module, *self._batch)
         module.layout.read_buffers(module.module, out=buffers)
-        clip_rows(gradient, self.task.clip_norm)
+        clip_rows(gradient, self.task.experiment.local.clip_norm)
         return gradient.clone()
 
     def _buffers_of_row(self) -> Tensor:

@@ -15,7 +15,7 @@ from fedsim.core.rows import clip_rows, new_rows
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask, SharedState
 from fedsim.engines.trainers.batches import Alteration, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
@@ -39,7 +39,7 @@ class StackTrainer:
     def __init__(
         self,
         process: ProcessContext,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         batch_source: BatchSource,
         *,
@@ -50,7 +50,7 @@ class StackTrainer:
         self.width, self._probe = width, probe
         self._module = StackedModule(task.new_module, task.objective, merged=probe.merged)
         self._step = StackStep(task, self._module)
-        refusal = "they are off" if task.cuda_graphs is False else unsafe(task, probe)
+        refusal = "they are off" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
         sizes = sizes_of_stacks(min(width, max(1, len(shared.rows))), usual)
@@ -107,7 +107,7 @@ class StackTrainer:
                     shared.rows[index] = gradients
                     self._client_rounds.send_gradients(index)
                     stack.count(part, losses)
-                    if self._task.rule.accepts("losses"):
+                    if self._task.experiment.rule.accepts("losses"):
                         shared.losses[stack.slots[part.places]] = losses.double().cpu()
 
     def end_gradient_round(self) -> None:
@@ -169,7 +169,7 @@ class StackTrainer:
             if going_on < len(whole.members):  # the last of the members, since those with most steps come first
                 stepping = slice(going_on, len(whole.members))
                 theirs = state.of(stepping)
-                clip_rows(mean := total[stepping].div_(count), self._task.clip_norm)
+                clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
                 move_rows(self._task.solver_at(stack.members[0].round, number), theirs, mean)
                 state.take_back(theirs, moved=True)
                 total[stepping] = 0
@@ -230,7 +230,7 @@ NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they ar
 STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
 
 
-def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
+def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
     """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
 
     On any device there are two copies of a row and of its solver state: the row's own and that in the stack. A step
@@ -240,8 +240,9 @@ def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, proce
     """
     row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))
     on_cpu = task.device.type == "cpu"
-    captured = task.cuda_graphs is not False and unsafe(task, probe) is None
-    gradients = 1 + (task.clip_norm is not None) + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
+    captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
+    clips = task.experiment.local.clip_norm is not None
+    gradients = 1 + clips + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
     made = (gradients if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * probe.sample_bytes
     row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
     most = math.inf
