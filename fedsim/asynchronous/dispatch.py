@@ -16,7 +16,7 @@ from fedsim.asynchronous.policy import Arrival, Work
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import ClientAlgorithm
 from fedsim.core.randomness import numpy_generator
-from fedsim.engines.task import Schedule
+from fedsim.engines.task import RunTask, Schedule, SharedState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import DivergedError
 
@@ -59,6 +59,13 @@ class Scheduler:
         self._done: defaultdict[int, int] = defaultdict(int)  # finished work items, by worker
         self._busy: set[int] = set()
         self._drawn = 0
+
+    @classmethod
+    def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
+        """The scheduler of a run at its start."""
+        experiment = task.experiment
+        work, sizes = experiment.policy.component.work, shared.shards.size
+        return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
         """The next work item of a slot; with this many local steps, if `steps` is given."""

@@ -114,9 +114,9 @@ class VirtualClock:
         """
         saved = ClockState.model_validate(state)
         self.dispatcher.resume(saved.dispatcher)
-        in_flight = self.dispatcher.in_flight.keys()
-        alive = set(self._server.alive.tolist())
-        if {slot for _, slot in saved.pending} != set(in_flight) or {*in_flight, *saved.idle, *saved.waiting} != alive:
+        in_flight, alive = sorted(self.dispatcher.in_flight), set(self._server.alive.tolist())
+        pending = sorted(slot for _, slot in saved.pending)
+        if pending != in_flight or {*in_flight, *saved.idle, *saved.waiting} != alive:
             raise ValueError("the slots of the checkpoint are not those of this run")
         if any(time < saved.now for time, _ in saved.pending):
             raise ValueError("a pending event of the checkpoint is in the past")

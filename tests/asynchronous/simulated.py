@@ -135,12 +135,13 @@ def simulate(
         states={"parameters": optimizer.start(global_row)},
         train_loss=torch.zeros(n, dtype=wide),
     )
-    server_table = SimpleNamespace(component=optimizer)
-    experiment = SimpleNamespace(seed=seed, server=server_table, buffers=buffers, nonfinite="error")
+    components = {"policy": chosen, "local": solver or SGD(lr=LR), "server": optimizer}
+    tables = {key: SimpleNamespace(component=component) for key, component in components.items()}
+    experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
     task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), solver=GradientOnly())
     shared.worker_rows = {"buffers": shared.buffers}
     states = WorkerStates({"buffers": shared.global_buffers.clone()} if buffers == "local" else {})
-    server = ServerState(chosen, solver or SGD(lr=LR), task, shared, states)
+    server = ServerState(task, shared, states)
     scheduler = Scheduler(seed, n, n, chosen.work, Schedule(BATCH), lambda worker: size)
     result = SimulatedRun(server, None, scheduler)
 

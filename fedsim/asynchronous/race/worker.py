@@ -84,9 +84,7 @@ class RaceWorker(ABC):
 
     def _scheduler(self, run: int) -> Scheduler:
         if run not in self._schedulers:
-            task, n = self._executor.task, self._server.n
-            sizes = self._executor.shared.shards.size
-            self._schedulers[run] = Scheduler(task.experiment.seed, n, n, self._policy.work, task.schedule, sizes)
+            self._schedulers[run] = Scheduler.of(self._executor.task, self._executor.shared)
         return self._schedulers[run]
 
     @abstractmethod

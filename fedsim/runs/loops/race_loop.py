@@ -62,11 +62,10 @@ class RaceLoop:
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
         self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
-        self._policy, solver = experiment.policy.component, experiment.local.component
-        self._timer = PhaseTimer()
-        self._server = ServerState(self._policy, solver, task, engine.shared, engine.backend.states)
+        self._policy, self._timer = experiment.policy.component, PhaseTimer()
+        self._server = ServerState(task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
-            self._server.tables = tables_of(task.new_module(), solver)
+            self._server.tables = tables_of(task.new_module(), self._server.solver)
         self._server.share()
         self._race_state = RaceState(self._server.n, engine.shared.global_row.device)
         engine.backend.run(_set_up, self._server, self._race_state)
