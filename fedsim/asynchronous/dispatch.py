@@ -16,7 +16,9 @@ from fedsim.asynchronous.policy import Arrival, Work
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import ClientAlgorithm
 from fedsim.core.randomness import numpy_generator
-from fedsim.engines.task import RunTask, Schedule, SharedState
+from fedsim.engines.schedule import Schedule
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import DivergedError
 
@@ -64,7 +66,7 @@ class Scheduler:
     def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
         """The scheduler of a run at its start."""
         experiment = task.experiment
-        work, sizes = experiment.policy.component.work, shared.shards.size
+        work, sizes = experiment.policy.component.work, shared.data.shards.size
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
@@ -200,7 +202,7 @@ class Dispatcher:
         self.arrivals = 0
         self.untrained: set[int] = set()
         self._nonfinite: set[int] = set()  # slots in flight whose result holds NaN or infinity
-        self._losses = server.shared.train_loss.numpy()  # faster to read than the tensor
+        self._losses = server.shared.cohort.train_loss.numpy()  # faster to read than the tensor
         self.start_round(1)
 
     def start_round(self, round: int) -> None:
@@ -228,7 +230,7 @@ class Dispatcher:
         self.untrained.difference_update(slots)
         if self.server.nonfinite == "keep":
             return
-        rows = self.server.shared.rows
+        rows = self.server.shared.cohort.rows
         total = (rows if slots == list(range(len(rows))) else rows[slots]).sum()
         if not math.isfinite(total):  # the sum of finite rows may overflow too
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))

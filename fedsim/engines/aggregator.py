@@ -17,7 +17,8 @@ from fedsim.aggregation.inputs import Reduce, keep_own
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import RunTask, SharedState, Sync
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
 
@@ -76,16 +77,16 @@ class Aggregator(Protocol):
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
     """Set the weights by inverse probability of the workers of a cohort."""
     workers, n = sorted(weights), len(weights)
-    shared.cohort_workers.fill_(torch.iinfo(torch.int64).max)
-    shared.cohort_workers[:n] = torch.tensor(workers)
-    shared.cohort_weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
+    shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
+    shared.cohort.workers[:n] = torch.tensor(workers)
+    shared.cohort.weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
     """The weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
     wanted = torch.tensor(workers)
-    places = torch.searchsorted(shared.cohort_workers, wanted).clamp_(max=len(shared.cohort_workers) - 1)
-    return torch.where(shared.cohort_workers[places] == wanted, shared.cohort_weights[places], 1.0)
+    places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
+    return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
 
 
 def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
@@ -117,14 +118,14 @@ def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
 def write_attacked(task: RunTask, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
     """Write the rows of Byzantine workers; NaN if their messages, which an attack does not replace, are not finite."""
     rows = rows.clone()
-    for message in shared.messages.values():
+    for message in shared.cohort.messages.values():
         spoil(task, rows, message[index])
-    shared.rows[index] = rows
+    shared.cohort.rows[index] = rows
 
 
 def combines_buffers(task: RunTask, shared: SharedState) -> bool:
     """Whether the buffers of workers are used after a round."""
-    return shared.global_buffers.numel() > 0 and task.experiment.buffers != "server"
+    return shared.server.buffers.numel() > 0 and task.experiment.buffers != "server"
 
 
 def combine_buffers(
@@ -145,7 +146,7 @@ def combine_buffers(
         workers, buffers = [workers[place] for place in kept], buffers[kept]
         weights = None if weights is None else weights[kept]
     if workers and (weights is None or weights.any()):
-        shared.global_buffers.copy_(mean(buffers, weights))
+        shared.server.buffers.copy_(mean(buffers, weights))
 
 
 class DeferredCheck:
@@ -159,7 +160,7 @@ class DeferredCheck:
     """
 
     def __init__(self, shared: SharedState) -> None:
-        self._changed = [shared.global_row, shared.last, *shared.states.get("gradients", {}).values()]
+        self._changed = [shared.server.row, shared.server.last, *shared.server.states.get("gradients", {}).values()]
         self._before: list[Tensor] = []
         self._sums: list[Tensor] = []
         self.usable, self.active = True, False
@@ -244,7 +245,7 @@ class RowAggregator:
     ) -> None:
         self._task, self._shared, self._root_slot, self._reduce = task, shared, root_slot, reduce
         cuts = column_blocks(
-            len(shared.global_row), process.index, process.count, n=len(shared.rows), device=task.device
+            len(shared.server.row), process.index, process.count, n=len(shared.cohort.rows), device=task.device
         )
         self._blocks = list(cuts)
         self._first = process.index == 0
@@ -254,7 +255,7 @@ class RowAggregator:
         self.workers = 0  # whose rows the current aggregation uses
         self._sync: Sync = task.sync_in(1)  # of the current aggregation
         self._moment: tuple[int, ...] = (1,)  # of it
-        self._sent = shared.global_row
+        self._sent = shared.server.row
         self._known_shares: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
         self.has_last = False
         self.result: list[tuple[slice, Tensor]] = []
@@ -265,20 +266,20 @@ class RowAggregator:
 
     def sent_row(self, round: int) -> Tensor:
         server = self._task.server_at(round)
-        self._sent = server.broadcast(self._shared.global_row, self._shared.states["parameters"])
+        self._sent = server.broadcast(self._shared.server.row, self._shared.server.states["parameters"])
         return self._sent
 
     def begin(self, round: int, slots: Sequence[int]) -> None:
         self._number += 1
         for run in _runs(slots) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
+            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
         self.rows_processed(slots)
 
     def rows_processed(self, slots: Sequence[int]) -> None:
         for run in _runs(slots) if self._checks_now else ():  # a sum may overflow, so this is a suspicion only
-            sums = self._shared.rows[run.start : run.stop].sum(1)
+            sums = self._shared.cohort.rows[run.start : run.stop].sum(1)
             suspects = (~sums.cpu().isfinite()).nonzero().flatten() + run.start
-            self._shared.unfit[suspects] = self._number
+            self._shared.cohort.unfit[suspects] = self._number
 
     @property
     def _checks_now(self) -> bool:
@@ -298,10 +299,11 @@ class RowAggregator:
         if not self._first or not byzantine or (not honest and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send what they have trained
         index = to_device(torch.tensor(byzantine), task.device)
-        attacked = AttackedRows(shared.rows, to_device(torch.tensor(honest, dtype=torch.int64), task.device), attackers)
+        others = to_device(torch.tensor(honest, dtype=torch.int64), task.device)
+        attacked = AttackedRows(shared.cohort.rows, others, attackers)
 
         def aggregate(rows: Tensor) -> Tensor:
-            shared.rows[index] = rows
+            shared.cohort.rows[index] = rows
             inputs, bad = screened(self._inputs(context), "exclude")
             if not bad and task.experiment.rule.accepts("gram"):
                 inputs.gram = attacked.gram(rows)
@@ -309,10 +311,10 @@ class RowAggregator:
 
         rows, self._attack_state = task.experiment.attack.component(
             attacked.honest,
-            shared.rows[index],
+            shared.cohort.rows[index],
             seed=task.experiment.seed,
             moment=context.moment,
-            last=shared.last if self.has_last else None,
+            last=shared.server.last if self.has_last else None,
             aggregate=aggregate,
             workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
             state=self._attack_state,
@@ -323,7 +325,8 @@ class RowAggregator:
             personal.write(rows, rows.new_zeros(personal.width))
         write_attacked(task, shared, index, rows)
         if self._checks_now:
-            shared.unfit[byzantine] = torch.where(shared.rows[index].isfinite().all(1).cpu(), 0, self._number)
+            finite = shared.cohort.rows[index].isfinite().all(1).cpu()
+            shared.cohort.unfit[byzantine] = torch.where(finite, 0, self._number)
 
     def aggregate(self, context: AggregationContext, bad: list[int] | None = None) -> AggregationStats:
         """Apply the rule to the rows. The first process returns the stats.
@@ -370,9 +373,9 @@ class RowAggregator:
         task, shared = self._task, self._shared
         for block, update in self.result:
             if task.keeps_last:
-                shared.last[block] = update
+                shared.server.last[block] = update
             self._correct(update, block)
-            task.stepper_at(self._moment).step(shared.global_row[block], update, self._state_of(block))
+            task.stepper_at(self._moment).step(shared.server.row[block], update, self._state_of(block))
         self.result = []
         self.has_last = task.keeps_last
 
@@ -380,13 +383,13 @@ class RowAggregator:
         """Let the client algorithm correct an update in place."""
         shared, algorithm = self._shared, self._task.solver_at(*self._moment)
         if self._sync == "parameters" and algorithm.has("correct"):
-            d = len(shared.global_row)
-            server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server_state.items()}
-            algorithm.correct(update, server, self.workers, len(shared.shards))
+            d = len(shared.server.row)
+            server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server.algorithm.items()}
+            algorithm.correct(update, server, self.workers, len(shared.data.shards))
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         if self._first and combines_buffers(self._task, self._shared):
-            buffers = self._shared.buffers[: len(context.slots)]
+            buffers = self._shared.cohort.buffers[: len(context.slots)]
             combine_buffers(self._task, self._shared, context, excluded, buffers)
 
     def rule_state(self) -> dict[str, Tensor]:
@@ -407,32 +410,32 @@ class RowAggregator:
         """Do nothing: optimizer states lie whole in the shared memory."""
 
     def train_losses(self) -> Tensor:
-        return self._shared.train_loss
+        return self._shared.cohort.train_loss
 
     def begin_with_parameters(self) -> None:
         self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"
         for block in self._blocks:
-            start = self._task.experiment.server.component.start(self._shared.global_row[block])
+            start = self._task.experiment.server.component.start(self._shared.server.row[block])
             for name, tensor in self._state_of(block).items():
                 tensor.copy_(start[name])
         synchronize(self._task.device)
 
     def _state_of(self, block: slice) -> dict[str, Tensor]:
-        return {name: tensor[block] for name, tensor in self._shared.states[self._sync].items()}
+        return {name: tensor[block] for name, tensor in self._shared.server.states[self._sync].items()}
 
     def _inputs(self, context: AggregationContext) -> AggregationInputs:
         task, shared = self._task, self._shared
         slots = list(context.slots)
         return AggregationInputs(
-            updates=_rows_at(shared.rows, slots),
+            updates=_rows_at(shared.cohort.rows, slots),
             weights=context.weights,
-            root=None if self._root_slot is None else shared.rows[self._root_slot],
-            losses=shared.losses[slots] if task.experiment.rule.accepts("losses") else None,
+            root=None if self._root_slot is None else shared.cohort.rows[self._root_slot],
+            losses=shared.cohort.losses[slots] if task.experiment.rule.accepts("losses") else None,
             workers=list(context.workers),
             seed=task.experiment.seed,
             moment=context.moment,
             state=self._state,
-            last=shared.last if self.has_last else None,
+            last=shared.server.last if self.has_last else None,
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=self._reduce,
@@ -455,7 +458,7 @@ class RowAggregator:
         if self.deferred_check is not None and self.deferred_check.active:
             self.deferred_check.add(inputs.updates)
             return inputs, []
-        if bad is None and not (self._shared.unfit[list(context.slots)] == self._number).any():
+        if bad is None and not (self._shared.cohort.unfit[list(context.slots)] == self._number).any():
             return inputs, []
         try:
             return screened(inputs, self._task.experiment.nonfinite, bad)

@@ -12,7 +12,8 @@ from torch import Tensor
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
 from fedsim.engines.group import Group, LocalGroup
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import FedsimError, WorkerError
 from fedsim.system.devices import release_memory
@@ -67,7 +68,7 @@ class Backend(ABC):
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
-        return self.shared.rows, self.shared.losses
+        return self.shared.cohort.rows, self.shared.cohort.losses
 
     def replace_processes(self) -> None:
         """Restart all processes on the current task. The caller resumes the state. Raises WorkerError if that fails."""
@@ -116,7 +117,7 @@ class InProcess(Backend):
         if not self._began:
             return
         self._began, self.executor = False, None
-        device = self.shared.global_row.device
+        device = self.shared.server.row.device
         del self.shared, self.states
         release_memory(device)
 

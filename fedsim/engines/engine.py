@@ -11,7 +11,8 @@ import torch
 
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.system.devices import default_processes, resolve_device
 
 SETTINGS_OF_POOLS = frozenset(("timeout", "worker_retries"))

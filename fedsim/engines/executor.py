@@ -13,7 +13,8 @@ from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.group import Group, balance_load
 from fedsim.engines.memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
@@ -54,7 +55,7 @@ class Executor:
             self.trainer = make_trainer(self.process, task, shared, self.batch_source)
         captured = self.trainer.replays is not None and can_capture(task.device)
         captured = captured and task.experiment.cuda_graphs is not False
-        buffers = torch.zeros_like(shared.global_buffers)
+        buffers = torch.zeros_like(shared.server.buffers)
         self.module.layout.read_buffers(self.module.module, out=buffers)
         self._buffers_finite_at_start = buffers.isfinite()
         evaluation = partial(Evaluation, task, shared, self.module, group.index, group.count, captured=captured)
@@ -93,8 +94,8 @@ class Executor:
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global row or buffers have become NaN or infinite, unless the task keeps them."""
         if self.group.computes and self.task.experiment.nonfinite != "keep":
-            require_finite(self.shared.global_row, round)
-            require_finite_buffers(self.shared.global_buffers, self._buffers_finite_at_start, round)
+            require_finite(self.shared.server.row, round)
+            require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
 
     def check_and_test(self, round: int) -> None:
         """Require that the global model is finite, and test it."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from fedsim.engines.aggregator import Aggregator, RowAggregator
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.system.devices import synchronize
 
@@ -87,7 +88,7 @@ class LocalGroup:
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
     def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> Aggregator:
-        return RowAggregator(self.process, task, shared, len(shared.rows) - 1 if has_root else None)
+        return RowAggregator(self.process, task, shared, len(shared.cohort.rows) - 1 if has_root else None)
 
     def average_gradients(
         self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from fedsim.clients import State
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.processing import initial_residuals
 
 
@@ -67,7 +68,7 @@ def _bytes(state: State) -> int:
 
 def buffer_bytes(task: RunTask, shared: SharedState) -> int:
     """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
-    sent = shared.global_buffers.numel() - task.solver.personal_buffers.width
+    sent = shared.server.buffers.numel() - task.solver.personal_buffers.width
     return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
 
 

@@ -9,8 +9,9 @@ from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import MakeTrainer
 from fedsim.engines.pool.backend import InPool
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.cuda_graphs import unsafe
 from fedsim.engines.trainers.sequential import RowTrainer
 from fedsim.engines.trainers.stacked import StackTrainer, stack_width

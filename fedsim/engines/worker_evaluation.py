@@ -13,7 +13,8 @@ from fedsim.clients.algorithm import personal_model
 from fedsim.core.learning_task import Correct, correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
-from fedsim.engines.task import RunTask, SharedState, test_batch_size
+from fedsim.engines.shared_state import SharedState, test_batch_size
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 
@@ -112,19 +113,21 @@ class WorkerTests:
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the personal model if the client algorithm has one."""
         shared = self._shared
-        tested = {GLOBAL: self._test(shared.global_row, shared.global_buffers, member)}
+        tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
         if self._task.solver.has("personal_rows"):
-            buffers = shared.buffers[member.slot] if self._task.experiment.buffers == "local" else shared.global_buffers
-            tested[PERSONAL] = self._test(*self._personal(shared.global_row, buffers, member), member)
+            own = self._task.experiment.buffers == "local"
+            buffers = shared.cohort.buffers[member.slot] if own else shared.server.buffers
+            tested[PERSONAL] = self._test(*self._personal(shared.server.row, buffers, member), member)
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
         """Test the model that local training has made of the worker's row."""
-        personal = self._personal(self._shared.rows[member.slot], self._shared.buffers[member.slot], member)
+        cohort = self._shared.cohort
+        personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
         return {FINE_TUNED: self._test(*personal, member)}
 
     def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
-        kept = {name: rows[member.slot] for name, rows in self._shared.kept.items()}
+        kept = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
         return personal_model(self._task.solver, row, buffers, kept)
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:

@@ -50,25 +50,25 @@ class RunFacts:
     def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
         """The facts of a run whose engine has begun."""
         shared = engine.shared
-        sampled = workers_to_describe(shared.shards, experiment.seed)
-        workers = range(len(shared.shards)) if sampled is None else sampled
-        shards = [shared.shards.of(worker).numpy() for worker in workers]
+        sampled = workers_to_describe(shared.data.shards, experiment.seed)
+        workers = range(len(shared.data.shards)) if sampled is None else sampled
+        shards = [shared.data.shards.of(worker).numpy() for worker in workers]
         counts = np.array([[len(shard)] for shard in shards])
-        if shared.train.has_labels:
-            counts = label_counts(shared.train.targets.cpu().numpy(), shards, shared.classes)
+        if shared.data.train.has_labels:
+            counts = label_counts(shared.data.train.targets.cpu().numpy(), shards, shared.data.classes)
         how = _how_it_runs(experiment, engine)
         return cls(
             device=describe_device(task.device),
             how=how,
             arithmetic=task.precision.facts(),
-            parameters=len(shared.global_row),
-            train_samples=len(shared.train),
-            test_samples=len(shared.test),
-            validation_samples=len(shared.validation),
+            parameters=len(shared.server.row),
+            train_samples=len(shared.data.train),
+            test_samples=len(shared.data.test),
+            validation_samples=len(shared.data.validation),
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
-            record_bytes=shared.global_row.nbytes * _rows_on_record(experiment, how),
+            record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
         )
 
     @property
@@ -96,7 +96,7 @@ def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
     """The choices of the engine."""
     race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
     how = (race if experiment.mode == "race" else {}) | engine.facts()
-    if engine.shared.global_row.device.type == "cuda":
+    if engine.shared.server.row.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how
 

@@ -58,14 +58,14 @@ class Rounds:
         Cost: a copy of the global row and buffers for each round, on their device.
         """
         engine, shared = self._engine, self._engine.shared
-        before = shared.global_row.clone(), shared.global_buffers.clone()
+        before = shared.server.row.clone(), shared.server.buffers.clone()
         try:
             return self._loop.run_round(round)
         except DivergedError as error:
             if not engine.backend.at_work:  # a pool closes if one of its processes raises an error
                 engine.backend.replace_processes()
-            shared.global_row.copy_(before[0])
-            shared.global_buffers.copy_(before[1])
+            shared.server.row.copy_(before[0])
+            shared.server.buffers.copy_(before[1])
             engine.backend.run(Executor.test, round)
             tested = EvaluationResult.of(self._task, shared)
             return RoundRecord(round=round, diverged=error.what, **tested.fields())
@@ -94,14 +94,14 @@ class Rounds:
         """The global model as a module of its own, on the CPU and in evaluation mode."""
         module, shared = self._task.new_module(), self._engine.shared
         layout = Layout.of(module)
-        layout.write(shared.global_row, module)
-        layout.write_buffers(shared.global_buffers, module)
+        layout.write(shared.server.row, module)
+        layout.write_buffers(shared.server.buffers, module)
         return module.cpu().eval()
 
     @property
     def global_row(self) -> Tensor:
         """A copy of the parameters of the global model as one row [d], on the CPU."""
-        return self._engine.shared.global_row.cpu().clone()
+        return self._engine.shared.server.row.cpu().clone()
 
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
         """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
@@ -117,7 +117,7 @@ class Rounds:
         updates = {
             "updates": rows[:n],
             "workers": torch.tensor(cohort),
-            "samples": torch.tensor([shared.shards.size(worker) for worker in cohort]),
+            "samples": torch.tensor([shared.data.shards.size(worker) for worker in cohort]),
             "byzantine": torch.tensor([worker in byzantine for worker in cohort]),
         }
         if task.experiment.rule.accepts("root"):

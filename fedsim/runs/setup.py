@@ -25,7 +25,7 @@ from fedsim.engines.executor import Executor
 from fedsim.engines.memory import explain_oom
 from fedsim.engines.named import RACING
 from fedsim.engines.pool.retry import Note, announce, retried
-from fedsim.engines.task import SharedState
+from fedsim.engines.shared_state import SharedState
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.rounds.participants import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
 from fedsim.rounds.simulation import Simulation

@@ -17,7 +17,7 @@ from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines.executor import Executor
 from fedsim.engines.pool import backend as pool_backend
-from fedsim.engines.task import SharedState
+from fedsim.engines.shared_state import SharedState
 from fedsim.errors import FedsimWarning, ProcessLostError
 from fedsim.rounds.simulation import Simulation
 from tests.device.pretend import GPU, upload
@@ -76,7 +76,7 @@ def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu
 
     def noted(cls, *arguments, **options):
         shared = allocate(cls, *arguments, **options)
-        matrices.append(StorageWeakRef(shared.rows.untyped_storage()))
+        matrices.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
         return shared
 
     monkeypatch.setattr(SharedState, "allocate", classmethod(noted))

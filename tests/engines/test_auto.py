@@ -180,8 +180,8 @@ def test_the_estimate_is_the_sum_of_its_parts(task, monkeypatch):
     spec, shared = task
     monkeypatch.setattr(auto, "flops_of_a_sample", lambda *_: 2e6)
     steps, samples = 1 + 2 + 2 + 5 + 5, 51  # of shards of 1, 5, 8, 17 and 20 samples
-    moved = steps * 6 * len(shared.global_row) * 8 / auto.BYTES_PER_SECOND
-    arithmetic = (samples + len(shared.test) / 3) * 2e6 * 2 / auto.FLOPS_PER_SECOND  # in float64
+    moved = steps * 6 * len(shared.server.row) * 8 / auto.BYTES_PER_SECOND
+    arithmetic = (samples + len(shared.data.test) / 3) * 2e6 * 2 / auto.FLOPS_PER_SECOND  # in float64
     seconds = steps * auto.STEP_SECONDS + moved + arithmetic
     for stacked, speedup in ((False, 1), (True, auto.STACKED_SPEEDUP)):
         saved = auto.seconds_saved(spec, shared, 4, stacked=stacked)

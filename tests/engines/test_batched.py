@@ -47,7 +47,8 @@ def width_by_hand(prepared, monkeypatch):
         local = {"batch_size": 5, "momentum": momentum}
         task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
         task = replace(task, device=torch.device(device))
-        shared = replace(shared, rows=torch.empty(rows, d, device="meta"), global_row=torch.zeros(d))
+        cohort = replace(shared.cohort, rows=torch.empty(rows, d, device="meta"))
+        shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(d)))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
         return stack_width(task, shared, probe, processes, threads)
 

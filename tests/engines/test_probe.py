@@ -96,9 +96,9 @@ def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
         with prepare(tables, session) as (task, engine):
             shared = engine.shared
-            kept = [tensor.clone() for tensor in (shared.global_row, shared.rows, shared.buffers)]
+            kept = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
             StackingProbe.of(task, shared)
-            for tensor, old in zip((shared.global_row, shared.rows, shared.buffers), kept, strict=True):
+            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), kept, strict=True):
                 assert torch.equal(tensor, old)
     assert torch.equal(before, torch.get_rng_state())
 

@@ -62,7 +62,7 @@ CASES = {
 def world(engine):
     """What one round leaves to the next."""
     shared = engine.shared
-    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers)], engine.backend.states.tensors()
+    return [tensor.clone() for tensor in (shared.server.row, shared.server.buffers)], engine.backend.states.tensors()
 
 
 def worlds(tables, session):
@@ -81,11 +81,11 @@ def continued(tables, start, session):
     with prepare(experiment, session) as (task, engine):
         shared = engine.shared
         rows, kept = start
-        for tensor, value in zip((shared.global_row, shared.global_buffers), rows, strict=True):
+        for tensor, value in zip((shared.server.row, shared.server.buffers), rows, strict=True):
             tensor.copy_(value)
         engine.backend.states.resume(kept)
-        for name, value in task.experiment.server.component.start(shared.global_row).items():
-            shared.states["parameters"][name].copy_(value)
+        for name, value in task.experiment.server.component.start(shared.server.row).items():
+            shared.server.states["parameters"][name].copy_(value)
         loop = SynchronousLoop(task, engine)
         for round in range(SWITCH + 1, ROUNDS + 1):
             loop.run_round(round)

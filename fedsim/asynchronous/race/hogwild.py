@@ -52,7 +52,7 @@ class HogwildWorker(RaceWorker):
                     self._trainer.seed_layers(participant.member, round, step)
                     participant.draws = global_states(self._executor.task.device) != after
             yield step
-        participant.module.store(self._server.shared.buffers[slot])
+        participant.module.store(self._server.shared.cohort.buffers[slot])
         self._server.end(slot, slot)
         stats.loss_sum += participant.loss_sum.item()
         stats.loss_samples += participant.samples
@@ -61,11 +61,11 @@ class HogwildWorker(RaceWorker):
         """One step of a worker."""
         server, process, stats, measures = self._server, self._process, result.stats, result.measures
         member, module, ended = participant.member, participant.module, self._writes_ended
-        slot, buffers, gradient = member.slot, server.shared.buffers, server.rows[member.slot]
+        slot, buffers, gradient = member.slot, server.shared.cohort.buffers, server.rows[member.slot]
         unit = int(server.units[slot])
         server.units[slot] += 1
         if self._pulls_buffers:
-            buffers[slot] = server.shared.global_buffers
+            buffers[slot] = server.shared.server.buffers
             module.layout.write_buffers(buffers[slot], module.module)
         ended_before = ended.tolist()
         loss = self._trainer.gradient(participant, step)

@@ -25,8 +25,9 @@ from fedsim.engines.group import Group, T, balance_load
 from fedsim.engines.named import one_by_one
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.engines.trainers.stacked import StackTrainer, stack_width
 from fedsim.engines.worker_states import WorkerStates, initial_worker_state
@@ -184,8 +185,8 @@ class DistributedEngine(Engine):
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
         assert self._preflight is not None
         self._task = task
-        self._preflight.settle(shared.train, shared.test)
-        for row in (shared.global_row, shared.global_buffers):  # machines may initialise a model differently
+        self._preflight.settle(shared.data.train, shared.data.test)
+        for row in (shared.server.row, shared.server.buffers):  # machines may initialise a model differently
             self._group.broadcast(row)
         super().begin(task, shared, make)
 

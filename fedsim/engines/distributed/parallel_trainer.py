@@ -104,7 +104,7 @@ class ParallelTrainer(RowTrainer):
             self._modules.append(self._new_row_module())
         self._participants = []
         for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.global_row, self._gradient, shared.buffers[member.slot])
+            module.load(shared.server.row, self._gradient, shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
         return self._participants
 

@@ -16,9 +16,10 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.operations import OTHER_DROPOUTS, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.dropout import Dropout, Recording
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
@@ -72,7 +73,7 @@ class StackingProbe:
 
 def _require_finite(shared: SharedState) -> None:
     """Refuse samples with NaN or infinity, on which no results can be compared."""
-    inputs, _ = shared.train.gather(torch.arange(min(WHOLE, len(shared.train))))
+    inputs, _ = shared.data.train.gather(torch.arange(min(WHOLE, len(shared.data.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
         raise ExperimentError(
@@ -94,7 +95,7 @@ class Trials:
     """Trials of the model of a task on the first samples."""
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
-        self._task, self._train, self.count = task, shared.train, min(SAMPLES, len(shared.train))
+        self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
         """The first inputs and targets, as batches are for training; again from the first if there are fewer."""

@@ -15,7 +15,8 @@ from fedsim.core.randomness import Draws, draw_key, numpy_generator, torch_gener
 from fedsim.data import CustomSubset
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.tensors import in_order
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 
 SAMPLES_AT_ONCE = 2**17  # samples whose orders are drawn at once, for several workers or epochs
 EPOCHS_AT_ONCE = 64  # epochs of a worker that are drawn at once
@@ -75,11 +76,11 @@ class BatchSource:
         self._coming: list[tuple[int, int]] = []  # workers and rounds that were announced, and are not drawn yet
         self._drawn: dict[Epoch, Tensor] = {}  # orders that were drawn ahead
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
-        self.root = len(shared.shards) if task.experiment.rule.accepts("root") else None  # the server, as a worker
+        self.root = len(shared.data.shards) if task.experiment.rule.accepts("root") else None  # the server, as a worker
 
     def size(self, worker: int) -> int:
         """How many samples a worker has."""
-        return len(self._shared.root) if worker == self.root else self._shared.shards.size(worker)
+        return len(self._shared.data.root) if worker == self.root else self._shared.data.shards.size(worker)
 
     def steps(self, worker: int, round: int) -> int:
         """How many steps a worker takes in a round; without a limit for the server in synchronous SGD."""
@@ -99,12 +100,12 @@ class BatchSource:
 
     def shard(self, worker: int) -> CustomSubset:
         """A worker's samples, in the order of the data set."""
-        positions = self._shared.root if worker == self.root else self._shared.shards.of(worker)
-        return CustomSubset(self._shared.train, positions)
+        positions = self._shared.data.root if worker == self.root else self._shared.data.shards.of(worker)
+        return CustomSubset(self._shared.data.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
-        train, size = self._shared.train, self._task.schedule.batch_size
+        train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
@@ -114,7 +115,7 @@ class BatchSource:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather this batch alone: the next one may never be needed
             iterator = self.iterator_of(member)
-            yield from _altered([self._shared.train.gather(next(iterator))], iterator.alter, member.step)
+            yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
         """A member's round, at the step where its work begins. Workers that train step by step keep theirs."""
@@ -197,10 +198,10 @@ class BatchSource:
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""
         of_workers = [worker for worker in workers if worker != self.root]
-        root = self._shared.root.to(self._task.device)
+        root = self._shared.data.root.to(self._task.device)
         if not of_workers:
             return root, [0] * len(workers)
-        positions, starts = self._shared.shards.together(of_workers)
+        positions, starts = self._shared.data.shards.together(of_workers)
         if positions is not self._shards_on_host:
             self._shards_on_host, self._shards = positions, positions.to(self._task.device)
         if len(starts) == len(workers):
@@ -214,7 +215,7 @@ class BatchSource:
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """A worker's own test samples, as it sees them: by its partition's transform."""
-        samples = CustomSubset(self._shared.train, self._shared.worker_tests.of(worker))
+        samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "worker_test"))
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
@@ -229,7 +230,7 @@ class BatchSource:
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
         """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
-        task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.classes
+        task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = attack.poison if worker in task.byzantine.in_round(round) else None
         transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]

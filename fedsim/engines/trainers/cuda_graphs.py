@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import new_rows
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
@@ -107,13 +108,13 @@ class CapturedSteps:
         self._client_rounds = client_rounds
         self._task, self._shared, self._module = task, shared, module
         self._dropouts, self._sizes = dropouts, sizes
-        device, batch, wide, width = task.device, task.schedule.batch_size, shared.buffers.dtype, sizes[-1]
+        device, batch, wide, width = task.device, task.schedule.batch_size, shared.cohort.buffers.dtype, sizes[-1]
         self._pool = GraphPool(device)
         self._graphs: dict[Graph, Run] = {}
 
         rows = new_rows(width, module.layout.d, task.dtype, device)
-        rows.copy_(shared.global_row)
-        buffers = module.unpack_buffers(shared.global_buffers.expand(width, -1))
+        rows.copy_(shared.server.row)
+        buffers = module.unpack_buffers(shared.server.buffers.expand(width, -1))
         self._state = StackState(module, rows, task.solver.start(rows), buffers)
         self._names = set(self._state.solver_state)
         self._loss_sums = torch.zeros(width, dtype=wide, device=device)
@@ -145,10 +146,10 @@ class CapturedSteps:
                 self._graphs[graph]()
         stack.add_losses(self._loss_sums[: len(stack)])
         state, shared = self._state.of(slice(0, len(stack))), self._shared
-        buffers = torch.empty_like(shared.buffers[: len(stack)])
-        shared.buffers[stack.index] = self._module.pack_buffers(state.buffers, buffers)
+        buffers = torch.empty_like(shared.cohort.buffers[: len(stack)])
+        shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, buffers)
         self._client_rounds.finish(state.rows, state.solver_state, stack.index, stack.members)
-        shared.rows[stack.index] = state.rows
+        shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
         """The graphs that each block of steps needs, in the order of the blocks."""
@@ -170,10 +171,11 @@ class CapturedSteps:
     def _start(self, stack: Stack) -> None:
         """Make rows, states, buffers and sums those of the start of a round."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
-        state.rows.copy_(shared.rows[stack.index])
+        state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
             state.solver_state[name].copy_(fresh)
-        for buffer, fresh in zip(state.buffers, self._module.unpack_buffers(shared.buffers[stack.index]), strict=True):
+        buffers = self._module.unpack_buffers(shared.cohort.buffers[stack.index])
+        for buffer, fresh in zip(state.buffers, buffers, strict=True):
             buffer.copy_(fresh)
         if self._dropouts:
             self._layer_keys[: len(stack)] = torch.tensor(stack.layer_keys)
@@ -203,7 +205,7 @@ class CapturedSteps:
         drawn = self._layer_keys[:rows], graph.steps, batch, self._dropouts, self._task.dtype
         factors = FactorsAhead(*drawn, first_step=self._step_number.expand(rows))
         for step in range(graph.steps):
-            data = gather(self._shared.train, positions[step])
+            data = gather(self._shared.data.train, positions[step])
             self._step(Batch(*data, weights[step], factors.of(step, rows)), samples[step], masked=graph.masked)
         self._step_number.add_(graph.steps)
 

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
@@ -227,7 +228,7 @@ class RowDropout:
         backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator,
         so dropout has to draw from it.
         """
-        train, self.module_calls = self._shared.train, 0
+        train, self.module_calls = self._shared.data.train, 0
         inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
         with preserve_random_state(self._task.device), torch.enable_grad(), Recording() as recording:
             try:

@@ -18,7 +18,8 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import clip_rows, new_rows
 from fedsim.core.training import Loss, MetricSums, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import RunTask, SharedState
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
@@ -89,8 +90,8 @@ class RowTrainer:
 
     def __init__(self, process: ProcessContext, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
-        self._rows = list(shared.rows)
-        self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
+        self._rows = list(shared.cohort.rows)
+        self._gradient = new_rows(1, shared.cohort.rows.shape[1], task.dtype, task.device)[0]
         self._client_rounds = ClientRounds(task, shared, batch_source)
         self._buffers_beside = self._client_rounds.buffers_beside()
         self._objective = task.objective
@@ -109,7 +110,7 @@ class RowTrainer:
             with self._process.working_on(member.worker, member.round):
                 self.seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
-                module.load(self._rows[slot], self._gradient, shared.buffers[slot])
+                module.load(self._rows[slot], self._gradient, shared.cohort.buffers[slot])
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
                 solver = task.solver_at(member.round)
                 if isinstance(solver, TrainFunction):
@@ -117,10 +118,10 @@ class RowTrainer:
                 else:
                     steps = self._local_steps(member, module, state)
                     losses[slot] = train_epoch(module.module, data, steps, backward=steps.backward)
-                module.store(shared.buffers[slot])
+                module.store(shared.cohort.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
         for slot, loss in losses.items():  # only now, because reading a number waits for the device
-            shared.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
+            shared.cohort.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
 
     def _local_steps(self, member: WorkItem, module: RowModule, state: State) -> LocalSteps:
         row, gradient = self._rows[member.slot], self._gradient
@@ -140,8 +141,8 @@ class RowTrainer:
         task, shared, module = self._task, self._shared, self._modules[0]
         for member in members:
             with self._process.working_on(member.worker, member.round):
-                gradient = shared.full_gradients[member.slot].zero_()
-                module.load(self._rows[member.slot], gradient, shared.buffers[member.slot])
+                gradient = shared.cohort.full_gradients[member.slot].zero_()
+                module.load(self._rows[member.slot], gradient, shared.cohort.buffers[member.slot])
                 seed_everything(task.device, task.experiment.seed, "full_gradient", member.round, member.worker)
                 size, first = self._batch_source.size(member.worker), self._batch_source.steps_of(member)
                 seen = self._batch_source.samples_seen(
@@ -160,7 +161,7 @@ class RowTrainer:
             self._modules.append(RowModule(self._dropout.new_module))
         self._participants = []
         for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.global_row, self._rows[member.slot], shared.buffers[member.slot])
+            module.load(shared.server.row, self._rows[member.slot], shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
         return self._participants
 
@@ -171,14 +172,14 @@ class RowTrainer:
                 with self._process.working_on(member.worker, member.round):
                     loss = self.gradient(participant, step)
                     if self._task.experiment.rule.accepts("losses"):
-                        self._shared.losses[member.slot] = loss.item()
+                        self._shared.cohort.losses[member.slot] = loss.item()
                     participant.count(loss)
 
     def end_gradient_round(self) -> None:
         for participant in self._participants:
             with self._process.working_on(participant.member.worker, participant.member.round):
-                participant.module.store(self._shared.buffers[participant.member.slot])
-            self._shared.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
+                participant.module.store(self._shared.cohort.buffers[participant.member.slot])
+            self._shared.cohort.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
 
     def _participant(self, member: WorkItem, module: RowModule) -> SyncParticipant:
         device = self._task.device
@@ -238,12 +239,12 @@ class PointModules:
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
         """Room for a point and for its gradient, [d] each."""
-        return torch.empty_like(self._shared.global_row), torch.empty_like(self._shared.global_row)
+        return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
         """Room for buffers, [b]."""
-        return torch.empty_like(self._shared.global_buffers)
+        return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
         """Return module number `number`, bound to a point and its gradient, with these buffers."""

@@ -20,7 +20,7 @@ from fedsim.engines import Engine, RunTask
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
 from fedsim.engines.memory import buffer_bytes, personal_bytes
-from fedsim.engines.task import message_bytes
+from fedsim.engines.shared_state import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.rounds.round_clock import delays_of
@@ -35,7 +35,7 @@ class ClockLoop:
         self._task, self._engine = task, engine
         self._policy, self._timer = experiment.policy.component, PhaseTimer()
         self._server, scheduler = ServerState(task, shared, engine.backend.states), Scheduler.of(task, shared)
-        model_bytes = shared.global_row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
+        model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows

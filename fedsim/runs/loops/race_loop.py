@@ -67,7 +67,7 @@ class RaceLoop:
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(task.new_module(), self._server.solver)
         self._server.share()
-        self._race_state = RaceState(self._server.n, engine.shared.global_row.device)
+        self._race_state = RaceState(self._server.n, engine.shared.server.row.device)
         engine.backend.run(_set_up, self._server, self._race_state)
         self._runs = experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
@@ -85,7 +85,7 @@ class RaceLoop:
                 (run, round, np.array(result.work.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
             )
         first = results[0]
-        nbytes = self._shared.global_row.nbytes + buffer_bytes(self._task, self._shared)
+        nbytes = self._shared.server.row.nbytes + buffer_bytes(self._task, self._shared)
         return RoundRecord(
             round=round,
             **EvaluationResult.mean([result.test for result in results]).fields(),
@@ -137,12 +137,12 @@ class RaceLoop:
         if not work.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
         self._arrivals[run] += work.measures.updates
-        with timer("aggregate"), full_precision(self._shared.global_row.device):
+        with timer("aggregate"), full_precision(self._shared.server.row.device):
             server.revive_all()
             if self._policy.locking != "server":  # without a lock, processes overwrite each other's version
                 server.version = self._arrivals[run]
             self._policy.publish(server)
-            synchronize(self._shared.global_row.device)
+            synchronize(self._shared.server.row.device)
         with timer("test"):
             self._engine.backend.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._shared)

@@ -54,11 +54,12 @@ class SynchronousLoop:
 
     def resume(self, state: Snapshot) -> None:
         engine, facts = self._engine, state.facts
-        if type(facts["has_last"]) is not bool or facts["syncs"] not in (list(engine.shared.states), ["gradients"]):
+        known = facts["syncs"] in (list(engine.shared.server.states), ["gradients"])
+        if type(facts["has_last"]) is not bool or not known:
             raise ValueError("is of another run")
         if self._task.experiment.mode == "clock":
             RoundClockState.model_validate(facts["clock"])  # here, since a pool does not survive an error
-        later = tuple(f"{sync}." for sync in engine.shared.states if sync not in facts["syncs"])
+        later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
         columns = engine.backend.run(Simulation.state)[0][2]  # in ranks, tensors of the right shapes to fill
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
@@ -69,7 +70,7 @@ class SynchronousLoop:
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
         task, attack = self._task, self._task.experiment.attack.component
-        sizes = self._engine.shared.shards.size
+        sizes = self._engine.shared.data.shards.size
         byzantine = task.byzantine.in_round(record.round)
         if self._warned or not record.cohort or not byzantine or not attack.needs_honest:
             return
