@@ -16,7 +16,7 @@ from fedsim.comparison.tables import summary_text
 from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
-from fedsim.data.picture import draw_partition
+from fedsim.data import draw_partition
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.records.value_curves import numeric_axes
 from fedsim.records.worker_results import draw_workers, workers_csv
