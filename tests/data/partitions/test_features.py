@@ -116,12 +116,3 @@ def test_impossible_parameters_are_an_error(strategy, params, message):
     ):
         with pytest.raises(ExperimentError, match=message):
             refused()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transform", [Rotation(90), Rotation(45), GaussianNoise(1.0)])
-def test_a_gpu_gives_the_result_of_the_cpu(transform, images):
-    on_cpu = ImageTransform.of(transform)(images, {"draws": Draws.of(0, "x")})
-    on_gpu = ImageTransform.of(transform)(images.cuda(), {"draws": Draws.of(0, "x", device="cuda")})
-    assert on_gpu.is_cuda
-    assert torch.allclose(on_gpu.cpu(), on_cpu, rtol=0, atol=1e-9)
