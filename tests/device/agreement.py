@@ -28,6 +28,11 @@ TINY = {
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
+FULL = {  # for every case of the contract of engines: no last batch of 16 has a single sample
+    **TINY,
+    "data": "tests.plugs:tiny",
+    "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
+}
 ENGINES = {
     "serial": {"engine": "serial"},
     "batched": {"engine": "batched", "processes": 1},  # with captured graphs wherever steps can be captured

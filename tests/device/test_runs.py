@@ -23,6 +23,7 @@ from tests.device.agreement import (
     CLOSE,
     DATA,
     ENGINES,
+    FULL,
     REAL,
     ROUNDING,
     SAMPLES,
@@ -74,8 +75,11 @@ if REAL:
 @with_engines("run", RUNS, tuple(ENGINES) if REAL else ("serial", "batched"))
 def test_the_contract_of_engines(run, engine):
     case, sync = RUNS[run]
-    local = {"local": {"batch_size": 8, "steps": 3}} if sync == "gradients" else {}
-    tables = with_small_data({**TINY, **local, "sync": sync, **ALL_CASES[case], "precision": "float64"})
+    if REAL:
+        tables = {**FULL, "sync": sync, **ALL_CASES[case], "precision": "float64"}
+    else:
+        local = {"local": {"batch_size": 8, "steps": 3}} if sync == "gradients" else {}
+        tables = with_small_data({**TINY, **local, "sync": sync, **ALL_CASES[case], "precision": "float64"})
     if reason := REFUSED.get((ENGINES[engine]["engine"], case)):
         with pytest.raises(fedsim.ExperimentError, match=reason):
             assert_agrees_with_the_cpu(tables, engine)
