@@ -116,8 +116,8 @@ class Nothing(Policy):
 def events_per_second(workers: int = 100) -> float:
     """Of a clock whose work is nothing, with exponential delays."""
     experiment = Experiment(workers=workers, mode="clock", policy="asgd", model="logistic")
-    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
-        server = ServerState.of(Nothing(), experiment.local.bind(), prepared.task, engine.shared)
+    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+        server = ServerState.of(Nothing(), experiment.local.component, task, engine.shared)
     schedule = Schedule(1)
     scheduler = Scheduler(0, workers, workers, "gradient", schedule, lambda worker: 100)
     speeds = draw_speeds(speed.get("equal"), {}, workers, 0)

@@ -59,14 +59,14 @@ def bare_loop(
     split = experiment.partition
     shards = partition(train_data.targets.numpy(), experiment.workers, split.strategy, seed, **split.params)
     seed_everything(CPU, seed, "model")
-    model = (make_model or experiment.model.bind())().to(device, dtype)
+    model = (make_model or experiment.model.component)().to(device, dtype)
     loss = loss or _loss_for(model, inputs[:8])
     state = start = {name: value.clone() for name, value in model.state_dict().items()}
     rounds: list[float] = []
     for round in range(1, experiment.rounds + 1):
         started = time.perf_counter()
         cohort = sample_cohort(seed, round, experiment.workers, experiment.cohort_size).tolist()
-        weights = [len(shards[worker]) if experiment.pipeline.needs_weights else 1 for worker in cohort]
+        weights = [len(shards[worker]) if experiment.rule.needs_weights else 1 for worker in cohort]
         average = {name: torch.zeros_like(value) for name, value in state.items()}
         for worker, weight in zip(cohort, weights, strict=True):
             shard = torch.as_tensor(shards[worker])

@@ -126,7 +126,7 @@ def round_cost(experiment: Experiment, sample_shape: tuple[int, ...], train_samp
     """A whole round: training, averaging and testing. A short batch counts as its part of a whole one."""
     local, cohort = experiment.local, experiment.cohort_size
     assert local.epochs, "counted are epochs"
-    model = experiment.model.bind()()
+    model = experiment.model.component()
     inputs, targets = torch.randn(local.batch_size, *sample_shape), torch.zeros(local.batch_size, dtype=torch.long)
     steps = local.epochs * cohort * train_samples / experiment.workers / local.batch_size
     training = step_cost(model, inputs, targets, **of_torch(local.params)).times(steps)

@@ -41,6 +41,7 @@ ENGINE_FLOORS = (  # the same for the modules of `engines`, by the beginnings of
     ("schedule", "round_stats", "pool.retry", "pool.shared_memory", "trainers.capture", "trainers.row_module",
      "stacking.convolution", "distributed.hooks", "distributed.watchdog"),
     ("task", "pool.process_context", "distributed.rendezvous"),
+    ("shared_state",),
     ("memory", "evaluation", "trainers.batches", "pool.process_pool", "distributed.process_group"),
     ("aggregator", "worker_evaluation", "worker_states", "trainers.dropout", "distributed.preflight"),
     ("trainers.client_rounds", "trainers.stack", "stacking.operations", "distributed.rank_aggregator"),

@@ -93,8 +93,8 @@ def finished(tables):
     `states` has what each worker that has taken part keeps, by name, and `initial` what the others have.
     """
     experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
-        loop, start = SynchronousLoop(prepared, engine), engine.shared.global_row.clone()
+    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+        loop, start = SynchronousLoop(task, engine), engine.shared.server.row.clone()
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
         kept = engine.backend.states.tensors()
         workers = kept.pop("workers").tolist() if kept else []
@@ -102,6 +102,6 @@ def finished(tables):
         states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
         updates, _ = engine.backend.round_rows(records[-1].cohort, experiment.rounds)
         return SimpleNamespace(
-            **{"start": start, "row": engine.shared.global_row.clone(), "records": records, "updates": updates.clone()},
-            **{"solver": prepared.task.solver, "states": states, "initial": engine.backend.states.initial},
+            **{"start": start, "row": engine.shared.server.row.clone(), "records": records, "updates": updates.clone()},
+            **{"solver": task.solver, "states": states, "initial": engine.backend.states.initial},
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsim.aggregation.numerics.columns import CPU, Reduce, bad_rows, keep_own
 from fedsim.aggregation.numerics.gram import Gram
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
-from fedsim.aggregation.rule import BoundRule
+from fedsim.aggregation.rule import RuleStage
 from fedsim.core.randomness import Draws, numpy_generator
 from fedsim.errors import DivergedError, ExperimentError
 from fedsim.system.devices import to_device, wide_dtype
@@ -85,11 +85,11 @@ class AggregationInputs:
         known = self.gram
         return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
-    def f_for(self, stage: BoundRule) -> int | None:
+    def f_for(self, stage: RuleStage) -> int | None:
         """The stage's f minus the number of excluded rows, at least 0."""
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
-    def value_of(self, name: str, rows: LazyRows, stage: BoundRule) -> Any:
+    def value_of(self, name: str, rows: LazyRows, stage: RuleStage) -> Any:
         """The input `name` of a stage that is applied to `rows`."""
         if name == "updates":
             return rows.block()
@@ -104,7 +104,7 @@ class AggregationInputs:
             raise ExperimentError(NEEDED[name])
         return value
 
-    def values_of_columns(self, rows: LazyRows, part: Tensor, stage: BoundRule) -> Callable[[str], Any]:
+    def values_of_columns(self, rows: LazyRows, part: Tensor, stage: RuleStage) -> Callable[[str], Any]:
         """`value_of` for a columnwise rule that is applied to `part`, some columns [n, columns] of `rows`.
 
         The rule draws the same numbers for every part.

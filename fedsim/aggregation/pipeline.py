@@ -14,7 +14,7 @@ from fedsim.aggregation.inputs import AggregationInputs
 from fedsim.aggregation.numerics.columns import BLOCK, column_blocks, combine, small_blocks
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.numerics.threads import alone_if_small
-from fedsim.aggregation.rule import BoundRule, LinearCombination
+from fedsim.aggregation.rule import LinearCombination, RuleStage
 from fedsim.errors import ExperimentError
 
 MOST_TRIED = 500  # rows; bulyan takes half a minute for a thousand rows
@@ -50,8 +50,8 @@ class Pipeline:
     'nnm + median'
     """
 
-    pre: tuple[BoundRule, ...]
-    rule: BoundRule
+    pre: tuple[RuleStage, ...]
+    rule: RuleStage
 
     @property
     def name(self) -> str:
@@ -182,7 +182,7 @@ class Pipeline:
 
 
 def check_result(
-    result: Any, stage: BoundRule, rows: LazyRows | Tensor, shape: Sequence[int], expected: str = "a row [d]"
+    result: Any, stage: RuleStage, rows: LazyRows | Tensor, shape: Sequence[int], expected: str = "a row [d]"
 ) -> Any:
     """The result of a stage. Raises ResultError unless it is a tensor of that shape."""
     if isinstance(result, Tensor) and result.shape == tuple(shape):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedsim.aggregation.pipeline import Pipeline
-from fedsim.aggregation.rule import bind_rule, pre_aggregator, rule
+from fedsim.aggregation.rule import RuleStage, pre_aggregator, rule
 from fedsim.core.objects import plain
 from fedsim.core.registry import Plug
 from fedsim.core.suggestions import parameter_errors, with_key
@@ -104,7 +104,7 @@ def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1
     """
-    bound = [bind_rule(plug, params) for plug, params in resolved]
+    bound = [RuleStage.of(plug, params) for plug, params in resolved]
     return Pipeline(tuple(bound[:-1]), bound[-1])
 
 

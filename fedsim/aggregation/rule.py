@@ -48,7 +48,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Component, Plug, Registry
 from fedsim.errors import ExperimentError
 
 GIVEN = (
@@ -103,44 +103,36 @@ class LinearCombination:
 
 
 @dataclass(frozen=True)
-class BoundRule:
-    """A rule or pre-aggregator with its parameters; it can be pickled.
+class RuleStage(Component):
+    """A rule or pre-aggregator with its parameters.
 
     Attributes:
-        accepts: the inputs that the function accepts, and whether each is required.
         f: the parameter of that name; None if there is none.
     """
 
-    function: Callable[..., Any]
-    name: str
-    accepts: dict[str, bool]
     columnwise: bool = False
     linear: bool = False
     f: int | None = None
+
+    @classmethod
+    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> RuleStage:
+        """The rule or pre-aggregator with checked parameters.
+
+        Raises ExperimentError for a columnwise rule that accepts `metrics`, because it would record numbers for every
+        block of columns, or `last` or `root`, which are whole rows.
+        """
+        columnwise, linear = (getattr(plug.target, name, False) for name in ("columnwise", "linear"))
+        for name in ("metrics", "last", "root") if columnwise else ():
+            if name in plug.takes:
+                raise ExperimentError(
+                    f"{plug.name}: a columnwise rule cannot take {name}; register it without columnwise"
+                )
+        return super().of(plug, params, columnwise=columnwise, linear=linear, f=params.get("f"))
 
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
         """Call the function with `value_of(name)` for each input, and with another `f` if it is not None."""
         given = {name: value_of(name) for name in self.accepts}
         return self.function(**given) if f is None else self.function(**given, f=f)
-
-
-def bind_rule(plug: Plug, params: dict[str, Any]) -> BoundRule:
-    """The rule or pre-aggregator `plug` with checked parameters.
-
-    Raises ExperimentError for a columnwise rule that accepts `metrics`, because it would record numbers for every block
-    of columns, or `last` or `root`, which are whole rows.
-    """
-    for name in ("metrics", "last", "root") if getattr(plug.target, "columnwise", False) else ():
-        if name in plug.takes:
-            raise ExperimentError(f"{plug.name}: a columnwise rule cannot take {name}; register it without columnwise")
-    return BoundRule(
-        function=plug.bind(params),
-        name=plug.name,
-        accepts=plug.takes,
-        columnwise=getattr(plug.target, "columnwise", False),
-        linear=getattr(plug.target, "linear", False),
-        f=params.get("f"),
-    )
 
 
 def average_of(chosen: Tensor, n: int) -> LinearCombination:

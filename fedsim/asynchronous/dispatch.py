@@ -79,7 +79,7 @@ class Dispatcher:
         self.arrivals = 0
         self.untrained: set[int] = set()
         self._nonfinite: set[int] = set()  # slots in flight whose result holds NaN or infinity
-        self._losses = server.shared.train_loss.numpy()  # faster to read than the tensor
+        self._losses = server.shared.cohort.train_loss.numpy()  # faster to read than the tensor
         self.start_round(1)
 
     def start_round(self, round: int) -> None:
@@ -107,7 +107,7 @@ class Dispatcher:
         self.untrained.difference_update(slots)
         if self.server.nonfinite == "keep":
             return
-        rows = self.server.shared.rows
+        rows = self.server.shared.cohort.rows
         total = (rows if slots == list(range(len(rows))) else rows[slots]).sum()
         if not math.isfinite(total):  # the sum of finite rows may overflow too
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))

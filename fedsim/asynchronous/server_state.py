@@ -15,7 +15,8 @@ from fedsim.asynchronous.policy import Policy
 from fedsim.clients import ClientAlgorithm, Solver, State
 from fedsim.core.rows import Layout, new_rows
 from fedsim.engines.pool.shared_memory import share
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError
 
@@ -50,21 +51,22 @@ class ServerState:
     """
 
     def __init__(
-        self, policy: Policy, solver: Solver, task: TaskSpec, shared: SharedState, worker_states: WorkerStates
+        self, policy: Policy, solver: Solver, task: RunTask, shared: SharedState, worker_states: WorkerStates
     ) -> None:
-        self.policy, self.solver, self.optimizer = policy, solver, task.server
-        self.seed, self.buffers, self.nonfinite = task.seed, task.buffers, task.nonfinite
+        experiment = task.experiment
+        self.policy, self.solver, self.optimizer = policy, solver, experiment.server.component
+        self.seed, self.buffers, self.nonfinite = experiment.seed, experiment.buffers, experiment.nonfinite
         self.algorithm, self.worker_states = task.solver, worker_states
-        self.n, d = shared.rows.shape
+        self.n, d = shared.cohort.rows.shape
         self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)
         self.counts[1 : 1 + self.n] = -1  # nothing read yet
         self.counts[1 + 2 * self.n :] = 1  # alive
         self.replicas = new_rows(self.n if policy.needs_replicas else 0, d, task.dtype, task.device)
-        self.replicas.copy_(shared.global_row.expand(len(self.replicas), -1))
-        shared.buffers[:] = shared.global_buffers
-        self.has_buffers = shared.global_buffers.numel() > 0
-        self.solver_state = solver.start(shared.global_row) if "shared" in policy.state_scope else {}
-        self.worker_solver_states = solver.start(shared.rows) if "private" in policy.state_scope else {}
+        self.replicas.copy_(shared.server.row.expand(len(self.replicas), -1))
+        shared.cohort.buffers[:] = shared.server.buffers
+        self.has_buffers = shared.server.buffers.numel() > 0
+        self.solver_state = solver.start(shared.server.row) if "shared" in policy.state_scope else {}
+        self.worker_solver_states = solver.start(shared.cohort.rows) if "private" in policy.state_scope else {}
         self.step_seconds = torch.ones(self.n, dtype=torch.double)
         self.tables: Tables = ()
         self.attach(shared)
@@ -74,7 +76,7 @@ class ServerState:
         """Use the engine's memory, which another process has under other addresses."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
-        self.rows, self.global_row = list(shared.rows), shared.global_row
+        self.rows, self.global_row = list(shared.cohort.rows), shared.server.row
         self.models = list(self.replicas) or self.rows  # start models
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.alive_mask = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
@@ -113,11 +115,11 @@ class ServerState:
 
     def pull(self, slot: int) -> None:
         """Copy the global model, or what the server optimizer sends in its place, to a worker."""
-        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.states["parameters"]))
-        for name, sent in self.algorithm.send(self.shared.server_state).items():
-            self.shared.received[name][slot] = sent
+        self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.server.states["parameters"]))
+        for name, sent in self.algorithm.send(self.shared.server.algorithm).items():
+            self.shared.cohort.received[name][slot] = sent
         if self.has_buffers and self.buffers == "average":
-            self.shared.buffers[slot] = self.shared.global_buffers
+            self.shared.cohort.buffers[slot] = self.shared.server.buffers
         self.read[slot] = self._version[0]
 
     def keep_model(self, slot: int) -> None:
@@ -129,17 +131,17 @@ class ServerState:
         """Copy a worker's start model and its own state to its row."""
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
-        self.worker_states.load([worker], self.shared.worker_rows, [slot])
+        self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
         if self.has_buffers and self.buffers == "server":
-            self.shared.buffers[slot] = self.shared.global_buffers
+            self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
         """Store what a worker keeps after its work, and take its messages."""
         shared = self.shared
-        self.worker_states.save([worker], shared.worker_rows, [slot])
-        if shared.messages:
-            messages = {name: messages[slot] for name, messages in shared.messages.items()}
-            self.algorithm.receive(shared.server_state, messages, 1, len(shared.shards))
+        self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
+        if shared.cohort.messages:
+            messages = {name: messages[slot] for name, messages in shared.cohort.messages.items()}
+            self.algorithm.receive(shared.server.algorithm, messages, 1, len(shared.data.shards))
 
     def staleness(self, slot: int) -> int:
         """Number of updates of the global row since a worker last read it."""
@@ -163,7 +165,7 @@ class ServerState:
 
     def update(self, update: Tensor) -> None:
         """One step of the server optimizer along an update [d]: a new version."""
-        self.optimizer.step(self.global_row, update, self.shared.states["parameters"])
+        self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
 
     def increment_version(self) -> None:
@@ -173,13 +175,13 @@ class ServerState:
     def mean(self, slots: Sequence[int]) -> Tensor:
         """The mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
         slots = sorted(slots)
-        rows = self.shared.rows if slots == list(range(self.n)) else self.shared.rows[slots]
+        rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
         return torch.cat([mean(rows[:, block]) for block in blocks])
 
     def delta(self, slot: int) -> Tensor:
         """A worker's row minus its start model, [d] in float64, so that start + delta is a float32 row exactly."""
-        return self.rows[slot].to(self.shared.buffers.dtype) - self.replicas[slot]
+        return self.rows[slot].to(self.shared.cohort.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Move the server's buffers towards the mean of these slots' buffers.
@@ -188,12 +190,12 @@ class ServerState:
         """
         if self.has_buffers:
             share = min(1.0, len(slots) / len(self.alive)) if share is None else share
-            self.move_buffers(self.shared.buffers[list(slots)].mean(0), share)
+            self.move_buffers(self.shared.cohort.buffers[list(slots)].mean(0), share)
 
     def move_buffers(self, target: Tensor, share: float) -> None:
         """Move the server's buffers towards `target` by `share`, unless `buffers` is "server"."""
         if self.has_buffers and self.buffers != "server":
-            self.shared.global_buffers.lerp_(target, share)
+            self.shared.server.buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
@@ -205,9 +207,9 @@ class ServerState:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint needs in addition to those of the engine."""
-        shared = self.shared
-        in_flight = {"rows": shared.rows, "buffers": shared.buffers, "train_loss": shared.train_loss}
-        for of, state in (("kept", shared.kept), ("messages", shared.messages), ("received", shared.received)):
+        cohort = self.shared.cohort
+        in_flight = {"rows": cohort.rows, "buffers": cohort.buffers, "train_loss": cohort.train_loss}
+        for of, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
             in_flight |= {f"{of}.{name}": tensor for name, tensor in state.items()}
         return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
 

@@ -33,13 +33,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fedsim.core.randomness import Draws, numpy_generator
-from fedsim.core.registry import Plug, Registry, taken_by_name
+from fedsim.core.registry import Component, Plug, Registry, taken_by_name
 from fedsim.errors import ExperimentError, show
-
-attack_strategy = Registry(
-    "attack",
-    given=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
-)
 
 Aggregate = Callable[[Tensor], Tensor]
 POISON_INPUTS = "inputs", "targets", "classes", "draws", "rng"
@@ -64,22 +59,29 @@ class Goal(Protocol):
 
 
 @dataclass(frozen=True)
-class BoundAttack:
+class AttackStrategy(Component):
     """An attack with its parameters; call it for the Byzantine rows.
 
     Attributes:
-        accepts: the names of its inputs.
-        needs_aggregate: whether `aggregate` is required.
         poison_accepts: the names of the inputs of its method `poison`.
         poison: changes training batches; None if the attack does not change data.
         goal: defines the success rate; None if the attack has no goal.
     """
 
-    function: Callable[..., Tensor]
-    name: str
-    accepts: tuple[str, ...]
-    needs_aggregate: bool
     poison_accepts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> AttackStrategy:
+        """The attack with checked parameters.
+
+        Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
+        """
+        poison = getattr(plug.target, "poison", None)
+        try:
+            accepts = taken_by_name(poison, POISON_INPUTS) if poison else ()
+        except TypeError as error:
+            raise ExperimentError(f"attack.name = {show(plug.name)}: its poison cannot be used: {error}") from None
+        return super().of(plug, params, poison_accepts=tuple(accepts))
 
     @property
     def poison(self) -> Poison | None:
@@ -126,7 +128,7 @@ class BoundAttack:
         rows = own_updates.new_empty(own_updates.shape)
         if not len(own_updates):
             return rows, state or {}
-        if self.needs_aggregate and aggregate is None:
+        if self.accepts.get("aggregate") and aggregate is None:
             raise ExperimentError(f"aggregate: the attack {self.name} needs the rule that it is to be tuned against")
         values = {"honest": honest, "own_updates": own_updates, "n_byzantine": len(own_updates)}
         values |= {"last": last, "aggregate": aggregate, "state": state or {}}
@@ -135,7 +137,7 @@ class BoundAttack:
             values["rng"] = numpy_generator(seed, "attack", *moment)
         if "draws" in self.accepts:
             values["draws"] = Draws.of(seed, "attack", *moment, device=own_updates.device)
-        made = self.function(**{name: values[name] for name in self.accepts})
+        made = self.on(values)
         made, state = made if "state" in self.accepts else (made, {})
         shape = tuple(getattr(made, "shape", ()))
         if shape not in (own_updates.shape, own_updates.shape[1:]):
@@ -144,24 +146,11 @@ class BoundAttack:
         return rows.copy_(made), state
 
 
-def bind_attack(plug: Plug, params: dict[str, Any]) -> BoundAttack:
-    """The attack `plug` with checked parameters; it can be pickled.
-
-    Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
-    """
-    function = plug.bind(params)
-    poison = getattr(function, "poison", None)
-    try:
-        poison_accepts = taken_by_name(poison, POISON_INPUTS) if poison else ()
-    except TypeError as error:
-        raise ExperimentError(f"attack.name = {show(plug.name)}: its poison cannot be used: {error}") from None
-    return BoundAttack(
-        function=function,
-        name=plug.name,
-        accepts=tuple(plug.takes),
-        needs_aggregate=plug.takes.get("aggregate", False),
-        poison_accepts=tuple(poison_accepts),
-    )
+attack_strategy = Registry(
+    "attack",
+    given=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
+    component=AttackStrategy,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.containers import as_rows, checked_matrix
-from fedsim.byzantine.base import Aggregate, attack_strategy, bind_attack
+from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.precision import full_precision
 
@@ -55,7 +55,7 @@ def attack(
     if "own" in params:
         raise ExperimentError("own: is now own_updates")
     plug = attack_strategy.get(name, "attack.name")
-    bound = bind_attack(plug, plug.check(params, "attack", beside=["name"]))
+    bound = attack_strategy.bind(plug, plug.check(params, "attack", beside=["name"]))
     honest, form = as_rows(honest, "honest")
     own_updates, _ = as_rows(own_updates, "own_updates", form)
     honest = checked_matrix(honest, "honest")

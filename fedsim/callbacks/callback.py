@@ -14,9 +14,9 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from fedsim.runs.facts import RunFacts
     from fedsim.runs.result import Result
     from fedsim.runs.rounds import Rounds
-    from fedsim.runs.setup import PreparedRun
 
 
 @dataclass
@@ -44,9 +44,9 @@ class CurrentRun:
     on_request: bool = False
 
     @property
-    def prepared(self) -> PreparedRun:
-        """Facts that are known before the first round, such as the samples of each worker."""
-        return self.rounds.prepared
+    def facts(self) -> RunFacts:
+        """What is known before the first round, such as the number of samples of each worker."""
+        return self.rounds.facts
 
     def model(self) -> nn.Module:
         """Return a copy of the global model, on the CPU and in evaluation mode."""
@@ -86,10 +86,10 @@ class Callback:
 
 @dataclass(frozen=True)
 class FunctionCallback(Callback):
-    """The functions `on_setup(step)`, `on_start(prepared)` and `on_round(record)` as a callback."""
+    """The functions `on_setup(step)`, `on_start(facts)` and `on_round(record)` as a callback."""
 
     setup: Callable[[str], object] | None = None
-    start: Callable[[PreparedRun], object] | None = None
+    start: Callable[[RunFacts], object] | None = None
     round: Callable[[RoundRecord], object] | None = None
 
     def on_setup(self, step: str) -> None:
@@ -98,7 +98,7 @@ class FunctionCallback(Callback):
 
     def on_start(self, run: CurrentRun) -> None:
         if self.start:
-            self.start(run.prepared)
+            self.start(run.facts)
 
     def on_round(self, record: RoundRecord) -> None:
         if self.round:

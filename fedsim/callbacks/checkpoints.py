@@ -29,7 +29,7 @@ from fedsim.system.files import is_outside, read_bounded, write_atomically, writ
 from fedsim.version import __version__
 
 if TYPE_CHECKING:
-    from fedsim.runs.setup import PreparedRun
+    pass
 
 FOLDER, FORMAT = "checkpoints", 2
 NAME = re.compile(r"round-(\d{5,18})\.json")
@@ -51,12 +51,12 @@ class Checkpoints(Callback):
         if run.rounds.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
             if run.folder:
                 run.folder.settle()
-            self._checkpoints.write(round, run.rounds.state, way=_choices_of(run.prepared))
+            self._checkpoints.write(round, run.rounds.state, way=_choices_of(run))
 
 
-def _choices_of(prepared: PreparedRun) -> dict[str, Any]:
+def _choices_of(run: CurrentRun) -> dict[str, Any]:
     """The choices of the engine on which rounding depends; a resumed run makes the same."""
-    chosen = {"engine": prepared.experiment.engine, **prepared.how}
+    chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
 

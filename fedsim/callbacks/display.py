@@ -23,7 +23,6 @@ from fedsim.records.worker_results import workers_line
 
 if TYPE_CHECKING:
     from fedsim.runs.result import Result
-    from fedsim.runs.setup import PreparedRun
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
 MOST_METRICS = 4  # of plugs in the table; the files have all
@@ -72,9 +71,9 @@ class Display(Callback):
         self._bar.set_description(step)
 
     def on_start(self, run: CurrentRun) -> None:
-        self._run, done = run, run.prepared.done
+        self._run, done = run, run.facts.done
         self._bar.set_description()
-        self._print(headline(run.prepared))
+        self._print(headline(run))
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -175,7 +174,7 @@ def _attack(experiment: Experiment) -> str:
 
 def announcement(experiment: Experiment) -> str:
     """The line that describes a run before anything is prepared: name, workers, rounds and algorithm."""
-    at_work = "per round" if experiment.policy.bind().in_rounds else "at a time"
+    at_work = "per round" if experiment.in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
     attackers = f", {byzantine} of them Byzantine ({_attack(experiment)})" if byzantine else ""
@@ -183,20 +182,20 @@ def announcement(experiment: Experiment) -> str:
     return f"{experiment.name}: {workers}; {plural(experiment.rounds, 'round')}; {_algorithm(experiment)}"
 
 
-def headline(prepared: PreparedRun) -> str:
-    """The line that describes a prepared run: data, model, partition, engine and device."""
-    experiment = prepared.experiment
-    smallest, largest = min(prepared.shard_sizes), max(prepared.shard_sizes)
+def headline(run: CurrentRun) -> str:
+    """The line that describes a run before its first round: data, model, partition, engine and device."""
+    experiment, facts = run.experiment, run.facts
+    smallest, largest = min(facts.shard_sizes), max(facts.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-    seen = "" if prepared.sampled_workers is None else f", estimated from {len(prepared.sampled_workers):,} workers"
-    processes = f", {prepared.how['processes']} processes" if prepared.how["processes"] > 1 else ""
-    width = f", stacks of {prepared.how['width']} rows" if "width" in prepared.how else ""
-    held_out = f"{prepared.validation_samples:,} validation, " if prepared.validation_samples else ""
-    samples = f"{prepared.train_samples:,} train, {held_out}{prepared.test_samples:,} test"
+    seen = "" if facts.sampled_workers is None else f", estimated from {len(facts.sampled_workers):,} workers"
+    processes = f", {facts.how['processes']} processes" if facts.how["processes"] > 1 else ""
+    width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
+    held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
+    samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
-        f"{experiment.data.dataset} ({samples}), {experiment.model.name} ({prepared.parameters:,} parameters); "
+        f"{experiment.data.dataset} ({samples}), {experiment.model.name} ({facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.strategy}{seen}); "
-        f"{prepared.how.get('engine', experiment.engine)}{processes}{width} on {prepared.device}"
+        f"{facts.how.get('engine', experiment.engine)}{processes}{width} on {facts.device}"
     )
 
 
@@ -205,7 +204,7 @@ def _algorithm(experiment: Experiment) -> str:
     policy, clock = experiment.policy, experiment.clock
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
-    if policy.bind().in_rounds:
+    if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
     if experiment.local.solver != type(experiment.local).model_fields["solver"].default:
         described = f"{experiment.local.solver}; {described}"

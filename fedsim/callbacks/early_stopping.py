@@ -23,7 +23,7 @@ class StopEarly(Callback):
         if experiment.stop.active:
             tested = run.rounds.tests_after(record.round) or not experiment.data.worker_test
             if record.cohort and tested and not self._stopping.has_best:
-                by_function = isinstance(experiment.client_algorithm, TrainFunction)
+                by_function = isinstance(experiment.local.component, TrainFunction)
                 self._stopping.require_number(record, by_function=by_function)
             reason = run.rounds.broadcast(self._stopping.update(record))
         return divergence(record) or reason

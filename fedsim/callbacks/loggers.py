@@ -67,7 +67,7 @@ class Loggers(Callback):
             stack.push(self.__exit__)
             for table in self._tables:
                 try:
-                    context = table.bind()(run=self._run)
+                    context = table.component(run=self._run)
                     with one_at_a_time(Path(__file__), MOST_WAITING):  # the first one makes the tables of a data base
                         self._loggers.append((table.name, context, context.__enter__()))
                 except FedsimError:

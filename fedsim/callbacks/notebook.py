@@ -105,8 +105,8 @@ class NotebookDisplay(Callback):
         self._cell.show(self._page())
 
     def on_start(self, run: CurrentRun) -> None:
-        self._run, self._step, self._done = run, "", run.prepared.done
-        self._lines.append(headline(run.prepared))
+        self._run, self._step, self._done = run, "", run.facts.done
+        self._lines.append(headline(run))
         self._cell.show(self._page())
         if run.ended:
             self._lines.append(f"this run is finished: {run.ended}")

@@ -27,10 +27,10 @@ class Recorder(Callback):
         self._run, self._folder, self._facts = run, folder, facts
 
     def on_start(self, run: CurrentRun) -> None:
-        prepared, experiment = run.prepared, run.experiment
-        require_space(self._folder.path, prepared.record_bytes, "what this run keeps")
-        self._folder.begin(experiment, run.history, **run.rounds.facts(), **self._facts)
-        self._folder.partition(prepared.label_counts, prepared.byzantine, prepared.sampled_workers, experiment.workers)
+        facts, experiment = run.facts, run.experiment
+        require_space(self._folder.path, facts.record_bytes, "what this run keeps")
+        self._folder.begin(experiment, run.history, **facts.for_record(), **self._facts)
+        self._folder.partition(facts.label_counts, facts.byzantine, facts.sampled_workers, experiment.workers)
 
     def on_round(self, record: RoundRecord) -> None:
         if tests := self._run.rounds.tests_after(record.round):

@@ -28,9 +28,10 @@ from fedsim.engines.pool.retry import announce, last_error
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLostError, SettingWarning, WorkerError
 from fedsim.records.record import RoundRecord
 from fedsim.records.rows import canonical
+from fedsim.runs.facts import RunFacts
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
-from fedsim.runs.setup import PreparedRun, task_of
+from fedsim.runs.setup import task_of
 from fedsim.system.child_process import GRACE, signals_deferred
 from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.limits import format_failure, require_files
@@ -156,7 +157,7 @@ def attempt(
     folder: Path,
     session: Session,
     on_round: Callable[[RoundRecord], object],
-    on_start: Callable[[PreparedRun], object] | None = None,
+    on_start: Callable[[RunFacts], object] | None = None,
 ) -> str | None:
     """Run or resume an experiment; return None, or the reason of the failure: one line, then details."""
     try:

@@ -72,13 +72,13 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     for each in experiments:
         tables = each.resolved()
         key = canonical([tables["model"], tables["local"]])
-        if key in seen or not each.client_algorithm.has("for_model"):
+        if key in seen or not each.local.component.has("for_model"):
             continue
         seen.add(key)
         if task_of(each, torch.device("cpu")).solver.personal_columns.width:
-            score = "accuracy" if correct_of(each.task.bind()) else "loss"
+            score = "accuracy" if correct_of(each.task.component) else "loss"
             personal = f"metrics.personal_worker_{score}_mean and data.worker_test=0.2"
-            number = personal if each.policy.bind().in_rounds else "train_loss"
+            number = personal if each.policy.component.in_rounds else "train_loss"
             return f"local.solver = {show(each.local.solver)}", number
     return None
 
@@ -100,7 +100,7 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
 
 def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
     number = isinstance(target, (int, float)) and not isinstance(target, bool) and math.isfinite(target)
-    by_accuracy = all(correct_of(each.task.bind()) is not None for each in experiments)
+    by_accuracy = all(correct_of(each.task.component) is not None for each in experiments)
     if by_accuracy and not (number and 0 < target <= 1):
         raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
     if not number:
@@ -118,13 +118,13 @@ def check_number(by: Any, experiments: Sequence[Experiment]) -> str:
     metric = metric_called(by)
     key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
-        own = [f"metrics.{each.bind().label}" for experiment in experiments for each in experiment.metrics]
+        own = [f"metrics.{each.component.label}" for experiment in experiments for each in experiment.metrics]
         raise ExperimentError(f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *own]))}")
     if key.startswith("validation_") and not all(each.data.validation for each in experiments):
         raise ExperimentError(f"{where}: add data.validation=0.1")
     if key in ("test_accuracy", "validation_accuracy"):
         for each in experiments:
-            if correct_of(each.task.bind()) is None:
+            if correct_of(each.task.component) is None:
                 raise ExperimentError(f"{where}: the task {each.task.name} has no accuracy; use a loss or a metric")
     if metric.better is None:
         raise ExperimentError(
@@ -132,7 +132,7 @@ def check_number(by: Any, experiments: Sequence[Experiment]) -> str:
             f"-{key}"
         )
     label = key.removeprefix("metrics.").removeprefix("validation_")
-    found = [each.bind() for experiment in experiments for each in experiment.metrics]
+    found = [each.component for experiment in experiments for each in experiment.metrics]
     declared = next((each.higher_is_better for each in found if each.label == label), None)
     return by if declared is None or by != key else f"{'+' if declared else '-'}{key}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
@@ -14,18 +15,20 @@ from pydantic import Field, PositiveFloat, ValidationError, field_validator, mod
 from fedsim.aggregation import Pipeline
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import draw_attackers
-from fedsim.clients import ClientAlgorithm, LRSchedule, exchanges, needs_local_steps
+from fedsim.clients import LRSchedule, exchanges, needs_local_steps
 from fedsim.config import schema
 from fedsim.config.overrides import DEFAULT_ENGINE
 from fedsim.config.schema import Amount, Count, matching
 from fedsim.config.source_catalog import keys_of_tables
-from fedsim.config.validation import problems_with
-from fedsim.core.base_table import Table
+from fedsim.config.validation import problems_with, what_needs_rows
+from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.input_limits import problem_with_words
-from fedsim.core.objects import Name, plain
+from fedsim.core.objects import Name, own_copy, plain
 from fedsim.core.validation_errors import explain
 from fedsim.engines import Engine, engine
+from fedsim.engines.distributed.hooks import CommunicationHook
 from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.processing import UpdateProcessor
 from fedsim.system.precision import PRECISIONS
 
 FOLDER_NAME = f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
@@ -165,37 +168,74 @@ class Experiment(Table):
         most = min(self.attack.count(self.workers), self.cohort_size)
         return most if self.aggregate.f is None else self.aggregate.f
 
-    @property
-    def pipeline(self) -> Pipeline:
+    @cached_property
+    def rule(self) -> Pipeline:
         """The aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
 
     @property
+    def chain(self) -> list[UpdateProcessor]:
+        """The processors with their parameters."""
+        return [table.component for table in self.processors]
+
+    @property
+    def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:
+        """How workers are weighted: `aggregate.weights`, or what the rule needs."""
+        return self.aggregate.weights or ("samples" if self.rule.needs_weights else "uniform")
+
+    @property
+    def nonfinite(self) -> Literal["error", "exclude", "keep"]:
+        """What a round does with rows that hold NaN or infinity; `stop` ends the run after the error of a round."""
+        return "error" if self.aggregate.nonfinite == "stop" else self.aggregate.nonfinite
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all workers of a cohort start together; else they work on a virtual clock, or in a race."""
+        return self.policy.component.in_rounds
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether workers send gradients to an asynchronous policy, and take no steps of their own."""
+        return not self.in_rounds and self.policy.component.work == "gradient"
+
+    @cached_property
+    def needs_rows(self) -> str | None:
+        """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
+        return what_needs_rows(self)
+
+    @property
+    def gradient_hook(self) -> CommunicationHook | None:
+        """What averages the ranks' gradients; None if the rule aggregates rows of single workers."""
+        ranks = engine.get(self.engine).target.traits.ranks
+        averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
+        return self.distributed.hook.component if averages else None
+
+    @property
     def needs_local_steps(self) -> bool:
         """Whether the client algorithm needs rounds of local steps."""
-        return needs_local_steps(self.client_algorithm)
+        return needs_local_steps(self.local.component)
 
     @property
     def exchanges(self) -> bool:
         """Whether the client algorithm keeps worker state or exchanges more than rows with the server."""
-        return exchanges(self.client_algorithm)
-
-    @property
-    def client_algorithm(self) -> ClientAlgorithm:
-        """What workers do, before it knows the model."""
-        return self.local.bind()
+        return exchanges(self.local.component)
 
     @property
     def local_lr(self) -> float | None:
         """The learning rate of the local solver; None if it has no parameter `lr`."""
         return self.local.params.get("lr")
 
-    @property
+    @cached_property
     def local_schedule(self) -> LRSchedule | None:
         """How `local_lr` changes; None if it is constant."""
         per, steps = self.local.schedule.per, self.local.steps
         steps_of_a_round = steps if isinstance(steps, int) else None
         return self.local.schedule.schedule(self.rounds if per == "round" else steps_of_a_round, per)
+
+    @cached_property
+    def server_schedule(self) -> LRSchedule | None:
+        """How the learning rate of the server optimizer changes; None if it is constant."""
+        return self.server.schedule.schedule(self.rounds)
 
     def local_lr_in(self, round: int) -> float | None:
         """The learning rate of the local solver in the first step of a round; None if it has none."""
@@ -205,13 +245,25 @@ class Experiment(Table):
     @property
     def rounds_of_gradients(self) -> int:
         """The number of rounds, from the first, that aggregate gradients at every step."""
-        if not self.policy.bind().in_rounds:
+        if not self.in_rounds:
             return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
 
     @property
     def cohort_size(self) -> int:
         return self.cohort or self.workers
+
+    def own(self) -> Experiment:
+        """A copy for one run, without the data set. What the objects in it keep belongs to that run.
+
+        Raises ExperimentError if an object cannot be copied.
+        """
+        copied = self.model_copy(update={"data": self.data.model_copy(update={"dataset": ""})})
+        for table in copied.tables():
+            if isinstance(table, PlugTable) and table is not copied.data:
+                table.component  # noqa: B018  # made here, so that the copy has its own
+        copied.rule  # noqa: B018
+        return own_copy(copied)
 
     def resolved(self) -> dict[str, Any]:
         """All keys with their values as nested tables, including defaults, without keys that are unset."""
@@ -242,7 +294,7 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
         ({"model.name"}, [experiment.model.name]),
         ({"data.dataset"}, [experiment.data.dataset]),
         ({"local.solver"}, [solver] if solver != schema.Local.model_fields["solver"].default else []),
-        ({"aggregate.rule", "policy.name", "mode"}, rules if policy.bind().in_rounds else [policy.name]),
+        ({"aggregate.rule", "policy.name", "mode"}, rules if experiment.in_rounds else [policy.name]),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]
     words = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,23 +15,23 @@ from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
 from fedsim.asynchronous.delays import noise, speed
 from fedsim.asynchronous.policies import policy
-from fedsim.byzantine import BoundAttack, attack_strategy, bind_attack
+from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
 from fedsim.clients.adapters import TrainFunction
 from fedsim.core.base_table import PlugTable, Table
 from fedsim.core.learning_task import REDUCTION, LearningTask, LossTask, learning_task
-from fedsim.core.metrics import BoundMetric, bind_metric, metric
+from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.objects import Name
 from fedsim.core.registry import Plug
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
-from fedsim.engines.distributed.hooks import BoundHook, hook
+from fedsim.engines.distributed.hooks import hook
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
-from fedsim.processing import BoundProcessor, bind_processor, processor
-from fedsim.server import BoundCohortStrategy, bind_cohort_strategy, cohort_strategy, server_optimizer
+from fedsim.processing import UpdateProcessor, processor
+from fedsim.server import cohort_strategy, server_optimizer
 
 Amount = Annotated[int, Field(gt=0, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -72,11 +73,12 @@ class Task(PlugTable):
 
     def check_parameters(self) -> None:
         super().check_parameters()
-        self.bind()
+        self.component  # noqa: B018  # raises an error if it is no task
 
-    def bind(self) -> LearningTask:
+    @cached_property
+    def component(self) -> LearningTask:
         """The task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
-        plug, bound = self.plug, super().bind()
+        plug, bound = self.plug, self.plug.bind(self.params)
         if plug.takes:
             return LossTask(self.name, bound, tuple(plug.takes))
         task = bound if is_dataclass(plug.target) else bound()
@@ -110,8 +112,9 @@ class EvaluationMetric(PlugTable):
     ) = None
     """Its name in the records. Unset: that of the metric."""
 
-    def bind(self) -> BoundMetric:
-        return bind_metric(self.plug, self.params, self.label)
+    @cached_property
+    def component(self) -> OutputMetric:
+        return OutputMetric.of(self.plug, self.params, label=self.label)
 
 
 class Model(PlugTable):
@@ -129,8 +132,9 @@ class Augment(PlugTable):
 
     name: Name
 
-    def bind(self) -> ImageTransform:
-        return ImageTransform(super().bind(), tuple(self.plug.takes))
+    @cached_property
+    def component(self) -> ImageTransform:
+        return ImageTransform(self.plug.bind(self.params), tuple(self.plug.takes))
 
 
 class Data(PlugTable):
@@ -148,6 +152,11 @@ class Data(PlugTable):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the training samples on which nobody trains; each round records `validation_loss` and
     `validation_accuracy`."""
+
+    @property
+    def transforms(self) -> list[ImageTransform]:
+        """The augmentations with their parameters."""
+        return [table.component for table in self.augment]
 
     @model_validator(mode="before")
     @classmethod
@@ -175,9 +184,6 @@ class Sampling(PlugTable):
     place, named_by, registry = "sampling", "strategy", cohort_strategy
 
     strategy: Name = "uniform"
-
-    def bind(self) -> BoundCohortStrategy:
-        return bind_cohort_strategy(self.plug, self.params)
 
 
 def _check_work(value: Any) -> Any:
@@ -255,7 +261,9 @@ class Local(PlugTable):
     schedule: LocalSchedule = LocalSchedule()
     """How the parameter `lr` of the solver changes."""
 
-    def bind(self) -> ClientAlgorithm:
+    @cached_property
+    def component(self) -> ClientAlgorithm:
+        """The client algorithm, before it knows the model."""
         plug = self.plug
         algorithm = TrainFunction(plug, self.params) if plug.takes else as_algorithm(plug.bind(self.params))
         return KeptState(algorithm) if self.keep_state else algorithm
@@ -291,9 +299,6 @@ class Attack(PlugTable):
         if table.get("fraction") and table.get("workers") is not None:
             raise cls.not_both()
         return table
-
-    def bind(self) -> BoundAttack:
-        return bind_attack(self.plug, self.params)
 
     def count(self, n_workers: int) -> int:
         """The number of Byzantine workers."""
@@ -343,10 +348,15 @@ class Aggregate(PlugTable):
         """The rule with its parameters, for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
 
+    @cached_property
+    def component(self) -> Pipeline:
+        """The rule for `f` Byzantine rows; `Experiment.rule` knows their number if `f` is unset."""
+        return self.pipeline(self.f or 0)
+
     @property
     def label(self) -> str:
         """`nnm + trimmed_mean`."""
-        return self.pipeline(0).name
+        return self.component.name
 
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:
@@ -370,8 +380,9 @@ class Processor(PlugTable):
                 "take back; omit it"
             )
 
-    def bind(self) -> BoundProcessor:
-        return bind_processor(self.plug, self.params, error_feedback=self.error_feedback)
+    @cached_property
+    def component(self) -> UpdateProcessor:
+        return UpdateProcessor.of(self.plug, self.params, error_feedback=self.error_feedback)
 
 
 class Server(PlugTable):
@@ -404,9 +415,6 @@ class Hook(PlugTable):
                 f"{self.place}.name = {show(self.name)}: no such communication hook; {nearest(self.name, names)}"
             )
         super().check_parameters()
-
-    def bind(self) -> BoundHook:
-        return BoundHook(self.name, self.plug.bind(self.params))
 
 
 class Distributed(Table):

@@ -32,7 +32,7 @@ TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}  # also of one that 
 
 def problems_with(experiment: Experiment) -> list[str]:
     """One error line for each combination of settings that does not work; each table is valid by itself."""
-    engine_class, policy = engine.get(experiment.engine).target, experiment.policy.bind()
+    engine_class, policy = engine.get(experiment.engine).target, experiment.policy.component
     asynchronous = not policy.in_rounds and experiment.mode != "rounds"
     lines = [
         *_check_sizes(experiment),
@@ -47,9 +47,9 @@ def problems_with(experiment: Experiment) -> list[str]:
     ]
     own_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
-        partial(experiment.sampling.bind().check, experiment.workers, experiment.cohort_size),
+        partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
-        partial(experiment.pipeline.dry_run, experiment.cohort_size, experiment.local_lr),
+        partial(experiment.rule.dry_run, experiment.cohort_size, experiment.local_lr),
     ]
     for check in () if lines else own_checks:
         try:
@@ -63,7 +63,7 @@ def warnings_about(experiment: Experiment) -> list[str]:
     """One line for each setting that has no effect, or an effect that few users intend."""
     attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
     if experiment.cohort_size == experiment.workers:  # otherwise n and f differ between rounds
-        lines.append(attack.bind().weakness(experiment.workers, attack.count(experiment.workers)))
+        lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
     if (attack.fraction or attack.workers) and "name" not in attack.model_fields_set:
         lines.append(
             "attack.name is unset: the Byzantine workers train as the others do; write attack.name=sign_flipping, or "
@@ -76,7 +76,7 @@ def warnings_about(experiment: Experiment) -> list[str]:
 
 def _warning_about_statistics(experiment: Experiment) -> str | None:
     with preserve_random_state(torch.device("cpu")):
-        names = [name for name, _ in experiment.model.bind()().named_buffers() if name.endswith("running_mean")]
+        names = [name for name, _ in experiment.model.component().named_buffers() if name.endswith("running_mean")]
     if not names:
         return None
     shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
@@ -99,7 +99,7 @@ def settings_without_effect(experiment: Experiment) -> Iterator[str]:
 def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     """Yield settings of an experiment, each with the keys that are not used with it."""
     mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
-    policy, rule, algorithm = experiment.policy.bind(), experiment.pipeline, experiment.client_algorithm
+    policy, rule, algorithm = experiment.policy.component, experiment.rule, experiment.local.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
     used = engine.get(experiment.engine).target.traits.settings(processes)
     yield (
@@ -110,7 +110,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     if mode == "race":
         yield "mode=race", {"batched", "worker_state_memory"}
     if policy.in_rounds:
-        reason = what_needs_rows(experiment) if experiment.rounds_of_gradients else f"sync={sync}"
+        reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
         if reason and "distributed" in used:
             yield f"{reason}, for which ranks send no means of gradients", {"distributed.hook"}
         yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
@@ -148,14 +148,14 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 def what_needs_rows(experiment: Experiment) -> str | None:
     """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
-    local, aggregate, rule = experiment.local, experiment.aggregate, experiment.pipeline
+    local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
         f"attack.name = {show(experiment.attack.name)}": experiment.attack.name != "none",
         "processors": experiment.processors,
         "data.worker_test": experiment.data.worker_test,
         "local.clip_norm": local.clip_norm is not None,
-        _client_setting(experiment): experiment.client_algorithm.alters_gradients,
+        _client_setting(experiment): experiment.local.component.alters_gradients,
         'aggregate.nonfinite = "exclude"': aggregate.nonfinite == "exclude",
         f"distributed.inner = {show(experiment.distributed.inner)}": experiment.distributed.inner != "serial",
         "records.updates": experiment.records.updates,
@@ -165,7 +165,7 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 def _client_setting(experiment: Experiment) -> str:
     """The setting that makes workers do more than step along gradients."""
-    return experiment.client_algorithm.setting or f"local.solver = {show(experiment.local.solver)}"
+    return experiment.local.component.setting or f"local.solver = {show(experiment.local.solver)}"
 
 
 def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
@@ -218,7 +218,7 @@ def _check_worker_tests(experiment: Experiment, policy: Policy) -> Iterator[str]
 
 
 def _check_sync(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.client_algorithm
+    sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.local.component
     if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
         yield (
             f"local.solver = {show(experiment.local.solver)}: sends the mean of all gradients before workers can be "
@@ -237,15 +237,15 @@ def _check_sync(experiment: Experiment, policy: Policy) -> Iterator[str]:
             yield f"{setting}: needs rounds of gradients, and {where} has none; omit it"
         elif sync != "gradients":
             yield f"{setting}: needs sync=gradients, not {sync}; omit it"
-        elif experiment.pipeline.accepts("root"):
+        elif experiment.rule.accepts("root"):
             yield (
-                f"{setting}: the rule {experiment.pipeline.name} compares it with a gradient of the server, which has "
+                f"{setting}: the rule {experiment.rule.name} compares it with a gradient of the server, which has "
                 "no momentum; use another rule"
             )
 
 
 def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    local, rule, policy_name = experiment.local, experiment.pipeline, show(experiment.policy.name)
+    local, rule, policy_name = experiment.local, experiment.rule, show(experiment.policy.name)
     key = "epochs" if local.steps is None else "steps"
     amount = getattr(local, key)
     where = f"local.{key} = {show(amount)}"
@@ -258,15 +258,15 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     reasons = {
         f"with sync={experiment.sync} each batch has its own average": experiment.rounds_of_gradients,
         "needs synchronous rounds": not policy.in_rounds,
-        f"{show(local.solver)} takes further gradients of each batch": not local.bind().element_wise,
+        f"{show(local.solver)} takes further gradients of each batch": not local.component.element_wise,
     }
-    by_function = isinstance(experiment.client_algorithm, TrainFunction)
+    by_function = isinstance(experiment.local.component, TrainFunction)
     if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
         yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
     if local.schedule.per == "step" and not by_function and (rule.accepts("local_lr") or experiment.exchanges):
         needing = local.solver if experiment.exchanges else rule.name
         yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
-    for schedule in (experiment.local_schedule, experiment.server.schedule.schedule(experiment.rounds)):
+    for schedule in (experiment.local_schedule, experiment.server_schedule):
         if schedule is not None and not policy.in_rounds:
             yield f"{schedule.place}: asynchronous policies have no rounds in common; omit it"
 
@@ -283,10 +283,10 @@ def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object
             raise ExperimentError(line) from None
 
     if schedule := experiment.local_schedule:
-        yield partial(check, schedule, local.bind().with_lr, local.params, f"the solver {show(local.solver)}")
-    if schedule := server.schedule.schedule(experiment.rounds):
+        yield partial(check, schedule, local.component.with_lr, local.params, f"the solver {show(local.solver)}")
+    if schedule := experiment.server_schedule:
         owner = f"the server optimizer {show(server.optimizer)}"
-        yield partial(check, schedule, partial(replace, server.bind()), server.params, owner)
+        yield partial(check, schedule, partial(replace, server.component), server.params, owner)
 
 
 def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
@@ -311,7 +311,7 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
 
 def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
     """Check the labels of metrics, and the number by which a run ends early."""
-    stop, labels = experiment.stop, [each.bind().label for each in experiment.metrics]
+    stop, labels = experiment.stop, [each.component.label for each in experiment.metrics]
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
         yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each another `label`"
     if not stop.active:
@@ -324,7 +324,7 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
         yield f"{where}: no such number of a round; {hint}"
     elif label != stop.metric and stop.mode is None:
         yield f'{where}: needs stop.mode, "max" if a higher value is better, or "min"'
-    if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.bind()) is None:
+    if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.component) is None:
         yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or a metric"
     elif label.startswith("validation_") and not experiment.data.validation:
         yield f"{where}: needs data.validation, such as data.validation=0.1; or use stop.metric=test_accuracy"
@@ -333,7 +333,7 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
 def _check_workers(experiment: Experiment) -> Iterator[str]:
     """Check the Byzantine workers, the weights of workers, and how cohorts are drawn."""
     workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
-    listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.bind()
+    listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.component
     if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
         yield f"attack.workers = {show(listed)}: must be different workers, from 0 to {workers - 1}"
     elif count >= workers:
@@ -353,8 +353,8 @@ def _check_workers(experiment: Experiment) -> Iterator[str]:
 
 def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
     """Check what an asynchronous policy does not support."""
-    where, algorithm = f"policy.name = {show(experiment.policy.name)}", experiment.client_algorithm
-    attack, bound = f"attack.name = {show(experiment.attack.name)}", experiment.attack.bind()
+    where, algorithm = f"policy.name = {show(experiment.policy.name)}", experiment.local.component
+    attack, bound = f"attack.name = {show(experiment.attack.name)}", experiment.attack.component
     attacks = experiment.attack.name != "none" and experiment.attack.count(experiment.workers)
     if attacks and bound.poison is None:
         yield (
@@ -378,5 +378,5 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
             f"{_client_setting(experiment)}: keeps worker state or exchanges more than rows with the server, which a "
             "race does not support; use mode=clock"
         )
-    if policy.needs_momentum and not experiment.local.bind().start(torch.zeros(1)):
+    if policy.needs_momentum and not experiment.local.component.start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"

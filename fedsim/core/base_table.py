@@ -6,7 +6,9 @@ checked against its signature.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast, get_args
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -14,11 +16,29 @@ from fedsim.core.registry import Plug, Registry
 from fedsim.core.suggestions import both_given_error, with_key
 from fedsim.errors import ExperimentError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class Table(BaseModel):
     """A table of the experiment: strict types, no unknown keys, frozen."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+
+    def model_copy(self, **options: Any) -> Self:
+        """A copy without cached properties, since they may depend on what is updated; see `BaseModel.model_copy`."""
+        copied = super().model_copy(**options)
+        for name in copied.__dict__.keys() - type(copied).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+    def tables(self) -> Iterator[Table]:
+        """This table and all tables in it."""
+        yield self
+        for _, value in self:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Table):
+                    yield from item.tables()
 
 
 class PlugTable(Table):
@@ -102,6 +122,7 @@ class PlugTable(Table):
         """The plug's parameters, including defaults."""
         return cast(dict[str, Any], self.__pydantic_extra__)
 
-    def bind(self) -> Any:
-        """The plug with its parameters."""
-        return self.plug.bind(self.params)
+    @cached_property
+    def component(self) -> Any:
+        """The plug with its parameters, made once."""
+        return self.registry.bind(self.plug, self.params)

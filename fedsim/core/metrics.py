@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Component, Plug, Registry
 from fedsim.errors import ExperimentError, first_line, show
 
 
@@ -57,14 +57,9 @@ def _accumulates(target: Any) -> bool:
     return isinstance(target, type) and all(callable(getattr(target, each, None)) for each in ("update", "compute"))
 
 
-metric = MetricRegistry(
-    "metric", given=("outputs", "targets"), accepts="a function, or a class with update and compute"
-)
-
-
 @dataclass(frozen=True)
-class BoundMetric:
-    """A metric with its parameters; it can be pickled.
+class OutputMetric(Component):
+    """A metric with its parameters.
 
     Attributes:
         label: its name in the records.
@@ -73,10 +68,20 @@ class BoundMetric:
             if it has none.
     """
 
-    function: Callable[..., Any]
     label: str
     accumulates: bool
     higher_is_better: bool | None = None
+
+    @classmethod
+    def of(cls, plug: Plug, params: dict[str, Any], *, label: str | None = None, **settings: Any) -> OutputMetric:
+        """The metric with checked parameters; by default its label is its name."""
+        return super().of(
+            plug,
+            params,
+            label=label or plug.name.rpartition(":")[2],
+            accumulates=_accumulates(plug.target),
+            higher_is_better=getattr(plug.target, "higher_is_better", None),
+        )
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
         """The metric of all samples. Raises ExperimentError if it fails, or returns anything but one number."""
@@ -99,10 +104,12 @@ class BoundMetric:
             raise ExperimentError(f"metrics: {show(self.label)} cannot be computed: {first_line(error)}") from error
 
 
-def bind_metric(plug: Plug, params: dict[str, Any], label: str | None = None) -> BoundMetric:
-    """The metric `plug` with checked parameters; by default its label is its name."""
-    direction = getattr(plug.target, "higher_is_better", None)
-    return BoundMetric(plug.bind(params), label or plug.name.rpartition(":")[2], _accumulates(plug.target), direction)
+metric = MetricRegistry(
+    "metric",
+    given=("outputs", "targets"),
+    accepts="a function, or a class with update and compute",
+    component=OutputMetric,
+)
 
 
 @metric("top_k", higher_is_better=True)

@@ -19,9 +19,9 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -30,6 +30,9 @@ from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, pl
 from fedsim.core.suggestions import parameter_errors, plug_name_error
 from fedsim.core.validation_errors import explain
 from fedsim.errors import ExperimentError, cut, one_line, show
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,30 @@ class Plug:
         return {name: inputs[name] for name in self.takes}
 
 
+@dataclass(frozen=True)
+class Component:
+    """A plug with its parameters, which takes inputs from the simulator when it is called. It can be pickled.
+
+    Attributes:
+        function: the function with its parameters, or the instance of the dataclass.
+        name: of the plug.
+        accepts: the names of its inputs, and whether it requires each of them.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    accepts: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> Self:
+        """The plug with checked parameters; `settings` are further fields of the class."""
+        return cls(plug.bind(params), plug.name, plug.takes, **settings)
+
+    def on(self, inputs: Mapping[str, Any]) -> Any:
+        """Call the function with those of the inputs that it takes."""
+        return self.function(**{name: inputs[name] for name in self.accepts})
+
+
 class Imported:
     """A plug given by its import path, or as an object, with its parameters.
 
@@ -158,6 +185,7 @@ class Registry:
         given: the names of the inputs that the simulator can pass.
         accepts: the objects that can be a plug, for errors.
         base: the class that plugs must derive from, as dataclasses; None: any callable.
+        component: the class of a plug with its parameters; None: what `Plug.bind` returns.
 
     >>> rule = Registry("aggregation rule", given=("updates", "weights"))
     >>> @rule("first")
@@ -171,6 +199,7 @@ class Registry:
     given: tuple[str, ...] = ()
     accepts: str = "a function or a class"
     base: type | None = None
+    component: type[Component] | None = None
     _plugs: dict[str, Plug] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -215,6 +244,10 @@ class Registry:
         except Exception as error:
             verb = "used" if isinstance(name, ObjectName) else "imported"
             raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
+
+    def bind(self, plug: Plug, params: dict[str, Any], **settings: Any) -> Any:
+        """A plug with checked parameters, as the simulator uses it; `settings` belong to the class `component`."""
+        return self.component.of(plug, params, **settings) if self.component else plug.bind(params)
 
     def _plug(self, name: str, target: Any) -> Plug:
         kind = target if isinstance(target, type) else type(target)

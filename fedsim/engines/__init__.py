@@ -5,7 +5,8 @@ from fedsim.engines.auto import AutoEngine
 from fedsim.engines.distributed.engine import DistributedEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
-from fedsim.engines.task import Schedule, SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask, Schedule
 
 engine = Registry("engine", given=("processes", "threads", "timeout"))
 engine("serial")(SerialEngine)
@@ -19,10 +20,10 @@ __all__ = [
     "BatchedEngine",
     "DistributedEngine",
     "Engine",
+    "RunTask",
     "Schedule",
     "SerialEngine",
     "SharedState",
     "SpawnEngine",
-    "TaskSpec",
     "engine",
 ]

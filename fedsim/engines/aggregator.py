@@ -17,7 +17,8 @@ from fedsim.aggregation.inputs import Reduce, keep_own
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import SharedState, Sync, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
 
@@ -76,59 +77,59 @@ class Aggregator(Protocol):
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
     """Set the weights by inverse probability of the workers of a cohort."""
     workers, n = sorted(weights), len(weights)
-    shared.cohort_workers.fill_(torch.iinfo(torch.int64).max)
-    shared.cohort_workers[:n] = torch.tensor(workers)
-    shared.cohort_weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
+    shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
+    shared.cohort.workers[:n] = torch.tensor(workers)
+    shared.cohort.weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
     """The weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
     wanted = torch.tensor(workers)
-    places = torch.searchsorted(shared.cohort_workers, wanted).clamp_(max=len(shared.cohort_workers) - 1)
-    return torch.where(shared.cohort_workers[places] == wanted, shared.cohort_weights[places], 1.0)
+    places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
+    return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
 
 
-def weights_of(task: TaskSpec, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
+def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
     """The weights [n] of these workers for the rule, on the CPU, or None for equal ones.
 
     Args:
         samples: the number of samples of each, for weights by samples.
     """
-    if not task.rule.accepts_weights or (task.weights == "uniform" and not task.rule.needs_weights):
+    kind, rule = task.experiment.weights, task.experiment.rule
+    if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
         return None
-    if task.weights == "inverse_probability":
+    if kind == "inverse_probability":
         return weights_by_probability(shared, workers)
-    if task.weights == "samples":
-        values: Sequence[float] = samples
-    else:
-        values = [1.0 if task.weights == "uniform" else task.weights[worker] for worker in workers]
+    values: Sequence[float] = samples
+    if kind != "samples":
+        values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
     return torch.tensor(values, dtype=torch.double)
 
 
-def spoil(task: TaskSpec, rows: Tensor, of_workers: Tensor) -> None:
+def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
     """Set the rows [..., d] of workers that send or keep NaN or infinity [..., w] to NaN, which excludes these workers.
 
     Does nothing if the task keeps such numbers.
     """
-    if task.nonfinite != "keep":
+    if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
-def write_attacked(task: TaskSpec, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
+def write_attacked(task: RunTask, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
     """Write the rows of Byzantine workers; NaN if their messages, which an attack does not replace, are not finite."""
     rows = rows.clone()
-    for message in shared.messages.values():
+    for message in shared.cohort.messages.values():
         spoil(task, rows, message[index])
-    shared.rows[index] = rows
+    shared.cohort.rows[index] = rows
 
 
-def combines_buffers(task: TaskSpec, shared: SharedState) -> bool:
+def combines_buffers(task: RunTask, shared: SharedState) -> bool:
     """Whether the buffers of workers are used after a round."""
-    return shared.global_buffers.numel() > 0 and task.buffers != "server"
+    return shared.server.buffers.numel() > 0 and task.experiment.buffers != "server"
 
 
 def combine_buffers(
-    task: TaskSpec, shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
+    task: RunTask, shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
 ) -> None:
     """Set the global buffers to the mean of `buffers` [n, b], weighted as rows are.
 
@@ -137,7 +138,7 @@ def combine_buffers(
     as they are.
     """
     workers, weights = context.workers, context.weights
-    if task.nonfinite == "exclude":
+    if task.experiment.nonfinite == "exclude":
         unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
         excluded = unfit.union(excluded)
     if excluded:
@@ -145,7 +146,7 @@ def combine_buffers(
         workers, buffers = [workers[place] for place in kept], buffers[kept]
         weights = None if weights is None else weights[kept]
     if workers and (weights is None or weights.any()):
-        shared.global_buffers.copy_(mean(buffers, weights))
+        shared.server.buffers.copy_(mean(buffers, weights))
 
 
 class DeferredCheck:
@@ -159,7 +160,7 @@ class DeferredCheck:
     """
 
     def __init__(self, shared: SharedState) -> None:
-        self._changed = [shared.global_row, shared.last, *shared.states.get("gradients", {}).values()]
+        self._changed = [shared.server.row, shared.server.last, *shared.server.states.get("gradients", {}).values()]
         self._before: list[Tensor] = []
         self._sums: list[Tensor] = []
         self.usable, self.active = True, False
@@ -237,14 +238,14 @@ class RowAggregator:
     def __init__(
         self,
         process: ProcessContext,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         root_slot: int | None,
         reduce: Reduce = keep_own,
     ) -> None:
         self._task, self._shared, self._root_slot, self._reduce = task, shared, root_slot, reduce
         cuts = column_blocks(
-            len(shared.global_row), process.index, process.count, n=len(shared.rows), device=task.device
+            len(shared.server.row), process.index, process.count, n=len(shared.cohort.rows), device=task.device
         )
         self._blocks = list(cuts)
         self._first = process.index == 0
@@ -254,35 +255,36 @@ class RowAggregator:
         self.workers = 0  # whose rows the current aggregation uses
         self._sync: Sync = task.sync_in(1)  # of the current aggregation
         self._moment: tuple[int, ...] = (1,)  # of it
-        self._sent = shared.global_row
+        self._sent = shared.server.row
         self._known_shares: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
         self.has_last = False
         self.result: list[tuple[slice, Tensor]] = []
-        may_defer = task.device.type != "cpu" and process.count == 1 and task.nonfinite != "keep"
-        may_defer = may_defer and "state" not in task.attack.accepts  # its state would be that of the repeated steps
-        self.deferred_check = DeferredCheck(shared) if may_defer and task.rule.columnwise else None
+        may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
+        # An attack's state would be that of the repeated steps.
+        may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
+        self.deferred_check = DeferredCheck(shared) if may_defer and task.experiment.rule.columnwise else None
 
     def sent_row(self, round: int) -> Tensor:
         server = self._task.server_at(round)
-        self._sent = server.broadcast(self._shared.global_row, self._shared.states["parameters"])
+        self._sent = server.broadcast(self._shared.server.row, self._shared.server.states["parameters"])
         return self._sent
 
     def begin(self, round: int, slots: Sequence[int]) -> None:
         self._number += 1
         for run in _runs(slots) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
+            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
         self.rows_processed(slots)
 
     def rows_processed(self, slots: Sequence[int]) -> None:
         for run in _runs(slots) if self._checks_now else ():  # a sum may overflow, so this is a suspicion only
-            sums = self._shared.rows[run.start : run.stop].sum(1)
+            sums = self._shared.cohort.rows[run.start : run.stop].sum(1)
             suspects = (~sums.cpu().isfinite()).nonzero().flatten() + run.start
-            self._shared.unfit[suspects] = self._number
+            self._shared.cohort.unfit[suspects] = self._number
 
     @property
     def _checks_now(self) -> bool:
         """Whether each aggregation finds out which rows are not finite."""
-        return self._task.nonfinite != "keep" and not self._defers
+        return self._task.experiment.nonfinite != "keep" and not self._defers
 
     @property
     def _defers(self) -> bool:
@@ -294,24 +296,25 @@ class RowAggregator:
         attackers = [worker in workers for worker in context.workers]
         byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
         honest = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if not attacks]
-        if not self._first or not byzantine or (not honest and task.attack.needs_honest):
+        if not self._first or not byzantine or (not honest and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send what they have trained
         index = to_device(torch.tensor(byzantine), task.device)
-        attacked = AttackedRows(shared.rows, to_device(torch.tensor(honest, dtype=torch.int64), task.device), attackers)
+        others = to_device(torch.tensor(honest, dtype=torch.int64), task.device)
+        attacked = AttackedRows(shared.cohort.rows, others, attackers)
 
         def aggregate(rows: Tensor) -> Tensor:
-            shared.rows[index] = rows
+            shared.cohort.rows[index] = rows
             inputs, bad = screened(self._inputs(context), "exclude")
-            if not bad and task.rule.accepts("gram"):
+            if not bad and task.experiment.rule.accepts("gram"):
                 inputs.gram = attacked.gram(rows)
-            return task.rule(inputs).update
+            return task.experiment.rule(inputs).update
 
-        rows, self._attack_state = task.attack(
+        rows, self._attack_state = task.experiment.attack.component(
             attacked.honest,
-            shared.rows[index],
-            seed=task.seed,
+            shared.cohort.rows[index],
+            seed=task.experiment.seed,
             moment=context.moment,
-            last=shared.last if self.has_last else None,
+            last=shared.server.last if self.has_last else None,
             aggregate=aggregate,
             workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
             state=self._attack_state,
@@ -322,7 +325,8 @@ class RowAggregator:
             personal.write(rows, rows.new_zeros(personal.width))
         write_attacked(task, shared, index, rows)
         if self._checks_now:
-            shared.unfit[byzantine] = torch.where(shared.rows[index].isfinite().all(1).cpu(), 0, self._number)
+            finite = shared.cohort.rows[index].isfinite().all(1).cpu()
+            shared.cohort.unfit[byzantine] = torch.where(finite, 0, self._number)
 
     def aggregate(self, context: AggregationContext, bad: list[int] | None = None) -> AggregationStats:
         """Apply the rule to the rows. The first process returns the stats.
@@ -330,7 +334,7 @@ class RowAggregator:
         Args:
             bad: positions of the rows that are not finite, if the caller knows them.
         """
-        rule = self._task.rule
+        rule = self._task.experiment.rule
         self._sync, self._moment = self._task.sync_in(context.moment[0]), context.moment
         inputs, bad = self._screened(context, bad)
         self.workers = len(inputs.updates)
@@ -369,9 +373,9 @@ class RowAggregator:
         task, shared = self._task, self._shared
         for block, update in self.result:
             if task.keeps_last:
-                shared.last[block] = update
+                shared.server.last[block] = update
             self._correct(update, block)
-            task.stepper_at(self._moment).step(shared.global_row[block], update, self._state_of(block))
+            task.stepper_at(self._moment).step(shared.server.row[block], update, self._state_of(block))
         self.result = []
         self.has_last = task.keeps_last
 
@@ -379,13 +383,13 @@ class RowAggregator:
         """Let the client algorithm correct an update in place."""
         shared, algorithm = self._shared, self._task.solver_at(*self._moment)
         if self._sync == "parameters" and algorithm.has("correct"):
-            d = len(shared.global_row)
-            server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server_state.items()}
-            algorithm.correct(update, server, self.workers, len(shared.shards))
+            d = len(shared.server.row)
+            server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server.algorithm.items()}
+            algorithm.correct(update, server, self.workers, len(shared.data.shards))
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         if self._first and combines_buffers(self._task, self._shared):
-            buffers = self._shared.buffers[: len(context.slots)]
+            buffers = self._shared.cohort.buffers[: len(context.slots)]
             combine_buffers(self._task, self._shared, context, excluded, buffers)
 
     def rule_state(self) -> dict[str, Tensor]:
@@ -406,45 +410,45 @@ class RowAggregator:
         """Do nothing: optimizer states lie whole in the shared memory."""
 
     def train_losses(self) -> Tensor:
-        return self._shared.train_loss
+        return self._shared.cohort.train_loss
 
     def begin_with_parameters(self) -> None:
         self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"
         for block in self._blocks:
-            start = self._task.server.start(self._shared.global_row[block])
+            start = self._task.experiment.server.component.start(self._shared.server.row[block])
             for name, tensor in self._state_of(block).items():
                 tensor.copy_(start[name])
         synchronize(self._task.device)
 
     def _state_of(self, block: slice) -> dict[str, Tensor]:
-        return {name: tensor[block] for name, tensor in self._shared.states[self._sync].items()}
+        return {name: tensor[block] for name, tensor in self._shared.server.states[self._sync].items()}
 
     def _inputs(self, context: AggregationContext) -> AggregationInputs:
         task, shared = self._task, self._shared
         slots = list(context.slots)
         return AggregationInputs(
-            updates=_rows_at(shared.rows, slots),
+            updates=_rows_at(shared.cohort.rows, slots),
             weights=context.weights,
-            root=None if self._root_slot is None else shared.rows[self._root_slot],
-            losses=shared.losses[slots] if task.rule.accepts("losses") else None,
+            root=None if self._root_slot is None else shared.cohort.rows[self._root_slot],
+            losses=shared.cohort.losses[slots] if task.experiment.rule.accepts("losses") else None,
             workers=list(context.workers),
-            seed=task.seed,
+            seed=task.experiment.seed,
             moment=context.moment,
             state=self._state,
-            last=shared.last if self.has_last else None,
+            last=shared.server.last if self.has_last else None,
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=self._reduce,
-            weight_total=1.0 if task.weights == "inverse_probability" else None,
+            weight_total=1.0 if task.experiment.weights == "inverse_probability" else None,
         )
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
         """The shares of a linear rule; those of the step before if only the weights determine them."""
-        if bad or not self._task.rule.linear_by_weights:
-            return self._task.rule.shares(inputs)
+        if bad or not self._task.experiment.rule.linear_by_weights:
+            return self._task.experiment.rule.shares(inputs)
         weights, n, shares = self._known_shares
         if context.weights is not weights or len(context.slots) != n:
-            shares = self._task.rule.shares(inputs)
+            shares = self._task.experiment.rule.shares(inputs)
             self._known_shares = context.weights, len(context.slots), shares
         return shares
 
@@ -454,10 +458,10 @@ class RowAggregator:
         if self.deferred_check is not None and self.deferred_check.active:
             self.deferred_check.add(inputs.updates)
             return inputs, []
-        if bad is None and not (self._shared.unfit[list(context.slots)] == self._number).any():
+        if bad is None and not (self._shared.cohort.unfit[list(context.slots)] == self._number).any():
             return inputs, []
         try:
-            return screened(inputs, self._task.nonfinite, bad)
+            return screened(inputs, self._task.experiment.nonfinite, bad)
         except DivergedError as error:
             raise DivergedError(error.what, error.remedy, context.moment[0]) from None
 

@@ -24,8 +24,9 @@ from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import Executor, MakeExecutor
 from fedsim.engines.named import RACING, one_by_one, stacked
 from fedsim.engines.pool.backend import InPool
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import OperationCheck
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.system.devices import release_memory
@@ -65,62 +66,62 @@ class Plan(NamedTuple):
 
 
 def probe_if_stacks_pay(
-    task: TaskSpec, shared: SharedState, processes: int
+    task: RunTask, shared: SharedState, processes: int
 ) -> tuple[StackingProbe, None] | tuple[None, str]:
     """Return the probe of the model and None if stacks of rows are faster; else None and the reason."""
-    batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.rows) // processes), task.device.type == "cpu"
-    if not on_cpu and len(shared.rows) == 1:
+    batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.cohort.rows) // processes), task.device.type == "cpu"
+    if not on_cpu and len(shared.cohort.rows) == 1:
         return None, "there is one row"
     if on_cpu and batch > LARGEST_BATCH:
         return None, f"batches of {batch} samples are large (more than {LARGEST_BATCH})"
     if on_cpu and rows < SMALLEST_STACK:
         return None, f"a process has {rows} rows at a time (fewer than {SMALLEST_STACK})"
-    if on_cpu and task.width is not None and task.width < SMALLEST_STACK:
-        return None, f"batched.width = {task.width} (less than {SMALLEST_STACK})"
+    if on_cpu and task.experiment.batched.width is not None and task.experiment.batched.width < SMALLEST_STACK:
+        return None, f"batched.width = {task.experiment.batched.width} (less than {SMALLEST_STACK})"
     try:
         probe = StackingProbe.of(task, shared)
     except (ExperimentError, torch.OutOfMemoryError) as refusal:
         return None, first_line(refusal)
     # A stack writes no gradients of weights where rows are averaged, but its activations go through a CPU's caches.
-    spared = PARAMETER_SHARE * len(shared.global_row) * task.dtype.itemsize if "parameters" in task.syncs else 0
+    spared = PARAMETER_SHARE * len(shared.server.row) * task.dtype.itemsize if "parameters" in task.syncs else 0
     if on_cpu and batch * probe.sample_bytes > ACTIVATION_BYTES + spared:
         return None, f"a batch leaves {batch * probe.sample_bytes / 1e6:.1f} MB of activations"
     return probe, None
 
 
-def seconds_saved(task: TaskSpec, shared: SharedState, processes: int, *, stacked: bool) -> float:
+def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
     """The estimated seconds that so many processes save in a run, besides their start."""
     row_steps, samples = work_of_a_round(task, shared)
-    moved = 6 * len(shared.global_row) * task.dtype.itemsize  # bytes of a step: the row, its gradient and the new row
-    passes = samples + len(shared.test) / 3  # a forward pass is a third of a training step
+    moved = 6 * len(shared.server.row) * task.dtype.itemsize  # bytes of a step: the row, its gradient and the new row
+    passes = samples + len(shared.data.test) / 3  # a forward pass is a third of a training step
     arithmetic = passes * flops_of_a_sample(task, shared) * (task.dtype.itemsize / 4) / FLOPS_PER_SECOND
     seconds = row_steps * (STEP_SECONDS + moved / BYTES_PER_SECOND) + arithmetic
-    barriers = row_steps / len(shared.rows) if task.sync_in(task.rounds) == "gradients" else 1
+    barriers = row_steps / len(shared.cohort.rows) if task.sync_in(task.experiment.rounds) == "gradients" else 1
     saved = seconds / (STACKED_SPEEDUP if stacked else 1) * (1 - 1 / processes) - barriers * BARRIER_SECONDS
-    return max(0.0, task.rounds * saved)
+    return max(0.0, task.experiment.rounds * saved)
 
 
-def work_of_a_round(task: TaskSpec, shared: SharedState) -> tuple[float, float]:
+def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
     """Training steps of a cohort together, and the samples in them, on average over some of the workers."""
-    shards = shared.shards
+    shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
     works = [(task.schedule.of(worker, 1), shards.size(worker)) for worker in workers]
     steps, samples = (sum(one.steps_for(n) for one, n in works), sum(one.samples_for(n) for one, n in works if n))
-    per_worker = len(shared.rows) / len(works)
+    per_worker = len(shared.cohort.rows) / len(works)
     return per_worker * steps, per_worker * samples
 
 
-def flops_of_a_sample(task: TaskSpec, shared: SharedState) -> float:
+def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
     """FLOPs of a forward and a backward pass; a guess for a model that does not run on a few samples."""
-    count = min(SAMPLES, len(shared.train))
-    inputs, targets = shared.train.gather(torch.arange(count))
+    count = min(SAMPLES, len(shared.data.train))
+    inputs, targets = shared.data.train.gather(torch.arange(count))
     with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report what is wrong
         module = task.new_module().train()
         with FlopCount() as counter:
             task.learning_task.loss(module(inputs.clone()), targets).backward()
         if counter.total:
             return counter.total / count
-    return 6.0 * len(shared.global_row)
+    return 6.0 * len(shared.server.row)
 
 
 class FlopCount(OperationCheck):
@@ -164,7 +165,7 @@ class AutoEngine(Engine):
         self._plan = Plan(1, None, "")
         super().__init__(self._here, one_by_one, threads)
 
-    def begin(self, task: TaskSpec, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
         self.leave()
         key = _what_plans_depend_on(task, shared)
         plan = self._plans[key] = self._plans.get(key) or self.choose(task, shared)
@@ -178,7 +179,7 @@ class AutoEngine(Engine):
             how = "stacked" if plan.stacked else "one by one"
             warnings.warn(f"one process trains all rows, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
 
-    def _failure(self, plan: Plan, task: TaskSpec, shared: SharedState, make: MakeExecutor) -> str | None:
+    def _failure(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> str | None:
         """Begin with a task as planned. Return None, or why that failed; raise if there is no simpler plan to try."""
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
@@ -200,7 +201,7 @@ class AutoEngine(Engine):
             pool.close()
         release_memory(device)
 
-    def choose(self, task: TaskSpec, shared: SharedState) -> Plan:
+    def choose(self, task: RunTask, shared: SharedState) -> Plan:
         """The plan for a task; starts no process."""
         probe, unstacked = probe_if_stacks_pay(task, shared, self._processes)
         rows = "rows are stacked" if unstacked is None else f"rows are trained one by one: {unstacked}"
@@ -230,11 +231,12 @@ class AutoEngine(Engine):
                 self._pool.close()
 
 
-def _what_plans_depend_on(task: TaskSpec, shared: SharedState) -> str:
+def _what_plans_depend_on(task: RunTask, shared: SharedState) -> str:
     """The facts of a task that decide its plan; tasks with the same facts share a plan."""
-    inputs, shards = shared.train.inputs, shared.shards
-    held = len(shared.train) if shards.listed else work_of_a_round(task, shared)
-    sizes = held, len(shards), len(shared.test), shared.rows.shape
-    numbers = task.precision, task.cuda_graphs
-    how = task.rounds, task.gradient_rounds, task.schedule, task.solver, *numbers, task.device, task.width, task.augment
-    return repr((task.model, *how, sizes, inputs.shape[1:], inputs.dtype, task.rule.accepts("root")))
+    inputs, shards = shared.data.train.inputs, shared.data.shards
+    held = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
+    sizes = held, len(shards), len(shared.data.test), shared.cohort.rows.shape
+    experiment = task.experiment
+    how = experiment.rounds, experiment.rounds_of_gradients, task.schedule, task.solver, experiment.rule.accepts("root")
+    where = task.precision, experiment.cuda_graphs, task.device, experiment.batched.width, experiment.data.transforms
+    return repr((experiment.model.component, *how, *where, *sizes, inputs.shape[1:], inputs.dtype))

@@ -12,7 +12,8 @@ from torch import Tensor
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
 from fedsim.engines.group import Group, LocalGroup
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import FedsimError, WorkerError
 from fedsim.system.devices import release_memory
@@ -35,7 +36,7 @@ class Backend(ABC):
     processes: int
 
     @abstractmethod
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         """Make an executor in every process. Raises ExperimentError if this backend cannot do the task."""
 
     @abstractmethod
@@ -67,7 +68,7 @@ class Backend(ABC):
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
-        return self.shared.rows, self.shared.losses
+        return self.shared.cohort.rows, self.shared.cohort.losses
 
     def replace_processes(self) -> None:
         """Restart all processes on the current task. The caller resumes the state. Raises WorkerError if that fails."""
@@ -89,16 +90,16 @@ class InProcess(Backend):
         self._began = False
         torch.set_num_threads(threads)
 
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.shared = shared
         group = self.new_group(task)
         self.states, self._began = self.new_states(task, group), True
         self.executor = make(group, task, shared, make_trainer, self.states)
 
-    def new_group(self, task: TaskSpec) -> Group:
+    def new_group(self, task: RunTask) -> Group:
         return LocalGroup(ProcessContext.alone(), task.device)
 
-    def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
+    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
         return WorkerStates.of(task, self.shared)
 
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
@@ -116,7 +117,7 @@ class InProcess(Backend):
         if not self._began:
             return
         self._began, self.executor = False, None
-        device = self.shared.global_row.device
+        device = self.shared.server.row.device
         del self.shared, self.states
         release_memory(device)
 

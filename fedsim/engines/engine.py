@@ -11,7 +11,8 @@ import torch
 
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.system.devices import default_processes, resolve_device
 
 SETTINGS_OF_POOLS = frozenset(("timeout", "worker_retries"))
@@ -54,7 +55,7 @@ class EngineTraits:
         return default_processes(device, cohort, threads)
 
 
-Trainers = Callable[[TaskSpec, SharedState, int, int], tuple[MakeTrainer, dict[str, Any]]]
+Trainers = Callable[[RunTask, SharedState, int, int], tuple[MakeTrainer, dict[str, Any]]]
 
 
 class Engine:
@@ -97,11 +98,11 @@ class Engine:
         """The tensors of the current task, which all processes work on."""
         return self.backend.shared
 
-    def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
+    def allocate(self, task: RunTask, *data: Any) -> SharedState:
         """The state of a task; `data` as in `SharedState.allocate`."""
-        return SharedState.allocate(task, cohort, *data)
+        return SharedState.allocate(task, *data)
 
-    def begin(self, task: TaskSpec, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
         """Begin a task and release the one before. Raises ExperimentError if the engine cannot do it.
 
         Args:

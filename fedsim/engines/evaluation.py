@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from torch import Tensor
 from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
-from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.shared_state import SharedState, Split, test_batch_size
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import GraphPool, Run
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 from fedsim.system.devices import wide_dtype
-
-Split = Literal["test", "validation"]
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,17 @@ class EvaluationResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, task: TaskSpec, shared: SharedState) -> EvaluationResult:
+    def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
         """From the sums and the outputs that all processes have computed."""
-        loss, accuracy, success = _means(task, shared.test_sums, shared.test.targets)
-        metrics = dict(_metrics(task, shared.test_outputs, shared.test.targets))
-        if not len(shared.validation):
+        data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
+        loss, accuracy, success = _means(task, test.sums, data.test.targets)
+        metrics = dict(_metrics(task, test.outputs, data.test.targets))
+        if not len(data.validation):
             return cls(loss, accuracy, success, metrics=metrics)
-        metrics |= {
-            f"validation_{label}": value
-            for label, value in _metrics(task, shared.validation_outputs, shared.validation.targets)
-        }
-        return cls(
-            loss, accuracy, success, *_means(task, shared.validation_sums, shared.validation.targets)[:2], metrics
-        )
+        of_validation = _metrics(task, validation.outputs, data.validation.targets)
+        metrics |= {f"validation_{label}": value for label, value in of_validation}
+        means = _means(task, validation.sums, data.validation.targets)[:2]
+        return cls(loss, accuracy, success, *means, metrics)
 
     @classmethod
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -77,7 +74,7 @@ class EvaluationResult:
         return asdict(self)
 
 
-def _means(task: TaskSpec, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
+def _means(task: RunTask, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
     """Loss, accuracy, and the success rate of an attack."""
     counts = counts_of(task.learning_task)
     answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
@@ -86,8 +83,8 @@ def _means(task: TaskSpec, sums: Tensor, targets: Tensor) -> tuple[float, float 
     return loss_sum / answers, accuracy, successes / tries if tries else None
 
 
-def _metrics(task: TaskSpec, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:
-    for metric in task.metrics:
+def _metrics(task: RunTask, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:
+    for metric in (table.component for table in task.experiment.metrics):
         yield metric.label, metric(outputs.flatten(0, 1)[: len(targets)], targets)
 
 
@@ -108,7 +105,7 @@ class Evaluation:
 
     def __init__(
         self,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         module: RowModule,
         index: int,
@@ -118,11 +115,8 @@ class Evaluation:
         captured: bool,
     ) -> None:
         self._task, self._shared, self._module, self._split = task, shared, module, split
-        self._data, self._all_sums, self._outputs = (
-            (shared.test, shared.test_sums, shared.test_outputs)
-            if split == "test"
-            else (shared.validation, shared.validation_sums, shared.validation_outputs)
-        )
+        self._data = shared.data.test if split == "test" else shared.data.validation
+        self._all_sums, self._outputs = shared.tests[split].sums, shared.tests[split].outputs
         self._batches = batches = range(index, len(self._all_sums), count)
         self._size = size = test_batch_size(task.device)
         self._sizes = [min(size, len(self._data) - batch * size) for batch in batches]
@@ -156,7 +150,7 @@ class Evaluation:
             if self._replay is not None and size == self._size:
                 self._replay()
             else:
-                seed_everything(self._task.device, self._task.seed, self._split, round, batch)
+                seed_everything(self._task.device, self._task.experiment.seed, self._split, round, batch)
                 positions = self._positions[:size] + batch * self._size
                 torch.stack(self._sums_of(self._module, row, gradient, positions), out=self._sums[number])
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
@@ -165,13 +159,13 @@ class Evaluation:
         """The four sums of the batch of these samples. All of it happens on the device."""
         shared = self._shared
         inputs, targets = self._data.gather(positions)
-        module.load(row.copy_(shared.global_row), gradient, shared.global_buffers)
+        module.load(row.copy_(shared.server.row), gradient, shared.server.buffers)
         tally = self._test(module, inputs, targets, positions)
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
         """The sums of a batch. With metrics, the outputs are kept at these positions."""
-        task = self._task.learning_task
+        task = self._task.experiment.task.component
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if positions is not None and len(self._outputs):
@@ -183,15 +177,15 @@ class Evaluation:
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """For a test batch, the number of answers that match the attacker's goal, and of samples with a goal."""
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
-        if task.attack.goal is None or not task.byzantine or self._split == "validation":
+        if task.experiment.attack.component.goal is None or not task.byzantine or self._split == "validation":
             return none, none
-        inputs, targets = task.attack.goal(inputs, targets, self._shared.classes)
+        inputs, targets = task.experiment.attack.component.goal(inputs, targets, self._shared.data.classes)
         if not len(targets):
             return none, none
         return self._test(module, inputs, targets).correct, none + len(targets)
 
     def _new_room(self) -> tuple[Tensor, Tensor]:
-        row = self._shared.global_row.clone()
+        row = self._shared.server.row.clone()
         return row, torch.empty_like(row)
 
     def _capture(self) -> None:

@@ -13,7 +13,8 @@ from fedsim.engines.evaluation import Evaluation
 from fedsim.engines.group import Group, balance_load
 from fedsim.engines.memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.capture import can_capture
 from fedsim.engines.trainers.row_module import RowModule
@@ -23,8 +24,8 @@ from fedsim.system.c_libraries import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 
-MakeTrainer = Callable[[ProcessContext, TaskSpec, SharedState, BatchSource], Trainer]
-MakeExecutor = Callable[[Group, TaskSpec, SharedState, MakeTrainer, WorkerStates], "Executor"]
+MakeTrainer = Callable[[ProcessContext, RunTask, SharedState, BatchSource], Trainer]
+MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates], "Executor"]
 
 
 class Executor:
@@ -41,7 +42,7 @@ class Executor:
     """
 
     def __init__(
-        self, group: Group, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, states: WorkerStates
+        self, group: Group, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, states: WorkerStates
     ) -> None:
         if task.device.type == "cpu":
             keep_freed_memory()
@@ -52,8 +53,9 @@ class Executor:
         # A captured step keeps the precision in which it was captured.
         with explain_oom(task, self.process.count), self.in_precision():
             self.trainer = make_trainer(self.process, task, shared, self.batch_source)
-        captured = self.trainer.replays is not None and task.cuda_graphs is not False and can_capture(task.device)
-        buffers = torch.zeros_like(shared.global_buffers)
+        captured = self.trainer.replays is not None and can_capture(task.device)
+        captured = captured and task.experiment.cuda_graphs is not False
+        buffers = torch.zeros_like(shared.server.buffers)
         self.module.layout.read_buffers(self.module.module, out=buffers)
         self._buffers_finite_at_start = buffers.isfinite()
         evaluation = partial(Evaluation, task, shared, self.module, group.index, group.count, captured=captured)
@@ -91,9 +93,9 @@ class Executor:
 
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global row or buffers have become NaN or infinite, unless the task keeps them."""
-        if self.group.computes and self.task.nonfinite != "keep":
-            require_finite(self.shared.global_row, round)
-            require_finite_buffers(self.shared.global_buffers, self._buffers_finite_at_start, round)
+        if self.group.computes and self.task.experiment.nonfinite != "keep":
+            require_finite(self.shared.server.row, round)
+            require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
 
     def check_and_test(self, round: int) -> None:
         """Require that the global model is finite, and test it."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from fedsim.engines.aggregator import Aggregator, RowAggregator
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.system.devices import synchronize
 
@@ -47,11 +48,11 @@ class Group(Protocol):
         Returns the position of each in `slots`, and the row of `SharedState.rows` that it trains.
         """
 
-    def aggregator(self, task: TaskSpec, shared: SharedState, *, has_root: bool) -> Aggregator:
+    def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> Aggregator:
         """Make the aggregator; `has_root` if the server has a row of its own."""
 
     def average_gradients(
-        self, task: TaskSpec, step: int, context: AggregationContext, trainer: Trainer
+        self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer
     ) -> AggregationStats | None:
         """Train a step of synchronous SGD without rows of single workers; None if this needs rows."""
 
@@ -86,11 +87,11 @@ class LocalGroup:
     def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
-    def aggregator(self, task: TaskSpec, shared: SharedState, *, has_root: bool) -> Aggregator:
-        return RowAggregator(self.process, task, shared, len(shared.rows) - 1 if has_root else None)
+    def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> Aggregator:
+        return RowAggregator(self.process, task, shared, len(shared.cohort.rows) - 1 if has_root else None)
 
     def average_gradients(
-        self, task: TaskSpec, step: int, context: AggregationContext, trainer: Trainer
+        self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer
     ) -> AggregationStats | None:
         return None
 

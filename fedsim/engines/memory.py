@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import torch
 
 from fedsim.clients import State
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.processing import initial_residuals
 
 
 def memory_needed(
-    task: TaskSpec,
+    task: RunTask,
     d: int,
     cohort: int,
     population: int,
@@ -42,24 +43,24 @@ def memory_needed(
         checkpoints: whether checkpoints are written.
     """
     row, one = d * task.dtype.itemsize, torch.zeros(1)
-    n_rows = cohort + task.rule.accepts("root")
+    n_rows = cohort + task.experiment.rule.accepts("root")
     solver_state = len(task.solver.start(one))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(one)) for sync in task.syncs)
     lasting = state if in_rounds else state + n_rows
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
-        width = min(task.width or 1, -(-n_rows // processes))
+        width = min(task.experiment.batched.width or 1, -(-n_rows // processes))
         training = processes * (3 + 2 * solver_state) * width
     else:
         training = processes * (1 + solver_state)
     copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
     like = torch.empty(d, dtype=task.dtype, device="meta")
     server_state = task.solver.server_state(like)
-    kept = _bytes(task.solver.worker_state(like)) + _bytes(initial_residuals(task.processors, like))
+    kept = _bytes(task.solver.worker_state(like)) + _bytes(initial_residuals(task.experiment.chain, like))
     exchanged = _bytes(task.solver.message(like)) + (0 if in_rounds else _bytes(task.solver.send(server_state)))
-    taking_part = population * (1 - (1 - cohort / population) ** task.rounds)  # workers in any round, on average
-    stored = round(taking_part) * kept
+    share = 1 - (1 - cohort / population) ** task.experiment.rounds  # of the workers in any round, on average
+    stored = round(population * share) * kept
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
     parts = {
         "rows": n_rows * row,
@@ -71,7 +72,7 @@ def memory_needed(
         "modules": modules * row,
         "gradients and solver state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,
-        "distances of all pairs": 8 * cohort * cohort if task.rule.accepts("gram") else 0,
+        "distances of all pairs": 8 * cohort * cohort if task.experiment.rule.accepts("gram") else 0,
     }
     return {what: nbytes for what, nbytes in parts.items() if nbytes}
 
@@ -80,19 +81,19 @@ def _bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
 
 
-def buffer_bytes(task: TaskSpec, shared: SharedState) -> int:
+def buffer_bytes(task: RunTask, shared: SharedState) -> int:
     """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
-    sent = shared.global_buffers.numel() - task.solver.personal_buffers.width
-    return sent * task.dtype.itemsize if task.buffers == "average" else 0
+    sent = shared.server.buffers.numel() - task.solver.personal_buffers.width
+    return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
 
 
-def personal_bytes(task: TaskSpec) -> int:
+def personal_bytes(task: RunTask) -> int:
     """Bytes of the columns of a row that stay with the workers."""
     return task.solver.personal_columns.width * task.dtype.itemsize
 
 
 @contextlib.contextmanager
-def explain_oom(task: TaskSpec, processes: int, width: int | None = None) -> Iterator[None]:
+def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
     """Turn an out-of-memory error of the block into one that suggests smaller settings.
 
     Args:
@@ -108,9 +109,9 @@ def explain_oom(task: TaskSpec, processes: int, width: int | None = None) -> Ite
         raise torch.OutOfMemoryError(f"{what_would_fit(task, processes, width)} ({_said_by(error)})") from error
 
 
-def what_would_fit(task: TaskSpec, processes: int, width: int | None = None) -> str:
+def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> str:
     """`cuda:0 has no memory left; less of this would fit: processes (4 now), local.batch_size (64 now)`."""
-    width = width or task.width
+    width = width or task.experiment.batched.width
     sizes = {"processes": processes, "batched.width": width or 1, "local.batch_size": task.schedule.batch_size}
     larger = [f"{key} ({size} now)" for key, size in sizes.items() if size > 1]
     remedy = f"less of this would fit: {', '.join(larger)}" if larger else "only a smaller model would fit"

@@ -10,8 +10,9 @@ from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import MakeTrainer
 from fedsim.engines.pool.backend import InPool
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.cuda_graphs import unsafe
 from fedsim.engines.trainers.sequential import RowTrainer
 from fedsim.engines.trainers.stacked import StackTrainer, stack_width
@@ -22,22 +23,22 @@ RACING = "spawn"  # the engine of races
 T = TypeVar("T")
 
 
-def one_by_one(task: TaskSpec, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
+def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
     """Trainers that train one row after another."""
     return RowTrainer, {}
 
 
 def stacked(
-    task: TaskSpec, shared: SharedState, processes: int, threads: int, probe: StackingProbe | None = None
+    task: RunTask, shared: SharedState, processes: int, threads: int, probe: StackingProbe | None = None
 ) -> tuple[MakeTrainer, dict[str, Any]]:
     """Trainers that train stacks of rows, as wide as fits; a probe of the model is made unless one is given.
 
     Raises ExperimentError if the rows of the model cannot be stacked.
     """
     probe = StackingProbe.of(task, shared) if probe is None else probe
-    if task.cuda_graphs and (reason := unsafe(task, probe)):
+    if task.experiment.cuda_graphs and (reason := unsafe(task, probe)):
         raise ExperimentError(f"cuda_graphs = true: steps cannot be captured here: {reason}")
-    width = task.width or stack_width(task, shared, probe, processes, threads)
+    width = task.experiment.batched.width or stack_width(task, shared, probe, processes, threads)
     return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

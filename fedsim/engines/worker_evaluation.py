@@ -14,7 +14,8 @@ from fedsim.clients.algorithm import personal_model
 from fedsim.core.learning_task import correct_of, counts_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import test
-from fedsim.engines.task import SharedState, TaskSpec, test_batch_size
+from fedsim.engines.shared_state import SharedState, test_batch_size
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 
@@ -95,33 +96,35 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
 class WorkerTests:
     """Tests the rows of workers in one process."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._shared, self._batch_source = task, shared, batch_source
         self._module = RowModule(task.new_module)
-        self._gradient = torch.empty_like(shared.global_row)
+        self._gradient = torch.empty_like(shared.server.row)
 
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the personal model if the client algorithm has one."""
         shared = self._shared
-        tested = {GLOBAL: self._test(shared.global_row, shared.global_buffers, member)}
+        tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
         if self._task.solver.has("personal_rows"):
-            buffers = shared.buffers[member.slot] if self._task.buffers == "local" else shared.global_buffers
-            tested[PERSONAL] = self._test(*self._personal(shared.global_row, buffers, member), member)
+            own = self._task.experiment.buffers == "local"
+            buffers = shared.cohort.buffers[member.slot] if own else shared.server.buffers
+            tested[PERSONAL] = self._test(*self._personal(shared.server.row, buffers, member), member)
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
         """Test the model that local training has made of the worker's row."""
-        personal = self._personal(self._shared.rows[member.slot], self._shared.buffers[member.slot], member)
+        cohort = self._shared.cohort
+        personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
         return {FINE_TUNED: self._test(*personal, member)}
 
     def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
-        kept = {name: rows[member.slot] for name, rows in self._shared.kept.items()}
+        kept = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
         return personal_model(self._task.solver, row, buffers, kept)
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
         task = self._task
         self._module.load(row.clone(), self._gradient, buffers)
-        seed_everything(task.device, task.seed, "worker_test", member.round, member.worker)
+        seed_everything(task.device, task.experiment.seed, "worker_test", member.round, member.worker)
         batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(task.device))
         learning = task.learning_task
         sums = test(self._module.module, batches, learning.loss, correct_of(learning), counts_of(learning))
@@ -135,13 +138,19 @@ class SampleLosses:
         gradient: [d], which the module is bound to beside its row.
     """
 
-    def __init__(self, task: TaskSpec, module: RowModule, gradient: Tensor, batch_source: BatchSource) -> None:
+    def __init__(self, task: RunTask, module: RowModule, gradient: Tensor, batch_source: BatchSource) -> None:
         self._task, self._module, self._gradient, self._batch_source = task, module, gradient, batch_source
 
     def __call__(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
         """Return the mean loss of the model with parameters `row` [d] on a worker's samples. `row` is not changed."""
         task = self._task
         self._module.load(row.clone(), self._gradient, buffers)
-        seed_everything(task.device, task.seed, "losses", round, worker)
+        seed_everything(task.device, task.experiment.seed, "losses", round, worker)
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(task.device))
-        return test(self._module.module, batches, task.learning_task.loss, None, counts_of(task.learning_task)).loss
+        return test(
+            self._module.module,
+            batches,
+            task.learning_task.loss,
+            None,
+            counts_of(task.learning_task),
+        ).loss

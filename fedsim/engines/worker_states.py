@@ -16,7 +16,8 @@ from fedsim.clients import State
 from fedsim.clients.algorithm import state_at_first
 from fedsim.core.rows import new_rows
 from fedsim.engines.pool.shared_memory import memory_file
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError, RecordError, show_bytes
 from fedsim.processing import initial_residuals
@@ -46,7 +47,7 @@ class WorkerStates:
         self._places: dict[int, int] = {}
 
     @classmethod
-    def of(cls, task: TaskSpec, shared: SharedState) -> WorkerStates:
+    def of(cls, task: RunTask, shared: SharedState) -> WorkerStates:
         """For a task at its start."""
         return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
@@ -226,12 +227,12 @@ class WorkerStates:
             self.rows[name][: len(numbers)] = kept
 
 
-def initial_worker_state(task: TaskSpec, shared: SharedState) -> State:
+def initial_worker_state(task: RunTask, shared: SharedState) -> State:
     """What a worker has before its first round: the algorithm's state, and buffers where workers keep their own."""
-    own_buffers = task.buffers == "local" and shared.global_buffers.numel()
-    buffers = {"buffers": shared.global_buffers.clone()} if own_buffers else {}
-    residuals = initial_residuals(task.processors, shared.global_row)
-    return buffers | residuals | state_at_first(task.solver, shared.global_row, shared.global_buffers)
+    own_buffers = task.experiment.buffers == "local" and shared.server.buffers.numel()
+    buffers = {"buffers": shared.server.buffers.clone()} if own_buffers else {}
+    residuals = initial_residuals(task.experiment.chain, shared.server.row)
+    return buffers | residuals | state_at_first(task.solver, shared.server.row, shared.server.buffers)
 
 
 def _room(n: int, row: Tensor) -> Tensor:

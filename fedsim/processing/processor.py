@@ -16,7 +16,7 @@ type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +24,23 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import Draws
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError
-
-processor = Registry("processor", given=("update", "draws", "metrics"))
 
 
 @dataclass(frozen=True)
-class BoundProcessor:
-    """A processor with its parameters; it can be pickled.
+class UpdateProcessor(Component):
+    """A processor with its parameters.
 
     Attributes:
-        accepts: the names of its inputs.
         error_feedback: whether a worker adds what the processor has left out of its updates so far.
     """
 
-    function: Callable[..., Any]
-    name: str
-    accepts: tuple[str, ...]
     error_feedback: bool = False
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
         """The new update and the bytes that the processor declares. Raises ExperimentError for another result."""
-        result = self.function(**{name: inputs[name] for name in self.accepts})
+        result = self.on(inputs)
         update, nbytes = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         d = len(inputs["update"])
         if not isinstance(update, Tensor) or update.shape != (d,):
@@ -57,18 +51,16 @@ class BoundProcessor:
         return update, nbytes
 
 
-def bind_processor(plug: Plug, params: dict[str, Any], *, error_feedback: bool = False) -> BoundProcessor:
-    """The processor `plug` with checked parameters."""
-    return BoundProcessor(plug.bind(params), plug.name, tuple(plug.takes), error_feedback)
+processor = Registry("processor", given=("update", "draws", "metrics"), component=UpdateProcessor)
 
 
-def initial_residuals(chain: Sequence[BoundProcessor], row: Tensor) -> dict[str, Tensor]:
+def initial_residuals(chain: Sequence[UpdateProcessor], row: Tensor) -> dict[str, Tensor]:
     """What the processors with error feedback have left out at first: zeros [d], by the name of their place."""
     return {f"residual_{place}": torch.zeros_like(row) for place, each in enumerate(chain) if each.error_feedback}
 
 
 def apply_chain(
-    chain: Sequence[BoundProcessor],
+    chain: Sequence[UpdateProcessor],
     row: Tensor,
     seed: int,
     coordinates: Sequence[int],

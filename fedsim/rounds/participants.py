@@ -10,7 +10,6 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
-from fedsim.engines import TaskSpec
 from fedsim.errors import ExperimentError
 from fedsim.server import Cohort, CohortSampler
 
@@ -74,7 +73,7 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
 def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
     """The sampler of cohorts. Raises ExperimentError if it needs sizes of shards that are not known."""
     return CohortSampler(
-        strategy=experiment.sampling.bind(),
+        strategy=experiment.sampling.component,
         seed=experiment.seed,
         size=experiment.cohort_size,
         shards=shards,
@@ -84,36 +83,33 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
 
 
 class ReportCheck:
-    """Checks cohorts, from which workers may have dropped out, against what the rule needs.
+    """Checks cohorts, from which workers may have dropped out, against what the rule needs."""
 
-    Args:
-        dropout: the probability that a chosen worker does not report.
-    """
-
-    def __init__(self, task: TaskSpec, dropout: float) -> None:
-        self._task, self._dropout = task, dropout
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
         self._reasons: dict[tuple[int, bool], str] = {}  # by number of rows, and whether all have weight 0
 
     def __call__(self, round: int, cohort: Cohort) -> None:
         """Raise ExperimentError if the rule cannot aggregate what is left of the cohort; an empty round is skipped."""
         if not cohort.workers:
             return
-        weights = self._task.weights if self._task.rule.accepts_weights else None
-        n, weightless = len(cohort.workers), isinstance(weights, tuple) and not any(weights[k] for k in cohort.workers)
+        weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
+        n, weightless = len(cohort.workers), isinstance(weights, list) and not any(weights[k] for k in cohort.workers)
         if (n, weightless) not in self._reasons:
             self._reasons[n, weightless] = self._reason(n, weightless)
         if reason := self._reasons[n, weightless]:
             instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
             what, remedy = f"the cohort has {n} workers", instead
             if cohort.dropped:
-                what = f"worker_dropout = {self._dropout:g} leaves {n} of {n + len(cohort.dropped)} workers"
+                dropout, chosen = self._experiment.worker_dropout, n + len(cohort.dropped)
+                what = f"worker_dropout = {dropout:g} leaves {n} of {chosen} workers"
                 remedy = f"a lower worker_dropout, {instead}"
             raise ExperimentError(f"round {round}: {what}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
         """Why n rows cannot be aggregated; empty if they can."""
         try:
-            self._task.rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
+            self._experiment.rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
         except ExperimentError as error:
             return str(error)
         return ""

@@ -10,7 +10,8 @@ from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
 from fedsim.asynchronous.scheduler import CheckpointModel, Counts, Seconds
 from fedsim.config.experiment import Experiment
 from fedsim.engines.memory import buffer_bytes, personal_bytes
-from fedsim.engines.task import SharedState, TaskSpec, message_bytes
+from fedsim.engines.shared_state import SharedState, message_bytes
+from fedsim.engines.task import RunTask
 
 
 def delays_of(experiment: Experiment) -> Delays:
@@ -43,10 +44,10 @@ class RoundClock:
         self.now = 0.0
 
     @classmethod
-    def of(cls, experiment: Experiment, task: TaskSpec, shared: SharedState) -> RoundClock:
+    def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
         """The clock of a run."""
-        row_bytes = shared.global_row.nbytes - personal_bytes(task)
-        return cls(delays_of(experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
+        row_bytes = shared.server.row.nbytes - personal_bytes(task)
+        return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
     def pass_round(self, gradients: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
         """Advance `now` by a round.

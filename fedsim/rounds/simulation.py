@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import state_at_first
-from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
@@ -23,7 +22,8 @@ from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.group import Group
 from fedsim.engines.memory import buffer_bytes, personal_bytes
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
-from fedsim.engines.task import SharedState, TaskSpec, message_bytes
+from fedsim.engines.shared_state import SharedState, message_bytes
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_evaluation import SampleLosses, Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
@@ -44,26 +44,25 @@ class Simulation(Executor):
     There is one in every process that computes the run. All of them call the same methods at the same time, each for
     its own members of the cohort and its own columns, and meet at the barriers of the group.
 
-    The arguments are those of `Executor`, and the experiment.
+    The arguments are those of `Executor`.
     """
 
     def __init__(
         self,
         group: Group,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         make_trainer: MakeTrainer,
         states: WorkerStates,
-        experiment: Experiment,
     ) -> None:
         super().__init__(group, task, shared, make_trainer, states)
-        self.experiment, self.timer = experiment, PhaseTimer()
-        self.draw = cohorts_of(experiment, shared.shards)
-        self.clock = RoundClock.of(experiment, task, shared) if experiment.mode == "clock" else None
+        experiment, self.timer = task.experiment, PhaseTimer()
+        self.draw = cohorts_of(experiment, shared.data.shards)
+        self.clock = RoundClock.of(task, shared) if experiment.mode == "clock" else None
         self.aggregator = group.aggregator(task, shared, has_root=self.batch_source.root is not None)
-        self.evaluated = workers_to_evaluate(experiment, task, shared.worker_tests)
+        self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
         self.loss_on_samples = SampleLosses(task, self.module, self.gradient, self.batch_source)
-        self.check_reports = ReportCheck(task, experiment.worker_dropout)
+        self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Processes that do not compute the record return None."""
@@ -91,13 +90,13 @@ class Simulation(Executor):
                 stats = self.aggregate_each_step(cohort, mine, round)
                 sent = stats.sent
         stats = group.from_first(stats.on_host())  # a barrier too: buffers have been written
-        if task.processors:
+        if task.experiment.chain:
             sent = SentUpdates.total(group.gather(sent.on_host()))
         self.aggregator.combine_buffers(whole, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # a round that diverges saves nothing
-        self.states.save_cohort(cohort, mine, stats.excluded, shared.worker_rows)
+        self.states.save_cohort(cohort, mine, stats.excluded, shared.cohort.worker_rows)
         with self.phase("test"):
             self.test(round)
         work = self.work_of(cohort, round)
@@ -113,7 +112,7 @@ class Simulation(Executor):
         metrics = joined(means(sent.metrics, stats.metrics), drawn.metrics | tested.metrics | metrics_of(of_workers))
         in_parameters = task.sync_in(round) == "parameters"
         message_up = message_bytes(task, shared)[1] if in_parameters else 0
-        rows_down = 0 if in_parameters else sent.count * shared.global_row.nbytes  # the global row, for each step
+        rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # the global row, for each step
         record = RoundRecord(
             round=round,
             train_loss=train_loss,
@@ -139,14 +138,14 @@ class Simulation(Executor):
         if task.byzantine.in_round(round):
             self.aggregator.attack(context)
             group.barrier()
-        if task.processors:
+        if task.experiment.chain:
             self.process_updates(mine, context, sent)
             group.barrier()
         else:
             unsent = personal_bytes(task) if in_parameters else 0
-            sent.add(len(context.slots), len(context.slots) * (self.shared.global_row.nbytes - unsent))
+            sent.add(len(context.slots), len(context.slots) * (self.shared.server.row.nbytes - unsent))
         stats = self.aggregator.aggregate(context)
-        if self.shared.messages and in_parameters:
+        if self.shared.cohort.messages and in_parameters:
             self.receive_messages(context, stats.excluded)
         self.aggregator.server_step()
         group.barrier()
@@ -170,7 +169,7 @@ class Simulation(Executor):
         for step, context in enumerate(self.contexts_of_steps(cohort, round)):
             averaged = self.group.average_gradients(self.task, step, context, self.trainer)
             if averaged is not None:
-                of_round.sent.add(len(context.slots), len(context.slots) * self.shared.global_row.nbytes)
+                of_round.sent.add(len(context.slots), len(context.slots) * self.shared.server.row.nbytes)
                 of_round.add(context, averaged)
                 continue
             with self.in_precision():
@@ -190,7 +189,7 @@ class Simulation(Executor):
         make a model or a rule fail, so any error repeats the round with a check at each step.
         """
         had_last = self.aggregator.has_last
-        before = {name: rows.clone() for name, rows in self.shared.worker_rows.items()}
+        before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
         check.begin()
         try:
             stats = self.steps_of_round(cohort, mine, round)
@@ -200,7 +199,7 @@ class Simulation(Executor):
             return stats
         self.aggregator.has_last = had_last
         for name, rows in before.items():
-            self.shared.worker_rows[name].copy_(rows)
+            self.shared.cohort.worker_rows[name].copy_(rows)
         return None
 
     def pull_down(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
@@ -209,16 +208,16 @@ class Simulation(Executor):
         self.load_states(cohort, mine)
         index = index_of([member.slot for member in mine], task.device)
         if task.sync_in(round) == "parameters":
-            pull_down(self.aggregator.sent_row(round), shared.rows, index)
-        if task.buffers != "local":
-            pull_down(shared.global_buffers, shared.buffers, index)
+            pull_down(self.aggregator.sent_row(round), shared.cohort.rows, index)
+        if task.experiment.buffers != "local":
+            pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
         """Copy the state that workers keep to the rows of this process's members."""
         shared, solver = self.shared, self.task.solver
         if solver.starts_from_current:
-            self.states.initial |= state_at_first(solver, shared.global_row, shared.global_buffers)
-        self.states.load_cohort(cohort, mine, shared.worker_rows)
+            self.states.initial |= state_at_first(solver, shared.server.row, shared.server.buffers)
+        self.states.load_cohort(cohort, mine, shared.cohort.worker_rows)
 
     def agree_on(self, drawn: Cohort, round: int) -> None:
         """Wait for all processes, and require that all of them have drawn the same cohort."""
@@ -239,33 +238,33 @@ class Simulation(Executor):
             if solver.has("receive_gradients"):
                 self.group.barrier()
                 if self.group.computes:
-                    sums = self.states.sums({"gradient": shared.full_gradients}, range(len(cohort)))
-                    solver.receive_gradients(shared.server_state, sums["gradient"] / len(cohort))
+                    sums = self.states.sums({"gradient": shared.cohort.full_gradients}, range(len(cohort)))
+                    solver.receive_gradients(shared.server.algorithm, sums["gradient"] / len(cohort))
                 self.group.barrier()
-        for member in mine if task.rule.accepts("losses") else ():
+        for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
-                model = shared.rows[member.slot], shared.buffers[member.slot]
-                shared.losses[member.slot] = self.loss_on_samples(*model, member.worker, round)
+                model = shared.cohort.rows[member.slot], shared.cohort.buffers[member.slot]
+                shared.cohort.losses[member.slot] = self.loss_on_samples(*model, member.worker, round)
         with self.in_precision():
             self.trainer.train(mine)
         self.aggregator.begin(round, [member.slot for member in mine])
 
     def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
         """Apply the processors to what this process's members send that take part in an aggregation."""
-        task, rows, active = self.task, self.shared.rows, set(context.workers)
+        task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.solver.personal_columns.others(rows.shape[1])
         personal = task.solver.personal_columns.width > 0
         mine = [member for member in mine if member.worker in active]  # the server's own row is not sent
         for member in mine:
             metrics: dict[str, Any] = {}
             with self.process.working_on(member.worker, context.moment[0]):
-                residuals = {name: kept[member.slot] for name, kept in self.shared.residuals.items()}
+                residuals = {name: kept[member.slot] for name, kept in self.shared.cohort.residuals.items()}
                 wholes = [rows[member.slot], *residuals.values()]
                 parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
                 given = dict(zip(residuals, parts[1:], strict=True))
                 coordinates = (*context.moment, member.worker)
-                nbytes = apply_chain(task.processors, parts[0], task.seed, coordinates, metrics, given)
-                if task.nonfinite != "keep":
+                nbytes = apply_chain(task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, given)
+                if task.experiment.nonfinite != "keep":
                     for residual in parts[1:]:  # NaN that the update has left out would be in later ones
                         parts[0] += (residual * 0).sum()
                 if personal:
@@ -280,9 +279,9 @@ class Simulation(Executor):
             slots = [
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
             ]
-            sums = self.states.sums(self.shared.messages, slots)
-            solver, workers = self.task.solver_at(*context.moment), len(self.shared.shards)
-            solver.receive(self.shared.server_state, sums, len(slots), workers)
+            sums = self.states.sums(self.shared.cohort.messages, slots)
+            solver, workers = self.task.solver_at(*context.moment), len(self.shared.data.shards)
+            solver.receive(self.shared.server.algorithm, sums, len(slots), workers)
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
@@ -314,7 +313,7 @@ class Simulation(Executor):
 
     def end_round(self, round: int) -> None:
         """Begin with parameters if this was the last round in which gradients are aggregated."""
-        if round == self.task.gradient_rounds < self.task.rounds:
+        if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
             self.aggregator.begin_with_parameters()
 
     def pass_time(self, work: dict[int, tuple[int, int]], sent: SentUpdates, round: int) -> None:
@@ -334,7 +333,7 @@ class Simulation(Executor):
 
         Overwrites the rows.
         """
-        experiment, settings = self.experiment, self.experiment.evaluation
+        experiment, settings = self.task.experiment, self.task.experiment.evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
         if not self.evaluated or not due:
             return None
@@ -343,7 +342,7 @@ class Simulation(Executor):
             some = self.evaluated[start : start + experiment.cohort_size]
             for part in self.group.gather(self.test_workers(some, round, settings.fine_tune)):
                 tested |= part
-        samples = {worker: self.shared.worker_tests.size(worker) for worker in self.evaluated}
+        samples = {worker: self.shared.data.worker_tests.size(worker) for worker in self.evaluated}
         return WorkerResults.of(round, samples, tested)
 
     def test_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
@@ -360,9 +359,9 @@ class Simulation(Executor):
         for member in members:
             with self.process.working_on(member.worker, round):
                 tested[member.worker] = tests.before_training(member)
-            shared.rows[member.slot] = shared.global_row
-            if task.buffers != "local":
-                shared.buffers[member.slot] = shared.global_buffers
+            shared.cohort.rows[member.slot] = shared.server.row
+            if task.experiment.buffers != "local":
+                shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
             ends = task.solver.has("personal_rows")  # what they keep is part of the personal model
             members = [
@@ -375,7 +374,7 @@ class Simulation(Executor):
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
         """The mean loss of the global model on the samples of each worker, float64 [k]."""
-        losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.global_row, self.shared.global_buffers
+        losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.server.row, self.shared.server.buffers
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
             with self.process.working_on(workers[place], round):
@@ -386,7 +385,7 @@ class Simulation(Executor):
         """Return the members of the cohort that this process trains, and the server if it has its own row here."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
-            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.rows) - 1]
+            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.rows) - 1]
         steps = [self.task.schedule.of(k, round).steps_for(self.batch_source.size(k)) for k in workers]
         return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
 
@@ -417,13 +416,13 @@ class Simulation(Executor):
     def received_bytes(self, round: int) -> int:
         """Return the bytes that one worker receives before it trains."""
         task, shared = self.task, self.shared
-        row = shared.global_row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
+        row = shared.server.row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:
         """The bytes that workers receive that send no update: they drop out, or only compute a loss."""
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
-        model_bytes = self.shared.global_row.nbytes + buffer_bytes(self.task, self.shared)
+        model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
         return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
 
     @contextlib.contextmanager
@@ -440,7 +439,7 @@ class Simulation(Executor):
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
-        facts = {"has_last": self.aggregator.has_last, "syncs": list(self.shared.states), **clock}
+        facts = {"has_last": self.aggregator.has_last, "syncs": list(self.shared.server.states), **clock}
         return facts, rule, self.aggregator.states_by_columns()
 
     def resume(
@@ -457,15 +456,17 @@ class Simulation(Executor):
         self.states.follow(workers)
         if self.clock:
             self.clock.resume(facts["clock"])
-        if len(facts["syncs"]) < len(self.shared.states):  # the run ended with gradients, and now has more rounds
+        if len(facts["syncs"]) < len(self.shared.server.states):
+            # The run ended with gradients, and now has more rounds.
             self.aggregator.begin_with_parameters()
 
 
-def workers_to_evaluate(experiment: Experiment, task: TaskSpec, tests: Shards) -> list[int]:
+def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
     """The workers whose models are tested: those that have test samples and are not Byzantine, or a sample of them.
 
     Raises ExperimentError if there is none.
     """
+    experiment = task.experiment
     if not experiment.data.worker_test:
         return []
     size = min(experiment.workers, experiment.evaluation.workers)

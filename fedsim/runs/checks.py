@@ -21,7 +21,7 @@ from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
-from fedsim.engines import Engine, TaskSpec
+from fedsim.engines import Engine, RunTask
 from fedsim.engines.memory import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
@@ -45,37 +45,41 @@ def _place(experiment: Experiment) -> str:
     return f"model.name = {show(experiment.model.name)}"
 
 
-def check_model(experiment: Experiment, task: TaskSpec) -> None:
+def check_model(task: RunTask) -> None:
     """Check that the model can be built, fits into memory, and has parameters and no unexpected buffers."""
-    place = _place(experiment)
+    place = _place(task.experiment)
     with _errors_of_user_code(lambda reason: f"{place}: cannot be made: {reason}"):
         _check_parameters(place, task)
         layout = Layout.of(task.new_module())
     if not layout.d:
         raise ExperimentError(f"{place}: has no trainable parameters")
-    if task.buffers == "error" and layout.buffers:
+    if task.experiment.buffers == "error" and layout.buffers:
         names = ", ".join(entry.name for entry in layout.buffers)
         raise ExperimentError(f'buffers = "error": {place} has buffers ({names}); use average, local or server')
 
 
-def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
+def check_client_algorithm(task: RunTask) -> None:
     """Check settings against what the client algorithm needs, and what it keeps at the workers."""
+    experiment = task.experiment
     task.solver.check_work(*task.schedule.least)
     solver, layout = f"local.solver = {show(experiment.local.solver)}", Layout.of(task.new_module())
-    sampling = experiment.sampling.bind()
+    sampling = experiment.sampling.component
     if "losses" in sampling.accepts and task.solver.personal_columns.width:
         raise ExperimentError(
             f"{sampling.place}: computes losses of the global model, and with {solver} workers keep a part of it"
         )
     if task.solver.personal_columns.width and _stops_by_global_model(experiment):
-        score, mode = ("accuracy", "max") if correct_of(task.learning_task) else ("loss", "min")
+        score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")
         personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.worker_test=0.2"
         raise ExperimentError(
             f"stop.metric = {show(experiment.stop.metric)}: tests the global model, and with {solver} workers keep a "
-            f"part of it; use stop.metric={personal if task.in_rounds else 'train_loss'}"
+            f"part of it; use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
     if task.solver.personal_columns.width == layout.d:
-        aggregated = {"server": experiment.server != Server(), "aggregate.rule": not task.rule.linear_by_weights}
+        aggregated = {
+            "server": experiment.server != Server(),
+            "aggregate.rule": not task.experiment.rule.linear_by_weights,
+        }
         for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
             if value:
                 raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit it")
@@ -84,17 +88,17 @@ def check_client_algorithm(experiment: Experiment, task: TaskSpec) -> None:
 def _stops_by_global_model(experiment: Experiment) -> bool:
     """Whether a test of the global model ends a run early, alone or on the samples of single workers."""
     name = experiment.stop.metric.removeprefix("metrics.")
-    of_tests = {each.bind().label for each in experiment.metrics}
+    of_tests = {each.component.label for each in experiment.metrics}
     by_global = name.startswith(("test_", "validation_", "global_worker_")) or name in of_tests
     return experiment.stop.active and by_global
 
 
-def _check_parameters(place: str, task: TaskSpec) -> None:
+def _check_parameters(place: str, task: RunTask) -> None:
     """Check the size of the model on the meta device, which takes no memory; a user's own class is not built twice."""
-    if isinstance(task.model, Imported):
+    if isinstance(task.experiment.model.component, Imported):
         return
     with preserve_random_state(torch.device("cpu")), torch.device("meta"):
-        count = sum(parameter.numel() for parameter in task.model().parameters())
+        count = sum(parameter.numel() for parameter in task.experiment.model.component().parameters())
     needed, free = COPIES_OF_MODEL * count * task.dtype.itemsize, free_memory()
     if needed > free:
         raise ExperimentError(
@@ -103,10 +107,9 @@ def _check_parameters(place: str, task: TaskSpec) -> None:
         )
 
 
-def check_memory(
-    experiment: Experiment, engine: type[Engine], task: TaskSpec, processes: int, *, recorded: bool
-) -> None:
+def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorded: bool) -> None:
     """Check that the run fits into main memory. Devices report their own shortage; ranks share the rows."""
+    experiment = task.experiment
     if task.device.type != "cpu" or engine.traits.ranks:
         return
     d = Layout.of(task.new_module()).d
@@ -118,7 +121,7 @@ def check_memory(
         experiment.workers,
         1 if engine.traits.chooses else processes,  # an engine that chooses may choose one process
         stacked=engine.traits.stacks and not engine.traits.chooses,
-        in_rounds=experiment.policy.bind().in_rounds,
+        in_rounds=experiment.in_rounds,
         replaces=may_replace and experiment.worker_retries > 0,
         checkpoints=recorded and experiment.checkpoint.every != 0,
     )
@@ -133,32 +136,32 @@ def check_memory(
         )
 
 
-def check_outputs_of_model(experiment: Experiment, task: TaskSpec, train: TensorData, test: TensorData) -> None:
-    """Check the model on a few samples: its outputs, its precision, and its number of classes."""
-    place = _place(experiment)
+def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
+    """Check the model on a few samples of a data set: its outputs, its precision, and its number of classes."""
+    experiment, place = task.experiment, _place(task.experiment)
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     try:
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
-            outputs = check_outputs(task.new_module(), inputs, targets, task.learning_task, classes=classes)
+            outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
     except DataError as error:
-        raise DataError(f"data.dataset = {show(experiment.data.dataset)}: {error}") from error
+        raise DataError(f"data.dataset = {show(dataset)}: {error}") from error
     except ExperimentError as error:
         raise ExperimentError(f"{place}: {error}") from error
-    attack = task.attack
+    attack = experiment.attack.component
     if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
         raise ExperimentError(
             f"attack.name = {show(attack.name)}: needs class labels, one for each sample, and the targets are "
             f"{described(train.targets)}; use an attack on updates, such as sign_flipping"
         )
-    _check_features(experiment, task, inputs)
-    for metric in task.metrics:
-        metric(outputs, targets)
+    _check_features(task, inputs)
+    for table in experiment.metrics:
+        table.component(outputs, targets)
     if task.precision.autocast is not None:
-        _check_autocast(experiment, task, inputs, targets)
+        _check_autocast(task, inputs, targets)
 
 
-def _check_features(experiment: Experiment, task: TaskSpec, inputs: Tensor) -> None:
+def _check_features(task: RunTask, inputs: Tensor) -> None:
     """Check that the model has features besides its inputs, if the client algorithm compares features."""
     if not task.solver.has("feature_loss"):
         return
@@ -166,29 +169,32 @@ def _check_features(experiment: Experiment, task: TaskSpec, inputs: Tensor) -> N
     with torch.no_grad(), recorded_features(module) as recorded:
         module(inputs)
     if torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
-        solver = show(experiment.local.solver)
-        raise ExperimentError(f"{_place(experiment)}: has no hidden features, which local.solver = {solver} compares")
+        solver = show(task.experiment.local.solver)
+        raise ExperimentError(
+            f"{_place(task.experiment)}: has no hidden features, which local.solver = {solver} compares"
+        )
 
 
-def _check_autocast(experiment: Experiment, task: TaskSpec, inputs: Tensor, targets: Tensor) -> None:
+def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
     """Check that each operation of the model supports the lower precision."""
+    experiment = task.experiment
     place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
     line = f"{place}: on {task.device} the model {name} cannot be trained in it"
     with _errors_of_user_code(lambda reason: f"{line}: {reason}"):
         task.objective(task.new_module().train(), inputs, targets).backward()
 
 
-def check_local_work(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
+def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Check the rounds of workers with shards of these sizes: their batches, their steps, and their learning rates."""
-    _check_smallest_batch(experiment, task, train, sizes)
+    _check_smallest_batch(task, train, sizes)
     _check_steps(task, sizes)
-    _check_lr_schedules(experiment, task, sizes)
-    _check_last_step(experiment, task, sizes)
+    _check_lr_schedules(task, sizes)
+    _check_last_step(task, sizes)
 
 
-def _check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorData, sizes: Mapping[int, int]) -> None:
+def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Check that the model can be trained on one sample if a worker has such a batch; `sizes` of shards by worker."""
-    schedule = task.schedule
+    experiment, schedule = task.experiment, task.schedule
     epoch = replace(schedule, epochs=1, steps=None)  # of local training before a test of workers
     whole = replace(epoch, drop_last=False)  # the pass of a full gradient
     always = [epoch] * bool(experiment.evaluation.fine_tune) + [whole] * task.solver.full_gradient
@@ -216,36 +222,41 @@ def _check_smallest_batch(experiment: Experiment, task: TaskSpec, train: TensorD
         task.objective(task.new_module().train(), *sample)
 
 
-def _check_steps(task: TaskSpec, sizes: Mapping[int, int]) -> None:
+def _check_steps(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Check that the shortest round of each worker has enough steps for the client algorithm."""
     for worker, size in sizes.items() if task.solver.has("check_steps") else ():
         steps = task.schedule.shortest(worker).steps_for(size)
         task.solver.check_steps(worker, task.schedule.solver_steps(steps))
 
 
-def _check_lr_schedules(experiment: Experiment, task: TaskSpec, sizes: Mapping[int, int]) -> None:
+def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
-    tuned = experiment.evaluation.fine_tune
+    tuned = task.experiment.evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
     steps = max(max(each.steps_for(size), tuned * each.batches_per_epoch(size)) for each, size in schedules)
-    task.solver_at(task.rounds, task.schedule.solver_steps(steps) - 1)
-    task.server_at(task.rounds)
+    task.solver_at(task.experiment.rounds, task.schedule.solver_steps(steps) - 1)
+    task.server_at(task.experiment.rounds)
 
 
-def _check_last_step(experiment: Experiment, task: TaskSpec, sizes: Mapping[int, int]) -> None:
+def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Check that the rule can aggregate the gradients of the few workers that have data for the last step of round 1.
 
     Cohorts of which not all workers report are checked in each round.
     """
+    experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.worker_dropout
-    if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.bind().accepts:
+    if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:
         return
-    weights = task.weights if isinstance(task.weights, tuple) and task.rule.accepts_weights else None
+    weights = (
+        task.experiment.weights
+        if isinstance(task.experiment.weights, list) and task.experiment.rule.accepts_weights
+        else None
+    )
     steps = {worker: task.schedule.of(worker, 1).steps_for(size) for worker, size in sizes.items()}
     last = max(count for worker, count in steps.items() if weights is None or weights[worker])
     count = sum(steps_of_worker >= last for steps_of_worker in steps.values())
     try:
-        task.rule.dry_run(count)
+        task.experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
         remedy = "set local.steps, so that all workers take the same number of steps"

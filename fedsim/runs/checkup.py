@@ -20,9 +20,10 @@ from fedsim.engines.auto import AutoEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.named import stacked
 from fedsim.engines.pool.shared_memory import memory_file
+from fedsim.engines.task import RunTask
 from fedsim.errors import ExperimentError, FedsimError, first_line, one_line, show_bytes
 from fedsim.runs.session import Session
-from fedsim.runs.setup import PreparedRun, prepare, processes_of
+from fedsim.runs.setup import prepare, processes_of
 from fedsim.system import devices, limits
 
 SHARED_BYTES = 1e9  # shared memory that experiments of usual size need at most
@@ -154,17 +155,17 @@ def _engines() -> Iterator[Finding]:
     try:
         with warnings.catch_warnings(), Session() as session:
             warnings.simplefilter("ignore")
-            with prepare(Experiment(engine="serial"), session) as (prepared, engine):
+            with prepare(Experiment(engine="serial"), session) as (task, engine):
                 for plug in engines:
                     if not plug.target.traits.ranks:
-                        yield Finding(f"engine={plug.name}", _what_it_does(plug.name, prepared, engine))
+                        yield Finding(f"engine={plug.name}", _what_it_does(plug.name, task, engine))
     except FedsimError as error:
         problem = f"the default experiment cannot run: {first_line(error)}"
         yield Finding("engines", "none works", [(problem, "fedsim run --dry-run")], fatal=True)
 
 
-def _what_it_does(name: str, prepared: PreparedRun, serial: Engine) -> str:
-    experiment, task, shared = Experiment(engine=name), prepared.task, serial.shared
+def _what_it_does(name: str, task: RunTask, serial: Engine) -> str:
+    experiment, shared = Experiment(engine=name), serial.shared
     processes, traits = processes_of(experiment, task.device), engines.get(name).target.traits
     if traits.chooses:
         plan = AutoEngine(processes, experiment.threads_per_process, experiment.timeout).choose(task, shared)

@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine
 from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.records.record import RoundRecord
 from fedsim.runs.loops.loop import Loop
-from fedsim.runs.setup import PreparedRun
 
 T = TypeVar("T")
 
 STARTED = "its processes have been started"
 
 
-def recovering(loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> Loop:
+def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
     """A loop that repeats rounds that lose a process; `loop` itself without `worker_retries` or without processes.
 
     `note` is called for every process that was lost and replaced.
     """
-    if not (prepared.experiment.worker_retries and engine.backend.can_lose_processes):
+    if not (experiment.worker_retries and engine.backend.can_lose_processes):
         return loop
-    return RecoveringLoop(loop, prepared, engine, note)
+    return RecoveringLoop(loop, experiment, engine, note)
 
 
 class RecoveringLoop:
@@ -38,9 +38,9 @@ class RecoveringLoop:
     has enough memory, since copies there are fast.
     """
 
-    def __init__(self, loop: Loop, prepared: PreparedRun, engine: Engine, note: Note | None = None) -> None:
+    def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:
         self._loop, self._engine, self._note = loop, engine, note
-        self._retries, self._rounds = prepared.experiment.worker_retries, prepared.experiment.rounds
+        self._retries, self._rounds = experiment.worker_retries, experiment.rounds
         self._before: Snapshot | None = None
 
     def run_round(self, round: int) -> RoundRecord:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.config.experiment import Experiment
+from fedsim.core.rows import Layout
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines import Engine
+from fedsim.engines import Engine, RunTask
 from fedsim.engines.aggregator import weights_by_probability
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
@@ -19,10 +20,11 @@ from fedsim.engines.pool.retry import Note
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import DivergedError
 from fedsim.records.record import RoundRecord
+from fedsim.runs.facts import RunFacts
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
 from fedsim.runs.session import Session
-from fedsim.runs.setup import PreparedRun, finished_model, prepare
+from fedsim.runs.setup import prepare
 
 
 class Rounds:
@@ -30,17 +32,24 @@ class Rounds:
 
     Attributes:
         run_round: runs one round, counted from 1, and returns its record.
-        prepared: the facts that are known before the first round.
+        facts: what is known before the first round.
         tests: the newest tests of single workers; None if there are none.
     """
 
     def __init__(
-        self, prepared: PreparedRun, engine: Engine, note: Note | None, keep_log: Callable[[bytes], object] | None
+        self,
+        experiment: Experiment,
+        task: RunTask,
+        engine: Engine,
+        note: Note | None,
+        keep_log: Callable[[bytes], object] | None,
     ) -> None:
-        self.prepared, self._engine = prepared, engine
+        self._task, self._engine = task, engine
+        self.facts = RunFacts.of(experiment, task, engine)
         self.tests: WorkerResults | None = None
-        self._loop: Loop = recovering(loop_of(prepared, engine, keep_log, self._keep_tests), prepared, engine, note)
-        ends = prepared.experiment.aggregate.nonfinite == "stop"
+        loop = loop_of(experiment, task, engine, keep_log, self._keep_tests)
+        self._loop: Loop = recovering(loop, experiment, engine, note)
+        ends = experiment.aggregate.nonfinite == "stop"
         self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self._loop.run_round
 
     def _run_or_end(self, round: int) -> RoundRecord:
@@ -49,16 +58,16 @@ class Rounds:
         Cost: a copy of the global row and buffers for each round, on their device.
         """
         engine, shared = self._engine, self._engine.shared
-        before = shared.global_row.clone(), shared.global_buffers.clone()
+        before = shared.server.row.clone(), shared.server.buffers.clone()
         try:
             return self._loop.run_round(round)
         except DivergedError as error:
             if not engine.backend.at_work:  # a pool closes if one of its processes raises an error
                 engine.backend.replace_processes()
-            shared.global_row.copy_(before[0])
-            shared.global_buffers.copy_(before[1])
+            shared.server.row.copy_(before[0])
+            shared.server.buffers.copy_(before[1])
             engine.backend.run(Executor.test, round)
-            tested = EvaluationResult.of(self.prepared.task, shared)
+            tested = EvaluationResult.of(self._task, shared)
             return RoundRecord(round=round, diverged=error.what, **tested.fields())
 
     def test_workers(self, round: int) -> dict[str, float]:
@@ -83,19 +92,23 @@ class Rounds:
 
     def model(self) -> nn.Module:
         """The global model as a module of its own, on the CPU and in evaluation mode."""
-        return finished_model(self.prepared, self._engine)
+        module, shared = self._task.new_module(), self._engine.shared
+        layout = Layout.of(module)
+        layout.write(shared.server.row, module)
+        layout.write_buffers(shared.server.buffers, module)
+        return module.cpu().eval()
 
     @property
     def global_row(self) -> Tensor:
         """A copy of the parameters of the global model as one row [d], on the CPU."""
-        return self._engine.shared.global_row.cpu().clone()
+        return self._engine.shared.server.row.cpu().clone()
 
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
         """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
 
         In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
         """
-        shared, task, cohort = self._engine.shared, self.prepared.task, record.cohort
+        shared, task, cohort = self._engine.shared, self._task, record.cohort
         gathered = self._engine.backend.round_rows(cohort, record.round)
         if gathered is None:
             return {}
@@ -104,20 +117,16 @@ class Rounds:
         updates = {
             "updates": rows[:n],
             "workers": torch.tensor(cohort),
-            "samples": torch.tensor([shared.shards.size(worker) for worker in cohort]),
+            "samples": torch.tensor([shared.data.shards.size(worker) for worker in cohort]),
             "byzantine": torch.tensor([worker in byzantine for worker in cohort]),
         }
-        if task.rule.accepts("root"):
+        if task.experiment.rule.accepts("root"):
             updates["root"] = rows[-1]
-        if task.rule.accepts("losses"):
+        if task.experiment.rule.accepts("losses"):
             updates["losses"] = losses[:n]
-        if task.weights == "inverse_probability":
+        if task.experiment.weights == "inverse_probability":
             updates["cohort_weights"] = weights_by_probability(shared, cohort)
         return {name: tensor.cpu().clone() for name, tensor in updates.items()}
-
-    def facts(self) -> dict[str, Any]:
-        """The facts for `environment.json`."""
-        return self.prepared.facts()
 
     def finish(self) -> None:
         """Do what is due after the last round: a race hands over its log."""
@@ -147,8 +156,8 @@ def prepared_rounds(
         experiment, session, note, on_setup, scratch: see `prepare`.
         keep_log: receives the log of a race.
     """
-    with prepare(experiment, session, note, on_setup, scratch=scratch) as (prepared, engine):
-        rounds = Rounds(prepared, engine, note, keep_log)
+    with prepare(experiment, session, note, on_setup, scratch=scratch) as (task, engine):
+        rounds = Rounds(experiment, task, engine, note, keep_log)
         try:
             yield rounds
         finally:

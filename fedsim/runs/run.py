@@ -26,11 +26,11 @@ from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import newest_table, read_csv
+from fedsim.runs.facts import RunFacts
 from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
 from fedsim.runs.rounds import prepared_rounds
 from fedsim.runs.session import Session
-from fedsim.runs.setup import PreparedRun
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     on_setup: Callable[[str], object] | None = None,
-    on_start: Callable[[PreparedRun], object] | None = None,
+    on_start: Callable[[RunFacts], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     session: Session | None = None,
     progress: bool | None = None,
@@ -62,7 +62,7 @@ def run(
         callbacks: objects whose methods are called before the first round, after each round, and at the end; see
             `fedsim.Callback`.
         on_setup: called with the name of each step before the first round, such as "loading the data set mnist".
-        on_start: called with the `PreparedRun` before the first round.
+        on_start: called with the `RunFacts` before the first round.
         on_round: called with the `RoundRecord` of each round, after it is on record. If it raises `StopRun`, the run
             ends after this round; any other exception ends it without a result. Of several ranks, the first decides.
         session: the engine and the data that this run shares with other runs; None: it has its own.
@@ -143,7 +143,7 @@ def _prepared(
     )
     rounds = current.rounds
     done = past.restore(rounds) if resume else 0
-    rounds.prepared = replace(rounds.prepared, done=done)
+    rounds.facts = replace(rounds.facts, done=done)
     current.history = past.records
     current.stopped = stop_reason(past.records, experiment.stop)
     if folder and (table := newest_table(folder.path, done)):

@@ -2,22 +2,20 @@
 
 from fedsim.server import availability, cohort, fedopt  # noqa: F401  (register their plugs)
 from fedsim.server.cohort import (
-    BoundCohortStrategy,
     Cohort,
     CohortSampler,
-    bind_cohort_strategy,
+    CohortStrategy,
     cohort_strategy,
 )
 from fedsim.server.functional import ServerOptimizer
 from fedsim.server.optimizer import ServerStep, server_optimizer
 
 __all__ = [
-    "BoundCohortStrategy",
     "Cohort",
     "CohortSampler",
+    "CohortStrategy",
     "ServerOptimizer",
     "ServerStep",
-    "bind_cohort_strategy",
     "cohort_strategy",
     "server_optimizer",
 ]

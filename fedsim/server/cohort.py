@@ -29,28 +29,18 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.core.randomness import numpy_generator, sample_workers
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Component, Registry
 from fedsim.data import Shards
 from fedsim.errors import ExperimentError, show
 
 INPUTS = ("n_workers", "size", "round", "now", "seed", "rng", "samples", "losses", "metrics")
 
-cohort_strategy = Registry("cohort strategy", given=INPUTS)
-
 Losses = Callable[[Sequence[int]], np.ndarray]
 
 
 @dataclass(frozen=True)
-class BoundCohortStrategy:
-    """A cohort strategy with its parameters.
-
-    Attributes:
-        accepts: the names of its inputs.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    accepts: tuple[str, ...]
+class CohortStrategy(Component):
+    """A cohort strategy with its parameters."""
 
     @property
     def place(self) -> str:
@@ -71,7 +61,7 @@ class BoundCohortStrategy:
 
         Raises ExperimentError unless they are at most `size` different workers, with probabilities in (0, 1].
         """
-        result = self.function(**{name: inputs[name] for name in self.accepts})
+        result = self.on(inputs)
         workers, probabilities = result if isinstance(result, tuple) else (result, None)
         chosen = np.asarray(workers)
         n_workers, size = inputs["n_workers"], inputs["size"]
@@ -89,9 +79,7 @@ class BoundCohortStrategy:
         return chosen[order].tolist(), known[order].tolist()
 
 
-def bind_cohort_strategy(plug: Plug, params: dict[str, Any]) -> BoundCohortStrategy:
-    """The strategy `plug` with checked parameters."""
-    return BoundCohortStrategy(plug.bind(params), plug.name, tuple(plug.takes))
+cohort_strategy = Registry("cohort strategy", given=INPUTS, component=CohortStrategy)
 
 
 @dataclass(frozen=True)
@@ -126,7 +114,7 @@ class CohortSampler:
     Raises ExperimentError if the strategy or the weights need sizes of shards that are not known.
     """
 
-    strategy: BoundCohortStrategy
+    strategy: CohortStrategy
     seed: int
     size: int
     shards: Shards

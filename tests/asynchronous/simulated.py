@@ -122,30 +122,24 @@ def simulate(
         models: bytes of a model.
     """
     n, optimizer, wide = len(delays.speeds), ServerSGD(), torch.float64
-    global_row = START.clone()
-    shared = SimpleNamespace(
-        global_row=global_row,
-        rows=torch.zeros(n, len(global_row), dtype=wide),
-        global_buffers=torch.tensor(global_buffers, dtype=wide),
-        buffers=torch.zeros(n, len(global_buffers), dtype=wide),
+    row, of_model = START.clone(), torch.tensor(global_buffers, dtype=wide)
+    server_tensors = SimpleNamespace(
+        row=row, buffers=of_model, algorithm={}, states={"parameters": optimizer.start(row)}
+    )
+    cohort = SimpleNamespace(
+        rows=torch.zeros(n, len(row), dtype=wide),
+        buffers=torch.zeros(n, len(of_model), dtype=wide),
         kept={},
         messages={},
-        server_state={},
         received={},
-        states={"parameters": optimizer.start(global_row)},
         train_loss=torch.zeros(n, dtype=wide),
     )
-    task = SimpleNamespace(
-        seed=seed,
-        server=optimizer,
-        buffers=buffers,
-        nonfinite="error",
-        dtype=wide,
-        device=torch.device("cpu"),
-        solver=GradientOnly(),
-    )
-    shared.worker_rows = {"buffers": shared.buffers}
-    states = WorkerStates({"buffers": shared.global_buffers.clone()} if buffers == "local" else {})
+    cohort.worker_rows = {"buffers": cohort.buffers}
+    shared = SimpleNamespace(server=server_tensors, cohort=cohort)
+    server_table = SimpleNamespace(component=optimizer)
+    experiment = SimpleNamespace(seed=seed, server=server_table, buffers=buffers, nonfinite="error")
+    task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), solver=GradientOnly())
+    states = WorkerStates({"buffers": shared.server.buffers.clone()} if buffers == "local" else {})
     server = ServerState(chosen, solver or SGD(lr=LR), task, shared, states)
     scheduler = Scheduler(seed, n, n, chosen.work, Schedule(BATCH), lambda worker: size)
     result = SimulatedRun(server, None, scheduler)
@@ -153,10 +147,10 @@ def simulate(
     def train_all(items: Sequence[WorkItem]) -> None:
         result.trained.append(list(items))
         for item in items:
-            row = shared.rows[item.slot]
+            row = shared.cohort.rows[item.slot]
             row.copy_(train(row.clone(), item))
-            shared.buffers[item.slot] += item.worker + 1
-            shared.train_loss[item.slot] = item.worker
+            shared.cohort.buffers[item.slot] += item.worker + 1
+            shared.cohort.train_loss[item.slot] = item.worker
 
     def duration(item: WorkItem, unit: int, moved: tuple[int, int]) -> float:
         return delays.seconds(item.worker, unit, scheduler.steps(item), sum(moved) * models)

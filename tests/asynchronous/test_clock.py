@@ -102,7 +102,7 @@ def test_results_do_not_depend_on_when_work_is_computed():
                 else:
                     assert max(map(len, run.trained)) == 3
                 run.server.policy.publish(run.server)
-                rows.append((run.row.tolist(), run.server.shared.global_buffers.tolist()))
+                rows.append((run.row.tolist(), run.server.shared.server.buffers.tolist()))
             assert rows[0] == rows[1], (name, buffers)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import fedsim
 from fedsim.aggregation.numerics.columns import BLOCK
-from fedsim.byzantine import attack, attack_strategy, bind_attack
+from fedsim.byzantine import attack, attack_strategy
 from fedsim.byzantine.crafted import z_max
 from fedsim.byzantine.optimal import line_search
 from fedsim.core.randomness import Draws
@@ -62,7 +62,7 @@ def test_free_rider_sends_zero_or_the_last_update(honest, own_updates):
 
 def bound(name, **params):
     plug = attack_strategy.get(name)
-    return bind_attack(plug, plug.check(params))
+    return attack_strategy.bind(plug, plug.check(params))
 
 
 def rounds_of_rows(count, h=6, d=5, seed=0):

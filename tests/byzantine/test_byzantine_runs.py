@@ -86,7 +86,7 @@ def test_attackers_are_those_who_hold_a_class(tables):
     found = []
     changes = {"partition": {"strategy": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
     attack = {"name": "sign_flipping", "fraction": 0.3, "holding": 3}
-    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda prepared: found.append(prepared))
+    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: found.append(facts))
     held = found[0].label_counts[:, 3]
     assert sorted(held[found[0].byzantine]) == sorted(held)[-2:]
     with pytest.raises(ExperimentError, match=r"attack.holding = 10: must be the label of a training sample"):

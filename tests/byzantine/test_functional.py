@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.byzantine import attack, attack_strategy, bind_attack
+from fedsim.byzantine import attack, attack_strategy
 from fedsim.core.rows import new_rows
 from fedsim.errors import ExperimentError
 
@@ -76,7 +76,7 @@ def test_every_attack_accepts_any_number_of_columns(name, honest):
 def test_without_attackers_or_honest_rows(name, honest, own_updates):
     assert attack(honest[:1], 0, name).shape == (0, 33)
     plug = attack_strategy.get(name)
-    bound = bind_attack(plug, plug.check({}))
+    bound = attack_strategy.bind(plug, plug.check({}))
     given = {"aggregate": lambda rows: rows[0]}
     if "honest" in bound.accepts and name != "sign_flipping":
         with pytest.raises(ExperimentError, match=r"at least 1 honest row, there are 0|number of honest rows, 0"):
@@ -94,7 +94,7 @@ def test_an_attack_can_be_an_import_path(honest, own_updates):
 
 def test_a_dataclass_with_poison_is_an_attack_on_data(honest, own_updates):
     plug = attack_strategy.get("tests.byzantine.test_functional:Blank")
-    bound = bind_attack(plug, plug.check({"times": 3.0}))
+    bound = attack_strategy.bind(plug, plug.check({"times": 3.0}))
     assert torch.equal(bound(honest, own_updates)[0], own_updates * 3)
     assert bound.poison(torch.ones(2), torch.arange(2), 2, None)[0].tolist() == [0, 0]
     assert bound.goal is None

@@ -179,15 +179,15 @@ def test_a_loss_is_a_task(form):
 
 def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch():
     outputs, labels, weight = torch.randn(6, 3, dtype=torch.double), torch.tensor([0, 1, 2, 0, 1, 2]), torch.rand(3)
-    task = fedsim.Experiment(task=nn.CrossEntropyLoss(weight=weight)).task.bind()  # float32 weights, float64 outputs
+    task = fedsim.Experiment(task=nn.CrossEntropyLoss(weight=weight)).task.component  # float32 weights, float64 outputs
     expected = F.cross_entropy(outputs, labels, weight=weight.double(), reduction="none")
     assert torch.allclose(task.loss(outputs, labels, "none"), expected)
     assert torch.allclose(task.loss(outputs, labels), expected.mean())
-    task = fedsim.Experiment(task=F.mse_loss).task.bind()
+    task = fedsim.Experiment(task=F.mse_loss).task.component
     targets = torch.randn(6, 3)
     assert torch.allclose(task.loss(outputs, targets, "none"), (outputs - targets).square().mean(1))
     with pytest.raises(ExperimentError, match="has 3 classes, but the labels go up to 4"):
-        fedsim.Experiment(task=F.cross_entropy).task.bind().check_outputs(outputs, labels, 5)
+        fedsim.Experiment(task=F.cross_entropy).task.component.check_outputs(outputs, labels, 5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score, r2_score
 
 import fedsim
 from fedsim import ExperimentError
-from fedsim.core.metrics import bind_metric, metric
+from fedsim.core.metrics import metric
 from tests.plugs import TINY_TEST, TINY_TRAIN, real_images, tiny
 
 METRICS = [
@@ -57,7 +57,7 @@ def outputs_of(result, data):
 
 
 def bound(name, **params):
-    return bind_metric(metric.get(name), params)
+    return metric.bind(metric.get(name), params)
 
 
 def test_metrics_are_computed_from_all_test_samples(tiny_experiment):

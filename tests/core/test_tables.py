@@ -35,7 +35,7 @@ def test_the_key_name_names_the_plug_in_every_table():
 def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
     bake = Bake(minutes=10, fan=True)
     assert (bake.minutes, bake.params) == (10, {"degrees": 180.0, "fan": True})
-    assert bake.bind()() == (180.0, True)
+    assert bake.component() == (180.0, True)
     assert bake.model_dump() == {"oven": "gas", "minutes": 10, "degrees": 180.0, "fan": True}
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import fedsim
-from fedsim.byzantine import attack_strategy, bind_attack
+from fedsim.byzantine import attack_strategy
 from fedsim.core.randomness import Draws
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions import GaussianNoise
@@ -22,7 +22,7 @@ from tests.device.test_aggregation_counts import DRAW
 
 def bound(name, **params):
     plug = attack_strategy.get(name)
-    return bind_attack(plug, plug.check(params))
+    return attack_strategy.bind(plug, plug.check(params))
 
 
 def backdoor(images, draws):

@@ -17,7 +17,7 @@ def prepared():
         def prepare_one(kind="convolution", **changes):
             wanted = fedsim.Experiment(**{**experiment(kind), "engine": "serial", **changes})
             session = stack.enter_context(fedsim.Session())
-            prepared, engine = stack.enter_context(prepare(wanted, session))
-            return prepared.task, engine.shared
+            task, engine = stack.enter_context(prepare(wanted, session))
+            return task, engine.shared
 
         yield prepare_one

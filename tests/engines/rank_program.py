@@ -63,9 +63,9 @@ def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
     """Of what a rank keeps, for a run of this kind."""
     experiment = load_experiment(tables)
     with DistributedEngine.joined(experiment.resolved()), prepare(experiment, session) as (_, engine):
-        states = engine.shared.states.values()
+        states = engine.shared.server.states.values()
         return {
-            "rows": list(engine.shared.rows.shape),
+            "rows": list(engine.shared.cohort.rows.shape),
             "states": [len(tensor) for state in states for tensor in state.values()],
         }
 

@@ -72,8 +72,8 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
     """Ten rows in one process; see the table in docs/explanation/performance.md."""
     experiment = {"model": model, "workers": 10, "rounds": 1, "local": {"batch_size": batch_size, "steps": 1}}
     wanted = fedsim.Experiment(**experiment, engine="serial", processes=None)
-    with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
-        assert AutoEngine(1, 1, 60.0).choose(prepared.task, engine.shared).stacked == stacked
+    with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+        assert AutoEngine(1, 1, 60.0).choose(task, engine.shared).stacked == stacked
 
 
 def test_neither_load_nor_time_nor_free_memory_changes_the_choice(tables, monkeypatch):
@@ -213,8 +213,8 @@ def test_the_estimate_is_the_sum_of_its_parts(task, monkeypatch):
     spec, shared = task
     monkeypatch.setattr(auto, "flops_of_a_sample", lambda *_: 2e6)
     steps, samples = 1 + 2 + 2 + 5 + 5, 51  # of shards of 1, 5, 8, 17 and 20 samples
-    moved = steps * 6 * len(shared.global_row) * 8 / auto.BYTES_PER_SECOND
-    arithmetic = (samples + len(shared.test) / 3) * 2e6 * 2 / auto.FLOPS_PER_SECOND  # in float64
+    moved = steps * 6 * len(shared.server.row) * 8 / auto.BYTES_PER_SECOND
+    arithmetic = (samples + len(shared.data.test) / 3) * 2e6 * 2 / auto.FLOPS_PER_SECOND  # in float64
     seconds = steps * auto.STEP_SECONDS + moved + arithmetic
     for stacked, speedup in ((False, 1), (True, auto.STACKED_SPEEDUP)):
         saved = auto.seconds_saved(spec, shared, 4, stacked=stacked)

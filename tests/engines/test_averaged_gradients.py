@@ -9,7 +9,7 @@ import torch
 
 import fedsim
 from fedsim.core.rows import Layout
-from fedsim.engines.distributed.hooks import BoundHook, hook
+from fedsim.engines.distributed.hooks import hook
 from fedsim.engines.distributed.parallel_trainer import BucketSender
 from fedsim.runs.setup import task_of
 from tests.models import Branching
@@ -17,7 +17,7 @@ from tests.models import Branching
 
 def bound(name, **params):
     plug = hook.get(name)
-    return BoundHook(name, plug.bind(plug.check(params)))
+    return hook.bind(plug, plug.check(params))
 
 
 def test_hooks_can_be_pickled_and_only_powersgd_has_a_state():
@@ -100,6 +100,6 @@ def test_it_is_for_means_that_nobody_needs_single_rows_for(changes, needed):
         return task_of(fedsim.Experiment(model="logistic", engine="distributed", **tables), torch.device("cpu"))
 
     averaged = task(sync="gradients", **changes)
-    assert averaged.rows_for == needed
-    assert (averaged.hook is None) == averaged.has_rows == (needed is not None)
+    assert averaged.experiment.needs_rows == needed
+    assert (averaged.experiment.gradient_hook is None) == averaged.has_rows == (needed is not None)
     assert task(**changes).has_rows

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.clients import SGD
-from fedsim.engines import Schedule
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from fedsim.runs.setup import prepare
@@ -37,9 +35,9 @@ def width_for(monkeypatch):
     def width(processes, total, threads=1, **tables):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
-        with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
+        with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
             shared = engine.shared
-            return stack_width(prepared.task, shared, StackingProbe.of(prepared.task, shared), processes, threads)
+            return stack_width(task, shared, StackingProbe.of(task, shared), processes, threads)
 
     return width
 
@@ -76,11 +74,13 @@ def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(
 def width_by_hand(prepared, monkeypatch):
     """Return the width for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
 
-    def width(total, processes, momentum, **changes):
+    def width(total, processes, momentum, device="cpu", **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
-        task, shared = prepared(workers=20, partition="iid", precision="float32")
-        task = replace(task, schedule=Schedule(batch_size=5), solver=SGD(momentum=momentum), **changes)
-        shared = replace(shared, rows=torch.zeros(20, 100), global_row=torch.zeros(100))
+        local = {"batch_size": 5, "momentum": momentum}
+        task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
+        task = replace(task, device=torch.device(device))
+        cohort = replace(shared.cohort, rows=torch.zeros(20, 100))
+        shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(100)))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
         return stack_width(task, shared, probe, processes, 1)
 
@@ -107,7 +107,7 @@ def test_memory_is_let_go_of_with_the_task(tiny_experiment):
     with fedsim.Session() as session:
         wanted = fedsim.Experiment(**{**tiny_experiment, **STACKED})
         with prepare(wanted, session) as (_, engine):
-            assert len(engine.shared.rows) == 3
+            assert len(engine.shared.cohort.rows) == 3
         with pytest.raises(AttributeError):
             engine.shared  # noqa: B018
 
@@ -122,6 +122,6 @@ def test_memory_is_let_go_of_with_the_task(tiny_experiment):
     ],
 )
 def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, width_by_hand):
-    changes = {"device": torch.device("cuda"), "cuda_graphs": cuda_graphs}
+    changes = {"device": "cuda", "cuda_graphs": cuda_graphs}
     totals = 2 * 7 * row_bytes, 2 * 7 * row_bytes - 1
     assert [width_by_hand(total, 1, momentum, **changes) for total in totals] == [7, 6]

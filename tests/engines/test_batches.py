@@ -23,7 +23,7 @@ AUGMENT = {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name":
 
 def expected_positions(shared, seed, round, worker, epochs):
     """The shard in a new order for each epoch, cut into batches."""
-    shard = shared.shards.of(worker).tolist()
+    shard = shared.data.shards.of(worker).tolist()
     batches = []
     for epoch in range(epochs):
         order = [shard[place] for place in batch_order(seed, round, worker, epoch, len(shard)).tolist()]
@@ -44,7 +44,7 @@ def test_positions_are_the_shard_in_a_new_order_for_each_epoch(worker, prepared)
     steps = len(expected) // 3
     for epoch in range(3):
         seen = [position for batch in found[epoch * steps : (epoch + 1) * steps] for position in batch]
-        assert sorted(seen) == sorted(shared.shards.of(worker).tolist()), "each sample once"
+        assert sorted(seen) == sorted(shared.data.shards.of(worker).tolist()), "each sample once"
 
 
 def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
@@ -76,10 +76,10 @@ def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared)
     batch_source = BatchSource(task, shared)
     assert batch_source.root == 5
     assert batch_source.size(5) == 7
-    assert batch_source.shard(5).indices.tolist() == shared.root.tolist()
+    assert batch_source.shard(5).indices.tolist() == shared.data.root.tolist()
     assert batch_source.steps(5, 1) == 2 if sync == "parameters" else batch_source.steps(5, 1) > 10**9
     first_epoch = np.concatenate(list(islice(batch_source.positions(5, 1), 2)))
-    assert sorted(first_epoch) == shared.root.tolist()
+    assert sorted(first_epoch) == shared.data.root.tolist()
 
 
 def test_the_server_is_one_more_worker_again_after_rounds_of_gradients(prepared):
@@ -92,9 +92,9 @@ def test_only_byzantine_workers_see_poison(prepared):
     batch_source = BatchSource(task, shared)
     for worker in range(5):
         (inputs, targets), positions = next(batch_source.batches(worker, 1)), next(batch_source.positions(worker, 1))
-        right = shared.train.targets[positions]
+        right = shared.data.train.targets[positions]
         assert torch.equal(targets, 2 - right if worker in (2, 4) else right)
-        assert torch.equal(inputs, shared.train.inputs[positions].double())
+        assert torch.equal(inputs, shared.data.train.inputs[positions].double())
 
 
 def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepared):
@@ -105,11 +105,11 @@ def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepar
         draws, poisoning = (Draws.of(5, purpose, 3, worker).steps() for purpose in ("augment", "poison"))
         for step, (found, positions) in enumerate(seen_with_positions(batch_source, worker, 3, 6)):
             of_step = draws(step)
-            inputs, targets = shared.train.inputs[positions].double(), shared.train.targets[positions]
+            inputs, targets = shared.data.train.inputs[positions].double(), shared.data.train.targets[positions]
             inputs = task.transforms[worker](images=inputs, draws=of_step)
             inputs = shift(flip(inputs, of_step), of_step, pixels=1)
             if worker == 2:
-                inputs, targets = task.attack.poison(inputs, targets, 3, poisoning(step))
+                inputs, targets = task.experiment.attack.component.poison(inputs, targets, 3, poisoning(step))
             assert torch.equal(found[0], inputs)
             assert torch.equal(found[1], targets)
             assert (found[0] == 9.0).any() == (worker == 2)
@@ -120,7 +120,7 @@ def test_plugs_of_users_may_draw_from_generators_of_the_step(prepared):
     data = {**AUGMENT, "augment": ["tests.plugs:brightened", "tests.plugs:negated"]}
     task, shared = prepared(seed=5, data=data, attack=attack)
     for step, (found, positions) in enumerate(seen_with_positions(BatchSource(task, shared), 2, 3, 6)):
-        inputs = shared.train.inputs[positions].double()
+        inputs = shared.data.train.inputs[positions].double()
         factor = torch.rand((), generator=torch_generator(5, "augment", 3, 2, step))
         assert torch.equal(found[0], -(inputs * factor))
         assert found[1].tolist() == [numpy_generator(5, "poison", 3, 2, step).integers(3)] * len(positions)
@@ -134,7 +134,7 @@ def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepa
     view, poison = (Draws.of(0, purpose, 3, 4).steps() for purpose in ("losses_view", "losses_poison"))
     for number, ((inputs, targets), plain) in enumerate(zip(seen, batch_source.shard(4).batches(7), strict=True)):
         expected = task.transforms[4](images=plain[0], draws=view(number))
-        expected, labels = task.attack.poison(expected, plain[1], 3, poison(number))
+        expected, labels = task.experiment.attack.component.poison(expected, plain[1], 3, poison(number))
         assert torch.equal(inputs, expected)
         assert torch.equal(targets, labels)
 
@@ -214,8 +214,8 @@ def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):
         found = list(batch_source.batches_of(member))
         assert len(found) == steps
         for (inputs, targets), positions in zip(found, expected, strict=False):
-            assert torch.equal(inputs, shared.train.inputs[positions].double())
-            assert torch.equal(targets, shared.train.targets[positions])
+            assert torch.equal(inputs, shared.data.train.inputs[positions].double())
+            assert torch.equal(targets, shared.data.train.targets[positions])
     assert batch_source.steps_of(WorkItem(4, 4, 3)) == batch_source.steps(4, 3)
     assert batch_source.steps_of(step_of(4, 3, 1)) == 1
     assert [WorkItem(0, 0, 7).moment, WorkItem(0, 0, 7, 3).moment, step_of(0, 7, 2).moment] == [(7,), (7,), (7, 2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -134,14 +133,14 @@ CALLS = {
 def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
     function, inputs, shape = CALLS[name]
     task, shared = prepared("dropout")
-    task = replace(task, model=lambda: Mixed(functional=True))
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of its model
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
     given = inputs.clone(memory_format=torch.preserve_format)
     with dropout.at(3, len(inputs)):
         found = function(given, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
-    key = torch.tensor([layer_key(task.seed, 2, 4)])
+    key = torch.tensor([layer_key(task.experiment.seed, 2, 4)])
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
     assert torch.allclose(found, inputs * factors[0, 0].float())
     assert (found is given) == inplace
@@ -150,7 +149,7 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
 @pytest.mark.parametrize("p", [1.5, -0.5])
 def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
     task, shared = prepared("dropout")
-    task = replace(task, model=lambda: Mixed(functional=True))
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of its model
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
     with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
         F.dropout(torch.ones(4, 5), p)
@@ -235,7 +234,7 @@ def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, prepared):
 @pytest.mark.parametrize("functional", [False, True])
 def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, prepared):
     task, shared = prepared("dropout")
-    task = replace(task, model=lambda: Mixed(functional))
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional)  # in place of its model
     calls = recorded_calls(task, shared, 4)
     assert (len(calls.dropouts), calls.by_modules) == (1 + functional, not functional)
     dropout, images = RowDropout(task, shared, BatchSource(task, shared)), torch.ones(4, 2, 8, 8, dtype=torch.double)

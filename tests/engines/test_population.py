@@ -56,7 +56,7 @@ def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experim
     sampled = []
     result = fedsim.run(
         {**tiny_experiment, **MILLION, "partition": "tests.plugs:some", "engine": engine, "processes": 1},
-        on_start=lambda prepared: sampled.extend(prepared.sampled_workers),
+        on_start=lambda facts: sampled.extend(facts.sampled_workers),
     )
     assert len(sampled) == 20
     assert sorted(drawn) == sorted({*sampled, *(worker for record in result.history for worker in record["cohort"])})
@@ -89,7 +89,7 @@ def test_half_a_million_workers_may_be_byzantine(tiny_experiment):
     found = []
     fedsim.run(
         {**tiny_experiment, **MILLION, "attack": attack, "aggregate": "median"},
-        on_start=lambda prepared: found.extend(prepared.byzantine),
+        on_start=lambda facts: found.extend(facts.byzantine),
     )
     assert len(set(found)) == 500_000
 

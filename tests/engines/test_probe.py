@@ -21,8 +21,8 @@ def dry_run():
 
     def probe(tables):
         wanted = fedsim.Experiment(**{**tables, "engine": "serial"})
-        with fedsim.Session() as session, prepare(wanted, session) as (prepared, engine):
-            return StackingProbe.of(prepared.task, engine.shared)
+        with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+            return StackingProbe.of(task, engine.shared)
 
     return probe
 
@@ -97,11 +97,11 @@ def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
     before = torch.get_rng_state()
     with fedsim.Session() as session:
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
-        with prepare(tables, session) as (prepared, engine):
+        with prepare(tables, session) as (task, engine):
             shared = engine.shared
-            kept = [tensor.clone() for tensor in (shared.global_row, shared.rows, shared.buffers)]
-            StackingProbe.of(prepared.task, shared)
-            for tensor, old in zip((shared.global_row, shared.rows, shared.buffers), kept, strict=True):
+            kept = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
+            StackingProbe.of(task, shared)
+            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), kept, strict=True):
                 assert torch.equal(tensor, old)
     assert torch.equal(before, torch.get_rng_state())
 

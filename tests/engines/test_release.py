@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fedsim
 from fedsim.engines import backend
 from fedsim.engines.pool import backend as pool_backend
-from fedsim.engines.task import SharedState
+from fedsim.engines.shared_state import SharedState
 from fedsim.system.devices import release_memory
 from tests.engines.in_process import InProcessPool
 
@@ -25,7 +25,7 @@ def matrices(monkeypatch):
 
     def noted(cls, *arguments, **options):
         shared = allocate(cls, *arguments, **options)
-        found.append(StorageWeakRef(shared.rows.untyped_storage()))
+        found.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
         return shared
 
     monkeypatch.setattr(SharedState, "allocate", classmethod(noted))

@@ -26,10 +26,10 @@ def steps(prepared):
     def state(solver):
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(K, module.layout.d, generator=generator, dtype=task.dtype) / 4
-        buffers = module.unpack_buffers(shared.global_buffers.expand(K, -1))
+        buffers = module.unpack_buffers(shared.server.buffers.expand(K, -1))
         return StackState(module, rows, solver.start(rows), buffers)
 
-    batch = Batch(*gather(shared.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
+    batch = Batch(*gather(shared.data.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
     return task, module, state, batch._replace(weights=batch.weights.to(task.dtype))
 
 

@@ -136,10 +136,14 @@ def test_tensors_that_do_not_fit_are_refused(change):
 def run_rounds(tables):
     """The records of a run, and the worker states and the server's state after it."""
     experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (prepared, engine):
-        loop = SynchronousLoop(prepared, engine)
+    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+        loop = SynchronousLoop(task, engine)
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        return records, engine.backend.states.tensors(), {n: t.clone() for n, t in engine.shared.server_state.items()}
+        return (
+            records,
+            engine.backend.states.tensors(),
+            {n: t.clone() for n, t in engine.shared.server.algorithm.items()},
+        )
 
 
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
@@ -157,8 +161,8 @@ def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_expe
 def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     tables = {**tiny_experiment, "workers": 10**6, "cohort": 100, "rounds": 2, "model": "logistic"}
     tables |= {"partition": {"strategy": "virtual", "samples": 20}, "local": {**COUNTING, "steps": 1}}
-    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
-        loop = SynchronousLoop(prepared, engine)
+    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
+        loop = SynchronousLoop(task, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
         kept = engine.backend.states
         assert kept.tensors()["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})

@@ -36,8 +36,9 @@ def loop(request):
         **{"rounds": 4, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.plugs:tiny"},
         **{"local": {"batch_size": 16, "steps": 2}, **KINDS[request.param]},
     }
-    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
-        loop = loop_of(prepared, engine)
+    experiment = fedsim.Experiment(**tables)
+    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+        loop = loop_of(experiment, task, engine)
         loop.run_round(1), loop.run_round(2)
         state = loop.state()
         state.facts = json.loads(json.dumps(state.facts))

@@ -113,7 +113,7 @@ def test_a_package_of_the_working_directory_is_local(here):
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(path)  # any folder would be such a package, as one that has just been unpacked
     (here / "own_package" / "__init__.py").write_text("")
-    assert fedsim.load_experiment(path).model.bind()()
+    assert fedsim.load_experiment(path).model.component()
 
 
 @pytest.mark.parametrize(

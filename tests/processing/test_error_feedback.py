@@ -7,7 +7,7 @@ import torch
 import fedsim
 from fedsim.core.randomness import sample_cohort
 from fedsim.models import logistic
-from fedsim.processing import apply_chain, bind_processor, initial_residuals, processor
+from fedsim.processing import apply_chain, initial_residuals, processor
 from tests import plugs
 from tests.textbook import Federation
 
@@ -20,7 +20,7 @@ TABLES = {
 
 
 def test_what_is_left_out_is_added_to_the_next_update():
-    chain = [bind_processor(processor.get("top_k"), {"k": 1}, error_feedback=True)]
+    chain = [processor.bind(processor.get("top_k"), {"k": 1}, error_feedback=True)]
     residuals = initial_residuals(chain, torch.zeros(3))
     for sent, left in (([0.0, -3.0, 0.0], [1.0, 0.0, 2.0]), ([0.0, 0.0, 4.0], [2.0, -3.0, 0.0])):
         row = torch.tensor([1.0, -3.0, 2.0])
@@ -30,7 +30,7 @@ def test_what_is_left_out_is_added_to_the_next_update():
 
 
 def test_only_processors_that_ask_for_it_have_a_residual():
-    chain = [bind_processor(processor.get("sign"), {}, error_feedback=feedback) for feedback in (False, True)]
+    chain = [processor.bind(processor.get("sign"), {}, error_feedback=feedback) for feedback in (False, True)]
     assert list(initial_residuals(chain, torch.zeros(2))) == ["residual_1"]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fedsim
 from fedsim import Draws, ExperimentError
-from fedsim.processing import apply_chain, bind_processor, processor
+from fedsim.processing import apply_chain, processor
 from fedsim.processing.processors import qsgd
 
 D = 7850  # parameters of the model "logistic"
@@ -33,7 +33,7 @@ def in_negative_bytes(update: Tensor) -> tuple[Tensor, int]:
 
 
 def chain_of(*names, **params):
-    return [bind_processor(processor.get(name), params) for name in names]
+    return [processor.bind(processor.get(name), params) for name in names]
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])

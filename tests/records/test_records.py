@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedsim
-from fedsim.callbacks.display import columns_of, headline, table_header, table_line
+from fedsim.callbacks.display import columns_of, table_header, table_line
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records.run_folder import RunFolder, new_folder
@@ -93,8 +93,7 @@ def test_the_curve_comes_in_the_formats_asked_for(tiny_experiment, tmp_path):
 def test_a_virtual_population_is_described_by_sampled_workers(tiny_experiment, tmp_path, capsys):
     attack = {"name": "sign_flipping", "fraction": 1e-5}
     population = {"workers": 10**6, "cohort": 3, "partition": "tests.plugs:some", "attack": attack}
-    lines = []
-    fedsim.run({**tiny_experiment, **population}, tmp_path / "run", on_start=lambda s: lines.append(headline(s)))
+    fedsim.run({**tiny_experiment, **population}, tmp_path / "run", progress=True)
     partition = json.loads((tmp_path / "run" / "partition.json").read_text())
     assert partition["population"] == 10**6
     assert len(partition["byzantine"]) == 10
@@ -103,7 +102,7 @@ def test_a_virtual_population_is_described_by_sampled_workers(tiny_experiment, t
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["smallest_shard"], environment["largest_shard"]) == (min(sizes), max(sizes)) == (1, 30)
     assert environment["workers_looked_at"] == 1000
-    assert "1 to 30 samples each (tests.plugs:some, estimated from 1,000 workers)" in lines[0]
+    assert "1 to 30 samples each (tests.plugs:some, estimated from 1,000 workers)" in capsys.readouterr().out
     shards = partition_shards(tiny(None)[0].targets, 10**6, "tests.plugs:some", tiny_experiment.get("seed", 0))
     assert sizes == [shards.size(worker) for worker in partition["workers"]]
 
@@ -125,7 +124,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 
 @pytest.mark.parametrize("out", ["runs/new", "."], ids=["new", "empty"])
 def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, tmp_path, out):
-    def interrupt(prepared):
+    def interrupt(facts):
         assert (tmp_path / out / "partition.json").is_file()
         raise KeyboardInterrupt
 

@@ -62,14 +62,14 @@ CASES = {
 def world(engine):
     """What one round leaves to the next."""
     shared = engine.shared
-    return [tensor.clone() for tensor in (shared.global_row, shared.global_buffers)], engine.backend.states.tensors()
+    return [tensor.clone() for tensor in (shared.server.row, shared.server.buffers)], engine.backend.states.tensors()
 
 
 def worlds(tables, session):
     """After each round of a run."""
-    with prepare(fedsim.Experiment(**tables), session) as (prepared, engine):
-        loop, after = SynchronousLoop(prepared, engine), []
-        for round in range(1, prepared.experiment.rounds + 1):
+    with prepare(fedsim.Experiment(**tables), session) as (task, engine):
+        loop, after = SynchronousLoop(task, engine), []
+        for round in range(1, task.experiment.rounds + 1):
             loop.run_round(round)
             after.append(world(engine))
         return after
@@ -78,15 +78,16 @@ def worlds(tables, session):
 def continued(tables, start, session):
     """After each round behind the switch of a run with sync = "parameters" that starts from a world as it was there."""
     experiment, after = fedsim.Experiment(**tables), []
-    with prepare(experiment, session) as (prepared, engine):
+    with prepare(experiment, session) as (task, engine):
         shared = engine.shared
         rows, kept = start
-        for tensor, value in zip((shared.global_row, shared.global_buffers), rows, strict=True):
+        for tensor, value in zip((shared.server.row, shared.server.buffers), rows, strict=True):
             tensor.copy_(value)
         engine.backend.states.resume(kept)
-        for name, value in prepared.task.server.start(shared.global_row).items():
-            shared.states["parameters"][name].copy_(value)
-        loop = SynchronousLoop(prepared, engine)
+        for name, value in task.experiment.server.component.start(shared.server.row).items():
+            shared.server.states["parameters"][name].copy_(value)
+        loop = SynchronousLoop(task, engine)
+        loop.resume(loop.state())  # so that all processes know which workers have state
         for round in range(SWITCH + 1, ROUNDS + 1):
             loop.run_round(round)
             after.append(world(engine))

@@ -19,12 +19,11 @@ class Fake:
 
     def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
-        experiment = SimpleNamespace(worker_retries=retries, rounds=rounds)
-        self.prepared, self.backend = SimpleNamespace(experiment=experiment), self
+        self.experiment, self.backend = SimpleNamespace(worker_retries=retries, rounds=rounds), self
         self.notes = []
 
     def loop(self):
-        return recovering(self, self.prepared, self, lambda *kind, **facts: self.notes.append((*kind, facts)))
+        return recovering(self, self.experiment, self, lambda *kind, **facts: self.notes.append((*kind, facts)))
 
     def maybe(self, where):
         if self.losses and self.losses[0] == where:

@@ -241,11 +241,11 @@ def test_an_experiment_is_tables_a_file_or_an_object(tiny_experiment, tmp_path):
     assert all(torch.equal(rows[0], row) for row in rows)
 
 
-def test_callbacks_get_the_prepared_run_and_every_round(tiny_experiment):
+def test_callbacks_get_the_facts_and_every_round(tiny_experiment):
     starts, rounds = [], []
     result = fedsim.run(tiny_experiment, on_start=starts.append, on_round=rounds.append)
     assert rounds == result.history
-    (prepared,) = starts
-    assert sum(prepared.shard_sizes) == prepared.train_samples == 203
-    assert prepared.parameters == 16_330
-    assert prepared.how == {"processes": 1}
+    (facts,) = starts
+    assert sum(facts.shard_sizes) == facts.train_samples == 203
+    assert facts.parameters == 16_330
+    assert facts.how == {"processes": 1}

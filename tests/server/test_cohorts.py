@@ -13,7 +13,7 @@ from fedsim.config.schema import Sampling
 from fedsim.core.randomness import sample_cohort
 from fedsim.data import ListedShards, partition_shards
 from fedsim.errors import ExperimentError
-from fedsim.server import BoundCohortStrategy, CohortSampler
+from fedsim.server import CohortSampler, CohortStrategy
 from fedsim.server.cohort import inclusion_probabilities
 
 SIZES = (30, 1, 9, 5, 5, 10)
@@ -25,7 +25,7 @@ def shards_of(sizes):
 
 
 def sampler(size, sizes=SIZES, dropout=0.0, weighted=False, shards=None, **sampling):
-    return CohortSampler(Sampling(**sampling).bind(), 0, size, shards or shards_of(sizes), dropout, weighted)
+    return CohortSampler(Sampling(**sampling).component, 0, size, shards or shards_of(sizes), dropout, weighted)
 
 
 def frequencies(draw, n_workers):
@@ -159,7 +159,7 @@ def test_workers_drop_out_independently_and_not_from_the_choice():
 )
 def test_a_wrong_result_of_a_strategy_is_refused(result, line):
     with pytest.raises(ExperimentError, match=line):
-        BoundCohortStrategy(lambda: result, "own", ())(n_workers=6, size=2)
+        CohortStrategy(lambda: result, "own", {})(n_workers=6, size=2)
 
 
 WRONG = {

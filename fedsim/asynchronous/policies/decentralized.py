@@ -133,13 +133,13 @@ class Pairwise(OwnModels):
     graph: Literal["ring", "complete", "exponential"] = "ring"
 
     def start(self, server: ServerState) -> State:
-        # apart from `shared.buffers`, which may hold results that have not arrived
-        return {"buffers": server.shared.buffers.clone()}
+        # apart from `shared.cohort.buffers`, which may hold results that have not arrived
+        return {"buffers": server.shared.cohort.buffers.clone()}
 
     def pull(self, server: ServerState, slot: int) -> None:
         server.read[slot] = server.version
         if server.has_buffers:
-            server.shared.buffers[slot] = server.policy_state["buffers"][slot]
+            server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
         """A neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
@@ -153,7 +153,7 @@ class Pairwise(OwnModels):
         slot, other = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:
-            buffers[slot] = server.shared.buffers[slot]
+            buffers[slot] = server.shared.cohort.buffers[slot]
         if other is not None:
             mine, theirs = server.models[slot], server.models[other]
             theirs.copy_(mine.add_(theirs).mul_(0.5))
@@ -167,7 +167,7 @@ class Pairwise(OwnModels):
             raise ExperimentError("policy: all workers have left (clock.departures); no model remains")
         server.global_row.copy_(server.replicas[slots].mean(0))
         if server.has_buffers and server.buffers != "server":
-            server.shared.global_buffers.copy_(server.policy_state["buffers"][slots].mean(0))
+            server.shared.server.buffers.copy_(server.policy_state["buffers"][slots].mean(0))
 
 
 @policy("ad_psgd")

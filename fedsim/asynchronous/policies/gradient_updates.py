@@ -81,7 +81,7 @@ class ASGD(Policy):
         return frozenset(["shared", "private"] if self.needs_replicas else ["shared"])
 
     def start(self, server: ServerState) -> State:
-        return {"unsent": torch.zeros_like(server.shared.rows)} if self.n_push > 1 else {}
+        return {"unsent": torch.zeros_like(server.shared.cohort.rows)} if self.n_push > 1 else {}
 
     def pull(self, server: ServerState, slot: int) -> None:
         if server.units[slot] % self.n_fetch == 0:
@@ -175,7 +175,7 @@ class DelayCompensated(Policy):
         return True
 
     def start(self, server: ServerState) -> State:
-        return {"mean_square": torch.zeros_like(server.shared.rows)} if self.adaptive else {}
+        return {"mean_square": torch.zeros_like(server.shared.cohort.rows)} if self.adaptive else {}
 
     def take(self, server: ServerState, arrival: Arrival) -> None:
         slot = arrival.slot

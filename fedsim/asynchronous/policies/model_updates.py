@@ -86,11 +86,11 @@ class FedBuff(Policy):
     exponent: NonNegative = 0.5
 
     def start(self, server: ServerState) -> State:
-        wide = server.shared.buffers.dtype
+        wide = server.shared.cohort.buffers.dtype
         return {
             "sum": torch.zeros_like(server.global_row, dtype=wide),
             "count": torch.zeros(1, dtype=torch.int64),
-            "buffers": torch.zeros_like(server.shared.global_buffers),
+            "buffers": torch.zeros_like(server.shared.server.buffers),
             "weight": torch.zeros(1, dtype=torch.double),  # sum of the weights in `buffers`
         }
 
@@ -99,7 +99,7 @@ class FedBuff(Policy):
         k, slot = self.k or server.n, arrival.slot
         share = (1 + arrival.staleness) ** -self.exponent / k
         total.add_(server.delta(slot), alpha=share)
-        buffers.add_(server.shared.buffers[slot], alpha=share)
+        buffers.add_(server.shared.cohort.buffers[slot], alpha=share)
         weight += share
         count += 1
         if int(count) == k:
@@ -147,7 +147,7 @@ class AsyncLocalSGD(Policy):
             raise ExperimentError(f"policy.c = {self.c:g}: must be at most 1/n, 1/{n}")
 
     def start(self, server: ServerState) -> State:
-        wide = server.shared.buffers.dtype
+        wide = server.shared.cohort.buffers.dtype
         rows = {name: torch.zeros_like(server.global_row, dtype=wide) for name in ("sum", "momentum")}
         return {**rows, "count": torch.zeros(1, dtype=torch.int64)}
 

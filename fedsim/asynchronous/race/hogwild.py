@@ -51,8 +51,8 @@ class HogwildWorker(RaceWorker):
         task, shared, batches, device = executor.task, executor.shared, executor.batch_source, executor.task.device
         server.begin(slot, slot)
         if self._pulls_buffers:
-            shared.buffers[slot] = shared.global_buffers
-        module.load(shared.global_row, server.rows[slot], shared.buffers[slot])
+            shared.cohort.buffers[slot] = shared.server.buffers
+        module.load(shared.server.row, server.rows[slot], shared.cohort.buffers[slot])
         module.module.train()
         loss_sum, loss_samples = torch.zeros((), dtype=wide_dtype(device), device=device), 0
         dropout = self._dropout.of(slot, round)
@@ -61,7 +61,7 @@ class HogwildWorker(RaceWorker):
             self._process.heartbeat()
             with self._process.working_on(slot, round), dropout.at(step, len(targets)):
                 if draws:
-                    seed_everything(device, task.seed, "forward", round, slot, step)
+                    seed_everything(device, task.experiment.seed, "forward", round, slot, step)
                     before = global_states(device) if step == 0 else None
                 loss = self._step(slot, round, module, inputs, targets, result)
                 if step == 0:
@@ -71,7 +71,7 @@ class HogwildWorker(RaceWorker):
                 loss_samples += len(targets)
             stats.samples[slot] += len(targets)
             yield step
-        module.store(shared.buffers[slot])
+        module.store(shared.cohort.buffers[slot])
         server.end(slot, slot)
         stats.loss_sum += loss_sum.item()
         stats.loss_samples += loss_samples
@@ -85,15 +85,15 @@ class HogwildWorker(RaceWorker):
         unit = int(server.units[slot])
         server.units[slot] += 1
         if self._pulls_buffers:
-            shared.buffers[slot] = shared.global_buffers
-            module.layout.write_buffers(shared.buffers[slot], module.module)
+            shared.cohort.buffers[slot] = shared.server.buffers
+            module.layout.write_buffers(shared.cohort.buffers[slot], module.module)
         gradient.zero_()
         ended_before = ended.tolist()
         loss = self._objective(module.module, inputs, targets)
         loss.backward()
         measures.overlapped += any(map(int.__gt__, self._writes_begun.tolist(), ended_before))
         if self._pushes_buffers:
-            module.layout.read_buffers(module.module, out=shared.buffers[slot])
+            module.layout.read_buffers(module.module, out=shared.cohort.buffers[slot])
         staleness = sum(ended.tolist()) - sum(ended_before)
         up, down = self._policy.traffic(unit)
         stats.up += up
@@ -104,7 +104,7 @@ class HogwildWorker(RaceWorker):
                 raise nonfinite_error(round, f"the gradient of worker {slot}")
             stats.excluded.append(slot)
             return None
-        clip_rows(gradient, self._executor.task.clip_norm)
+        clip_rows(gradient, self._executor.task.experiment.local.clip_norm)
         self._writes_begun[slot] += 1
         with process.holding(SHARED_ROW):
             self._policy.take(server, Arrival(slot, slot, unit, staleness))

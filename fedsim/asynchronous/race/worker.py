@@ -95,8 +95,8 @@ class RaceWorker(ABC):
     def _scheduler(self, run: int) -> Scheduler:
         if run not in self._schedulers:
             task, n = self._executor.task, self._server.n
-            sizes = self._executor.shared.shards.size
-            self._schedulers[run] = Scheduler(task.seed, n, n, self._policy.work, task.schedule, sizes)
+            sizes = self._executor.shared.data.shards.size
+            self._schedulers[run] = Scheduler(task.experiment.seed, n, n, self._policy.work, task.schedule, sizes)
         return self._schedulers[run]
 
     @abstractmethod

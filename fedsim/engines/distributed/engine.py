@@ -25,8 +25,9 @@ from fedsim.engines.group import Group, T, balance_load
 from fedsim.engines.named import one_by_one
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.sequential import Trainer
 from fedsim.engines.trainers.stacked import StackTrainer, stack_width
 from fedsim.engines.worker_states import WorkerStates, initial_worker_state
@@ -52,22 +53,22 @@ class Ranks:
         self.rank_aggregator.placement = RowPlacement(assignments)
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
-    def aggregator(self, task: TaskSpec, shared: SharedState, *, has_root: bool) -> RankAggregator:
+    def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> RankAggregator:
         root_slot = self._n_rows - 1 if has_root else None
         self.rank_aggregator = RankAggregator(self._group, task, shared, self._n_rows, root_slot)
         return self.rank_aggregator
 
     def average_gradients(
-        self, task: TaskSpec, step: int, context: AggregationContext, trainer: Trainer
+        self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer
     ) -> AggregationStats | None:
-        if task.hook is None:
+        if task.experiment.gradient_hook is None:
             return None
         assert isinstance(trainer, ParallelTrainer)
         aggregator = self.rank_aggregator
         shares = aggregator.linear_shares(context)
         with task.precision.training(task.device):
             mean = trainer.mean_gradient(step, aggregator.own_values(context, shares))
-            if task.nonfinite != "keep" and not math.isfinite(mean.sum()):
+            if task.experiment.nonfinite != "keep" and not math.isfinite(mean.sum()):
                 aggregator.refuse(context, trainer.not_finite(step))
         aggregator.move_along(context.moment, mean)
         return AggregationStats(shares, [])
@@ -105,12 +106,12 @@ class InRank(InProcess):
         super().__init__(threads)
         self._group, self.processes = group, group.count
 
-    def new_group(self, task: TaskSpec) -> Ranks:
+    def new_group(self, task: RunTask) -> Ranks:
         ranks = Ranks(self._group, self.n_rows)
         self._group.heartbeats = lambda: ranks.process.heartbeats
         return ranks
 
-    def new_states(self, task: TaskSpec, group: Group) -> WorkerStates:
+    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
         assert isinstance(group, Ranks)
         initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
         placement = lambda: group.rank_aggregator.placement  # noqa: E731
@@ -177,38 +178,39 @@ class DistributedEngine(Engine):
         self._group = RankGroup.joined
         super().__init__(InRank(self._group, threads), self._trainers_of, threads)
 
-    def allocate(self, task: TaskSpec, cohort: int, *data: Any) -> SharedState:
-        self.backend.n_rows = cohort + task.rule.accepts("root")
-        return SharedState.allocate(task, cohort, *data, ranks=self._group.count)
+    def allocate(self, task: RunTask, *data: Any) -> SharedState:
+        self.backend.n_rows = task.experiment.cohort_size + task.experiment.rule.accepts("root")
+        return SharedState.allocate(task, *data, ranks=self._group.count)
 
-    def begin(self, task: TaskSpec, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
         assert self._preflight is not None
         self._task = task
-        self._preflight.settle(shared.train, shared.test)
-        for row in (shared.global_row, shared.global_buffers):  # machines may initialise a model differently
+        self._preflight.settle(shared.data.train, shared.data.test)
+        for row in (shared.server.row, shared.server.buffers):  # machines may initialise a model differently
             self._group.broadcast(row)
         super().begin(task, shared, make)
 
     def facts(self) -> dict[str, Any]:
         facts, task = {**super().facts(), **self._group.facts()}, self._task
-        if task.hook is not None:
-            facts["gradients"] = f"averaged during the backward pass, hook {task.hook.name}"
-        elif task.gradient_rounds:
-            facts["gradients"] = f"rows of single workers, by the rule: {task.rows_for}"
+        if task.experiment.gradient_hook is not None:
+            facts["gradients"] = f"averaged during the backward pass, hook {task.experiment.gradient_hook.name}"
+        elif task.experiment.rounds_of_gradients:
+            facts["gradients"] = f"rows of single workers, by the rule: {task.experiment.needs_rows}"
         return facts
 
     def broadcast(self, value: Any) -> Any:
         return self._group.broadcast_object(value)
 
     def _trainers_of(
-        self, task: TaskSpec, shared: SharedState, processes: int, threads: int
+        self, task: RunTask, shared: SharedState, processes: int, threads: int
     ) -> tuple[MakeTrainer, dict[str, Any]]:
-        if task.hook is not None:
+        if task.experiment.gradient_hook is not None:
             return partial(ParallelTrainer, ranks=self._group), {}
-        if task.inner == "serial":
+        if task.experiment.distributed.inner == "serial":
             return one_by_one(task, shared, processes, threads)
         probe = StackingProbe.of(task, shared)
-        width = task.width or max(1, stack_width(task, shared, probe, 1, threads) // self._group.neighbours)
+        fitting = stack_width(task, shared, probe, 1, threads) // self._group.neighbours
+        width = task.experiment.batched.width or max(1, fitting)
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

@@ -23,10 +23,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from fedsim.core.registry import Registry
+from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError
-
-hook = Registry("communication hook", given=("state", "bucket"))
 
 Mean = torch.futures.Future[Tensor]
 Count = Annotated[int, Field(ge=0)]
@@ -61,10 +59,9 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class BoundHook:
-    """A hook with its parameters, which can be pickled to other processes."""
+class CommunicationHook(Component):
+    """A hook with its parameters."""
 
-    name: str
     function: Any
 
     @property
@@ -75,6 +72,9 @@ class BoundHook:
     def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[Bucket], Mean]:
         """Make the function that begins to send a bucket, for a run."""
         return partial(self.function, self.function.start(process_group, seed) if self.keeps else process_group)
+
+
+hook = Registry("communication hook", given=("state", "bucket"), component=CommunicationHook)
 
 
 @hook("allreduce")

@@ -88,12 +88,12 @@ class ParallelTrainer(RowTrainer):
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
         task, layout, self._ranks = self._task, self._modules[0].layout, ranks
-        assert task.hook is not None
+        assert task.experiment.gradient_hook is not None
         # A row that the backend cannot sum is copied to the host, and sent after the backward pass.
         self._wire = self._gradient if ranks.sums_where_rows_lie else self._gradient.cpu()
-        self.hook = task.hook.start(ranks.group, draw_key(task.seed, "hook") % 2**32)
+        self.hook = task.experiment.gradient_hook.start(ranks.group, draw_key(task.experiment.seed, "hook") % 2**32)
         # Gloo would mix up the parts of two buckets of a hook that sends them one after another.
-        most = layout.d if task.hook.keeps else BUCKET // self._wire.element_size()
+        most = layout.d if task.experiment.gradient_hook.keeps else BUCKET // self._wire.element_size()
         self._sender = BucketSender(self._wire, layout, self.hook, most)
         self._modules = [self._new_row_module()]
 
@@ -104,7 +104,7 @@ class ParallelTrainer(RowTrainer):
             self._modules.append(self._new_row_module())
         self._participants = []
         for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.global_row, self._gradient, shared.buffers[member.slot])
+            module.load(shared.server.row, self._gradient, shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
     def mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:

@@ -28,7 +28,8 @@ from fedsim.engines.aggregator import DeferredCheck, RowAggregator, combine_buff
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import GlobalModel, SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import DivergedError, ExperimentError, FedsimWarning, show
@@ -116,39 +117,41 @@ class RankAggregator:
     deferred_check: DeferredCheck | None = None  # the ranks tell each other in each aggregation
 
     def __init__(
-        self, group: RankGroup, task: TaskSpec, shared: SharedState, n_rows: int, root_slot: int | None
+        self, group: RankGroup, task: RunTask, shared: SharedState, n_rows: int, root_slot: int | None
     ) -> None:
         self._group, self._task, self._shared, self._n_rows, self._root_slot = group, task, shared, n_rows, root_slot
-        self._columns = columns = Columns.of(len(shared.global_row), group.count, task.dtype)
+        self._columns = columns = Columns.of(len(shared.server.row), group.count, task.dtype)
         own = columns.part(group.index)
-        self._sent = shared.global_row  # what the members of the round have started from
+        self._sent = shared.server.row  # what the members of the round have started from
         # With a hook every rank has the mean gradient, and moves the whole row.
-        self._whole_states = {"gradients"} if task.hook else set()
-        shared.states = {
-            sync: task.stepper(sync).start(shared.global_row[slice(None) if sync in self._whole_states else own])
+        self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
+        shared.server.states = {
+            sync: task.stepper(sync).start(shared.server.row[slice(None) if sync in self._whole_states else own])
             for sync in task.syncs
         }
-        self._linear = task.rule.linear_by_weights
-        exchanges_columns = not self._linear and task.rule.by_parts
+        self._linear = task.experiment.rule.linear_by_weights
+        exchanges_columns = not self._linear and task.experiment.rule.by_parts
         self._slot_losses = torch.zeros(n_rows, dtype=torch.double)
-        self._own_columns = shared.global_row[own]
+        self._own_columns = shared.server.row[own]
         width = columns.size(group.index) if exchanges_columns else 0
         self._column_rows = new_rows(n_rows, width, task.dtype, task.device)
-        last = shared.last[own] if task.keeps_last else shared.last
-        server = {name: kept[own] if len(kept) == columns.d else kept for name, kept in shared.server_state.items()}
-        self._part = self._aggregator_of(
-            self._reduce, global_row=self._own_columns, last=last, rows=self._column_rows, server_state=server
-        )
+        last = shared.server.last[own] if task.keeps_last else shared.server.last
+        server = {name: kept[own] if len(kept) == columns.d else kept for name, kept in shared.server.algorithm.items()}
+        of_columns = replace(shared.server, row=self._own_columns, last=last, algorithm=server)
+        self._part = self._aggregator_of(self._reduce, of_columns, rows=self._column_rows)
         self._root: RowAggregator | None = None  # of all rows, in the first rank once it is needed
-        self._all_rows = shared.rows[:0]  # [n, d] by slot, in the first rank after `_gather`
+        self._all_rows = shared.cohort.rows[:0]  # [n, d] by slot, in the first rank after `_gather`
         self._gathered = 0  # the number of the aggregation whose rows the first rank has
         self._number = 0  # of aggregations so far
         self._whole_update: tuple[tuple[int, ...], Tensor] | None = None  # its moment and the result, if all have it
         self.placement = RowPlacement([[]])
 
-    def _aggregator_of(self, reduce: Reduce = keep_own, **tensors: Any) -> RowAggregator:
+    def _aggregator_of(
+        self, reduce: Reduce = keep_own, server: GlobalModel | None = None, **tensors: Any
+    ) -> RowAggregator:
         """An aggregator of some tensors in place of this rank's own."""
-        shared = replace(self._shared, losses=self._slot_losses, messages={}, **tensors)
+        cohort = replace(self._shared.cohort, losses=self._slot_losses, messages={}, **tensors)
+        shared = replace(self._shared, server=server or self._shared.server, cohort=cohort)
         return RowAggregator(ProcessContext.alone(), self._task, shared, self._root_slot, reduce)
 
     @property
@@ -161,7 +164,7 @@ class RankAggregator:
 
     def sent_row(self, round: int) -> Tensor:
         start = self._part.sent_row(round)
-        self._sent = self._shared.global_row
+        self._sent = self._shared.server.row
         if start is not self._own_columns:
             self._sent = torch.empty_like(self._sent)
             self._sent[self._columns.part(self._group.index)] = start
@@ -171,7 +174,7 @@ class RankAggregator:
     def begin(self, round: int, slots: Sequence[int]) -> None:
         self._number += 1
         if self._task.sync_in(round) == "parameters":
-            self._shared.rows -= self._sent
+            self._shared.cohort.rows -= self._sent
 
     def rows_processed(self, slots: Sequence[int]) -> None:
         self._gathered = 0  # the first rank may have the rows as they were before
@@ -195,12 +198,12 @@ class RankAggregator:
     def aggregate(self, context: AggregationContext) -> AggregationStats:
         """Apply the rule in the way that sends the least; then each rank has the update, or its columns of it."""
         places = self.placement.places(context.slots)
-        if self._linear and not self._shared.states[self._task.sync_in(context.moment[0])]:
+        if self._linear and not self._shared.server.states[self._task.sync_in(context.moment[0])]:
             return self._sum(context, places)
         bad = self._exchange_facts(context, places)
         if self._linear:
             return self._sum_columns(context, places, bad)
-        if self._task.rule.by_parts:
+        if self._task.experiment.rule.by_parts:
             return self._aggregate_columns(context, places, bad)
         return self._aggregate_at_first(context, bad)
 
@@ -209,23 +212,23 @@ class RankAggregator:
         if self._whole_update is not None:
             moment, update = self._whole_update
             if self._task.keeps_last:
-                self._shared.last.copy_(update)
+                self._shared.server.last.copy_(update)
             if self._task.sync_in(moment[0]) == "parameters":
-                workers, population = self._part.workers, len(self._shared.shards)
+                workers, population = self._part.workers, len(self._shared.data.shards)
                 solver = self._task.solver_at(moment[0])
-                solver.correct(update, self._shared.server_state, workers, population)
-            self._task.stepper_at(moment).step(self._shared.global_row, update, {})
+                solver.correct(update, self._shared.server.algorithm, workers, population)
+            self._task.stepper_at(moment).step(self._shared.server.row, update, {})
             self._whole_update, self.has_last = None, self._task.keeps_last
             return
         self._part.server_step()
         columns, shared = self._columns, self._shared
-        columns.complete(self._group, shared.global_row)
+        columns.complete(self._group, shared.server.row)
         if self._task.solver.has("correct"):  # it may have changed the server's state, here of own columns only
-            for kept in shared.server_state.values():
+            for kept in shared.server.algorithm.values():
                 if len(kept) == columns.d:
                     columns.complete(self._group, kept)
         if self._task.keeps_last:
-            columns.complete(self._group, shared.last)
+            columns.complete(self._group, shared.server.last)
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         """Update the buffers from those of the whole cohort, in every rank alike."""
@@ -233,8 +236,8 @@ class RankAggregator:
         if not combines_buffers(self._task, shared):
             return
         own = self.placement.places(context.slots)[self._group.index]
-        buffers = shared.buffers.new_zeros(len(context.slots), shared.buffers.shape[1])
-        buffers[own] = shared.buffers[self._own_row_numbers(context, own)]
+        buffers = shared.cohort.buffers.new_zeros(len(context.slots), shared.cohort.buffers.shape[1])
+        buffers[own] = shared.cohort.buffers[self._own_row_numbers(context, own)]
         self._group.all_reduce(buffers)
         combine_buffers(self._task, shared, context, excluded, buffers)
 
@@ -249,27 +252,27 @@ class RankAggregator:
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
         self._part.restore_rule(state)
-        if not self._task.rule.by_parts or self._task.byzantine:
+        if not self._task.experiment.rule.by_parts or self._task.byzantine:
             self._allocate_root()
         if self._root is not None:
             self._root.restore_rule(state)
 
     def states_by_columns(self) -> dict[str, Tensor]:
         shared, columns, tensors = self._shared, self._columns, {}
-        for sync, state in shared.states.items():
+        for sync, state in shared.server.states.items():
             for name, part in state.items() if sync not in self._whole_states else ():
-                row = torch.empty_like(shared.global_row)
+                row = torch.empty_like(shared.server.row)
                 row[columns.part(self._group.index)] = part
                 columns.complete(self._group, row)
                 tensors[f"{sync}.{name}"] = row
         return tensors
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        hook = self._task.hook
+        hook = self._task.experiment.gradient_hook
         if hook is not None and hook.keeps:
             line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
             warnings.warn(line, FedsimWarning, stacklevel=2)
-        for sync, state in self._shared.states.items():
+        for sync, state in self._shared.server.states.items():
             for name, part in state.items() if sync not in self._whole_states else ():
                 part.copy_(tensors[f"{sync}.{name}"][self._columns.part(self._group.index)])
 
@@ -277,7 +280,7 @@ class RankAggregator:
         """The training losses of all ranks' members [cohort], by slot."""
         losses = torch.zeros(self._n_rows, dtype=torch.double)
         own = self.placement.assignments[self._group.index]
-        losses[own] = self._shared.train_loss[: len(own)]
+        losses[own] = self._shared.cohort.train_loss[: len(own)]
         return self._group.all_reduce(losses)
 
     def round_rows(self, context: AggregationContext) -> tuple[Tensor, Tensor] | None:
@@ -299,7 +302,7 @@ class RankAggregator:
     def move_along(self, moment: tuple[int, ...], mean: Tensor) -> None:
         """Move the whole global row by the solver's step along a mean gradient [d] that every rank has."""
         self._number += 1
-        self._task.solver_at(*moment).step(self._shared.global_row, mean, self._shared.states["gradients"])
+        self._task.solver_at(*moment).step(self._shared.server.row, mean, self._shared.server.states["gradients"])
         synchronize(self._task.device)
 
     def refuse(self, context: AggregationContext, rows: Collection[int]) -> NoReturn:
@@ -313,8 +316,8 @@ class RankAggregator:
             rank, row = self.placement.rows[slot]
             bad[place] = rank == self._group.index and row in rows
         self._part.linear_stats(context, self._group.all_reduce(bad).nonzero().flatten().tolist())
-        assert self._task.hook is not None
-        hook = f'distributed.hook = "{self._task.hook.name}"'
+        assert self._task.experiment.gradient_hook is not None
+        hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
         what = f"the mean of the gradients is not finite, though each of them is ({hook})"
         raise DivergedError(what, "", context.moment[0])
 
@@ -323,20 +326,20 @@ class RankAggregator:
 
     def _own_rows(self, context: AggregationContext, places: list[list[int]]) -> Tensor:
         """This rank's rows of an aggregation, in its order."""
-        own, rows = self._own_row_numbers(context, places[self._group.index]), self._shared.rows
+        own, rows = self._own_row_numbers(context, places[self._group.index]), self._shared.cohort.rows
         return rows[: len(own)] if own == list(range(len(own))) else rows[own]
 
     def _exchange_facts(self, context: AggregationContext, places: list[list[int]]) -> list[int]:
         """The positions of all rows that are not finite. All ranks get the losses too if the rule takes them."""
         task, mine = self._task, places[self._group.index]
-        with_losses = task.rule.accepts("losses")
-        if task.nonfinite == "keep" and not with_losses:
+        with_losses = task.experiment.rule.accepts("losses")
+        if task.experiment.nonfinite == "keep" and not with_losses:
             return []
         facts = torch.zeros(2 if with_losses else 1, len(context.slots), dtype=torch.double)
-        if task.nonfinite != "keep":
+        if task.experiment.nonfinite != "keep":
             facts[0, [mine[row] for row in bad_rows(self._own_rows(context, places))]] = 1
         if with_losses:
-            facts[1, mine] = self._shared.losses[self._own_row_numbers(context, mine)]
+            facts[1, mine] = self._shared.cohort.losses[self._own_row_numbers(context, mine)]
         self._group.all_reduce(facts)
         if with_losses:
             self._slot_losses[list(context.slots)] = facts[1]
@@ -347,7 +350,7 @@ class RankAggregator:
 
         A rank with a row that is not finite makes the sum NaN, and only then the ranks find out which rows those are.
         """
-        checks = self._task.nonfinite != "keep"
+        checks = self._task.experiment.nonfinite != "keep"
         stats = self._part.linear_stats(context, [])
         total = self._weighted_sum(context, places, stats)
         if checks and bad_rows(self._own_rows(context, places)):
@@ -390,7 +393,7 @@ class RankAggregator:
         group, columns = self._group, self._columns
         self._gather(context)
         stats = self._run_at_first(lambda root: root.aggregate(context, bad).on_host())
-        parts = [self._shared.global_row[:0]] * group.count
+        parts = [self._shared.server.row[:0]] * group.count
         if self._root is not None:
             ((_, update),) = self._root.result
             parts = columns.parts(update)
@@ -405,7 +408,7 @@ class RankAggregator:
             self._allocate_root()
             group, d, wanted = self._group, self._columns.d, {*context.slots, self._root_slot}
             slots = [[slot for slot in assignment if slot in wanted] for assignment in self.placement.assignments]
-            own = self._shared.rows[self.placement.rows_of(slots[group.index])]
+            own = self._shared.cohort.rows[self.placement.rows_of(slots[group.index])]
             sizes = [len(theirs) * d if group.first else 0 for theirs in slots]
             received = group.exchange([own] + [own[:0]] * (group.count - 1), sizes)
             for theirs, part in zip(slots, received, strict=True):

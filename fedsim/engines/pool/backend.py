@@ -17,7 +17,8 @@ from fedsim.engines.group import LocalGroup, new_mailbox
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.engines.pool.shared_memory import share
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, one_line, show
 from fedsim.system.devices import release_memory, synchronize
@@ -41,12 +42,12 @@ class InPool(Backend):
     def processes(self) -> int:  # type: ignore[override]
         return self._pool.count
 
-    def begin(self, task: TaskSpec, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
         if not self.at_work:  # an earlier task lost processes as it began
             self._pool = ProcessPool(*self._arguments)
         self.shared, mailbox = shared.share(), new_mailbox(self.processes)
-        most = min(len(shared.shards), task.rounds * len(shared.cohort_workers))
+        most = min(len(shared.data.shards), task.experiment.rounds * len(shared.cohort.workers))
         self.states = WorkerStates.of(task, self.shared).share(most)
         share([mailbox, *self.states.initial.values()])
         self._began = True
@@ -75,7 +76,7 @@ class InPool(Backend):
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
         """Call a function in every process, after the device has finished the work of this process."""
-        synchronize(self.shared.global_row.device)
+        synchronize(self.shared.server.row.device)
         return self._pool.call(function, *arguments)
 
     @property
@@ -85,9 +86,9 @@ class InPool(Backend):
     def replace_processes(self) -> None:
         """Restart all processes, since the survivors may be in the middle of anything."""
         self._pool.close()
-        release_memory(self.shared.global_row.device)
+        release_memory(self.shared.server.row.device)
         self._pool = ProcessPool(*self._arguments)
-        self.shared.unfit.zero_()  # new executors count aggregations from the first
+        self.shared.cohort.unfit.zero_()  # new executors count aggregations from the first
         self._call(_make_executor, *self._work)
 
     @property
@@ -102,7 +103,7 @@ class InPool(Backend):
         if not self._began:
             return
         self._began = False
-        device = self.shared.global_row.device
+        device = self.shared.server.row.device
         try:
             if self._pool.at_work:
                 with contextlib.suppress(ProcessLostError):
@@ -121,7 +122,7 @@ class InPool(Backend):
 def _make_executor(
     process: ProcessContext,
     make: MakeExecutor,
-    task: TaskSpec,
+    task: RunTask,
     shared: SharedState,
     make_trainer: MakeTrainer,
     states: WorkerStates,

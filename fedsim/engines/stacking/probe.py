@@ -16,9 +16,10 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.operations import OTHER_DROPOUTS, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.dropout import Dropout, Recording
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
@@ -47,7 +48,7 @@ class StackingProbe:
     sample_bytes: int
 
     @classmethod
-    def of(cls, task: TaskSpec, shared: SharedState) -> StackingProbe:
+    def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
         """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
         if isinstance(task.solver, TrainFunction):
             name = show(task.solver.name)
@@ -72,7 +73,7 @@ class StackingProbe:
 
 def _require_finite(shared: SharedState) -> None:
     """Refuse samples with NaN or infinity, on which no results can be compared."""
-    inputs, _ = shared.train.gather(torch.arange(min(WHOLE, len(shared.train))))
+    inputs, _ = shared.data.train.gather(torch.arange(min(WHOLE, len(shared.data.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
         raise ExperimentError(
@@ -93,8 +94,8 @@ class ProbeResult(NamedTuple):
 class Trials:
     """Trials of the model of a task on the first samples."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
-        self._task, self._train, self.count = task, shared.train, min(SAMPLES, len(shared.train))
+    def __init__(self, task: RunTask, shared: SharedState) -> None:
+        self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
         """The first inputs and targets, as batches are for training; again from the first if there are fewer."""
@@ -179,7 +180,9 @@ class Trials:
         for k in range(2):
             layout.write(stacked.rows[k], module)
             layout.write_buffers(stacked.buffers[k], module)
-            expected = _plain_gradients(self._task.learning_task, module.train(), stacked.inputs[k], stacked.targets[k])
+            expected = _plain_gradients(
+                self._task.experiment.task.component, module.train(), stacked.inputs[k], stacked.targets[k]
+            )
             for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference):
                     raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
@@ -235,7 +238,7 @@ class Stacked(NamedTuple):
     buffers_after: Tensor
 
 
-def _compare_steps(task: TaskSpec) -> None:
+def _compare_steps(task: RunTask) -> None:
     """Compare two steps of the local solver on each parameter of two rows with the same steps on whole rows."""
     solver, module = task.solver, StackedModule(task.new_module)
     if not solver.element_wise:  # its steps get whole rows

@@ -15,7 +15,8 @@ from fedsim.core.randomness import Draws, draw_key, numpy_generator, torch_gener
 from fedsim.data import CustomSubset
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.tensors import in_order
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 
 SAMPLES_AT_ONCE = 2**17  # samples whose orders are drawn at once, for several workers or epochs
 EPOCHS_AT_ONCE = 64  # epochs of a worker that are drawn at once
@@ -69,17 +70,17 @@ class RoundIterator:
 class BatchSource:
     """The batches of all workers: their samples in the order of each round, augmented or poisoned."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState) -> None:
+    def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._shared = task, shared
         self._iterators: dict[int, RoundIterator] = {}  # of workers that train step by step
         self._coming: list[tuple[int, int]] = []  # workers and rounds that were announced, and are not drawn yet
         self._drawn: dict[Epoch, Tensor] = {}  # orders that were drawn ahead
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
-        self.root = len(shared.shards) if task.rule.accepts("root") else None  # the server, as a worker
+        self.root = len(shared.data.shards) if task.experiment.rule.accepts("root") else None  # the server, as a worker
 
     def size(self, worker: int) -> int:
         """How many samples a worker has."""
-        return len(self._shared.root) if worker == self.root else self._shared.shards.size(worker)
+        return len(self._shared.data.root) if worker == self.root else self._shared.data.shards.size(worker)
 
     def steps(self, worker: int, round: int) -> int:
         """How many steps a worker takes in a round; without a limit for the server in synchronous SGD."""
@@ -99,13 +100,13 @@ class BatchSource:
 
     def shard(self, worker: int) -> CustomSubset:
         """A worker's samples, in the order of the data set."""
-        positions = self._shared.root if worker == self.root else self._shared.shards.of(worker)
-        return CustomSubset(self._shared.train, positions)
+        positions = self._shared.data.root if worker == self.root else self._shared.data.shards.of(worker)
+        return CustomSubset(self._shared.data.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
         alter = self.alteration(worker, round)
-        train, size = self._shared.train, self._task.schedule.batch_size
+        train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         for step, (inputs, targets) in enumerate(chain.from_iterable(epochs)):
             yield alter(inputs, targets, step) if alter else (inputs, targets)
@@ -116,7 +117,7 @@ class BatchSource:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather this batch alone: the next one may never be needed
             iterator = self.iterator_of(member)
-            inputs, targets = self._shared.train.gather(next(iterator))
+            inputs, targets = self._shared.data.train.gather(next(iterator))
             yield iterator.alter(inputs, targets, member.step) if iterator.alter else (inputs, targets)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
@@ -186,7 +187,7 @@ class BatchSource:
         """
         task = self._task
         workers = [worker for worker, *_ in wanted]
-        keys = [draw_key(task.seed, "batches", round, worker) for worker, round, _ in wanted]
+        keys = [draw_key(task.experiment.seed, "batches", round, worker) for worker, round, _ in wanted]
         sizes = [self.size(worker) for worker in workers]
         shards, starts = self.shards_of(workers)
         lengths = [size + size % 2 for size in sizes]
@@ -200,10 +201,10 @@ class BatchSource:
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""
         of_workers = [worker for worker in workers if worker != self.root]
-        root = self._shared.root.to(self._task.device)
+        root = self._shared.data.root.to(self._task.device)
         if not of_workers:
             return root, [0] * len(workers)
-        positions, starts = self._shared.shards.together(of_workers)
+        positions, starts = self._shared.data.shards.together(of_workers)
         if positions is not self._shards_on_host:
             self._shards_on_host, self._shards = positions, positions.to(self._task.device)
         if len(starts) == len(workers):
@@ -217,7 +218,7 @@ class BatchSource:
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """A worker's own test samples, as it sees them: by its partition's transform."""
-        samples = CustomSubset(self._shared.train, self._shared.worker_tests.of(worker))
+        samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
         return self._seen(samples, batch_size, self.alteration_of_view(worker, round, "worker_test"))
 
     @staticmethod
@@ -227,7 +228,7 @@ class BatchSource:
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """The change of a worker's batches before it trains on them; None if there is none."""
-        return self._alteration(worker, round, self._task.augment, ("augment", "poison"))
+        return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
 
     def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
         """The change of a worker's batches without augmentation, with draws for a purpose."""
@@ -237,7 +238,7 @@ class BatchSource:
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
         """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
-        task, attack, classes = self._task, self._task.attack, self._shared.classes
+        task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = attack.poison if worker in task.byzantine.in_round(round) else None
         transforms = [*augment] if view is None else [ImageTransform.of(view), *augment]
@@ -261,7 +262,7 @@ class BatchSource:
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
         """By name, the random sources that plugs take: functions of the step of a worker's round."""
-        drawn, sources = (self._task.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
+        drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
             sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
         if "generator" in taken:

@@ -9,7 +9,8 @@ from torch import Tensor
 from fedsim.clients import State, WorkerFacts, WorkerRound
 from fedsim.clients.algorithm import PERSONAL_BUFFERS
 from fedsim.engines.aggregator import spoil, weights_of
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 
 Index = int | slice | Tensor  # of rows in the `SharedState`: a slot, or what selects a stack
@@ -18,16 +19,16 @@ Index = int | slice | Tensor  # of rows in the `SharedState`: a slot, or what se
 class ClientRounds:
     """Starts and finishes the rounds of workers, of one row [d] or of a stack [k, d]."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.solver, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
         """The state of the steps; `rows` are as they were sent. Loads personal buffers into those of the rows."""
         shared, columns = self._shared, self._algorithm.personal_buffers
         if columns.width:
-            buffers = shared.buffers[index]
-            columns.write(buffers, shared.kept[PERSONAL_BUFFERS][index])
-            shared.buffers[index] = buffers
+            buffers = shared.cohort.buffers[index]
+            columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
+            shared.cohort.buffers[index] = buffers
         return self._task.solver_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
@@ -36,10 +37,10 @@ class ClientRounds:
             return
         columns = self._algorithm.personal_buffers
         if columns.width:
-            self._shared.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.buffers[index])
+            self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
         worker = self._round_of(rows, index, members)
         for name, message in self._task.solver_at(members[0].round).finish(rows, state, worker).items():
-            self._shared.messages[name][index] = message.to(self._shared.messages[name].dtype)
+            self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
             spoil(self._task, rows, message)
         for kept in worker.kept.values():
             spoil(self._task, rows, kept)
@@ -47,31 +48,31 @@ class ClientRounds:
 
     def buffers_beside(self) -> Tensor | None:
         """The buffers [cohort, b] of personal models that are trained beside the rows; None if there are none."""
-        return self._shared.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
+        return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def send_gradients(self, index: Index) -> None:
         """Replace gradients, which lie in the rows, by what the workers send instead of them."""
         if not self._algorithm.alters_gradients:
             return
-        rows, kept = self._shared.rows[index], self._kept(index)
+        rows, kept = self._shared.cohort.rows[index], self._kept(index)
         self._algorithm.send_gradients(rows, kept)
         self._keep(kept, index)
         if isinstance(index, Tensor):  # `rows` is a copy
-            self._shared.rows[index] = rows
+            self._shared.cohort.rows[index] = rows
 
     def _kept(self, index: Index) -> State:
-        return {name: kept[index] for name, kept in self._shared.kept.items() if name != PERSONAL_BUFFERS}
+        return {name: kept[index] for name, kept in self._shared.cohort.kept.items() if name != PERSONAL_BUFFERS}
 
     def _keep(self, kept: State, index: Index) -> None:
         for name, tensor in kept.items():
-            self._shared.kept[name][index] = tensor
+            self._shared.cohort.kept[name][index] = tensor
 
     def _round_of(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> WorkerRound:
         shared = self._shared
-        received = {name: sent[index] for name, sent in shared.received.items()}
+        received = {name: sent[index] for name, sent in shared.cohort.received.items()}
         if not received:  # all workers of a round are sent the same
-            received = self._task.solver_at(members[0].round).send(shared.server_state)
-        full_gradient = shared.full_gradients[index] if self._algorithm.full_gradient else None
+            received = self._task.solver_at(members[0].round).send(shared.server.algorithm)
+        full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
         facts, only_tested = [self._facts(member) for member in members], not members[0].ends
         return WorkerRound(received, self._kept(index), facts, rows, full_gradient, only_tested)
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import new_rows
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import GraphPool, Run, can_capture
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
@@ -32,24 +33,24 @@ MOST_STEPS = 256  # whose batches lie on the device at a time
 MOST_SAMPLES = 2**22  # the same in samples of all rows: 48 MB of positions and weights
 
 
-def unsafe(task: TaskSpec, probe: StackingProbe) -> str | None:
+def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
     """Why the steps of a task cannot be replayed; None if they can."""
     if not can_capture(task.device):
         return f"they need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
         return "where gradients are aggregated every step is a synchronisation"
-    if task.single_steps:
+    if task.experiment.sends_gradients:
         return "workers bring the gradient of a single step"
     if not task.solver.element_wise:
         return "steps of the local solver need whole rows"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
-    if task.local_schedule is not None:
+    if task.experiment.local_schedule is not None:
         return "the learning rate changes (local.schedule), and a captured step keeps its own"
     if probe.coupled:
         return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
-    poisoned = bool(task.byzantine) and task.attack.poison is not None
-    if task.augment or task.transforms is not None or poisoned:
+    poisoned = bool(task.byzantine) and task.experiment.attack.component.poison is not None
+    if task.experiment.data.transforms or task.transforms is not None or poisoned:
         return "batches are altered (data.augment, the partition or the attack), for each worker by itself"
     return None
 
@@ -96,7 +97,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         module: StackedModule,
         dropouts: Sequence[Dropout],
@@ -107,13 +108,13 @@ class CapturedSteps:
         self._client_rounds = client_rounds
         self._task, self._shared, self._module = task, shared, module
         self._dropouts, self._sizes = dropouts, sizes
-        device, batch, wide, width = task.device, task.schedule.batch_size, shared.buffers.dtype, sizes[-1]
+        device, batch, wide, width = task.device, task.schedule.batch_size, shared.cohort.buffers.dtype, sizes[-1]
         self._pool = GraphPool(device)
         self._graphs: dict[Graph, Run] = {}
 
         rows = new_rows(width, module.layout.d, task.dtype, device)
-        rows.copy_(shared.global_row)
-        buffers = module.unpack_buffers(shared.global_buffers.expand(width, -1))
+        rows.copy_(shared.server.row)
+        buffers = module.unpack_buffers(shared.server.buffers.expand(width, -1))
         self._state = StackState(module, rows, task.solver.start(rows), buffers)
         self._names = set(self._state.solver_state)
         self._loss_sums = torch.zeros(width, dtype=wide, device=device)
@@ -145,10 +146,10 @@ class CapturedSteps:
                 self._graphs[graph]()
         stack.add_losses(self._loss_sums[: len(stack)])
         state, shared = self._state.of(slice(0, len(stack))), self._shared
-        buffers = torch.empty_like(shared.buffers[: len(stack)])
-        shared.buffers[stack.index] = self._module.pack_buffers(state.buffers, buffers)
+        buffers = torch.empty_like(shared.cohort.buffers[: len(stack)])
+        shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, buffers)
         self._client_rounds.finish(state.rows, state.solver_state, stack.index, stack.members)
-        shared.rows[stack.index] = state.rows
+        shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
         """The graphs that each block of steps needs, in the order of the blocks."""
@@ -170,10 +171,11 @@ class CapturedSteps:
     def _start(self, stack: Stack) -> None:
         """Make rows, states, buffers and sums those of the start of a round."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
-        state.rows.copy_(shared.rows[stack.index])
+        state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
             state.solver_state[name].copy_(fresh)
-        for buffer, fresh in zip(state.buffers, self._module.unpack_buffers(shared.buffers[stack.index]), strict=True):
+        buffers = self._module.unpack_buffers(shared.cohort.buffers[stack.index])
+        for buffer, fresh in zip(state.buffers, buffers, strict=True):
             buffer.copy_(fresh)
         if self._dropouts:
             self._layer_keys[: len(stack)] = torch.tensor(stack.layer_keys)
@@ -203,7 +205,7 @@ class CapturedSteps:
         drawn = self._layer_keys[:rows], graph.steps, batch, self._dropouts, self._task.dtype
         factors = FactorsAhead(*drawn, first_step=self._step_number.expand(rows))
         for step in range(graph.steps):
-            data = gather(self._shared.train, positions[step])
+            data = gather(self._shared.data.train, positions[step])
             self._step(Batch(*data, weights[step], factors.of(step, rows)), samples[step], masked=graph.masked)
         self._step_number.add_(graph.steps)
 

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
@@ -298,7 +299,7 @@ DROPOUT_MODULES = {
 class RowDropout:
     """The dropout of workers whose rows train one after another, in one process."""
 
-    def __init__(self, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._shared, self._batch_source, self._current = task, shared, batch_source, CurrentDropout()
 
     def new_module(self, make: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -317,19 +318,19 @@ class RowDropout:
         """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
-        key = torch.tensor([layer_key(task.seed, round, worker)], device=task.device)
+        key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
         batch = min(task.schedule.batch_size, batch_source.size(worker))
         return RoundDropout(key, steps, batch, self._calls, task.dtype, round, self._current)
 
 
-def recorded_calls(task: TaskSpec, shared: SharedState, samples: int) -> Calls:
+def recorded_calls(task: RunTask, shared: SharedState, samples: int) -> Calls:
     """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
 
     There are none if the model fails on these samples, which training will report. There are none either if the
     backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator, so
     dropout has to draw from it.
     """
-    inputs, targets = shared.train.gather(torch.arange(min(samples, len(shared.train))))
+    inputs, targets = shared.data.train.gather(torch.arange(min(samples, len(shared.data.train))))
     current = CurrentDropout()
     with preserve_random_state(task.device), torch.enable_grad(), Recording() as recording:
         try:

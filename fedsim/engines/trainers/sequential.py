@@ -18,7 +18,8 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import clip_rows, new_rows
 from fedsim.core.training import Loss, MetricSums, train_epoch
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
@@ -82,10 +83,10 @@ class RowTrainer:
 
     replays = width = None
 
-    def __init__(self, process: ProcessContext, task: TaskSpec, shared: SharedState, batch_source: BatchSource) -> None:
+    def __init__(self, process: ProcessContext, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
-        self._rows = list(shared.rows)
-        self._gradient = new_rows(1, shared.rows.shape[1], task.dtype, task.device)[0]
+        self._rows = list(shared.cohort.rows)
+        self._gradient = new_rows(1, shared.cohort.rows.shape[1], task.dtype, task.device)[0]
         self._client_rounds = ClientRounds(task, shared, batch_source)
         self._buffers_beside = self._client_rounds.buffers_beside()
         self._objective = task.objective
@@ -104,7 +105,7 @@ class RowTrainer:
             with self._process.working_on(member.worker, member.round):
                 self._seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
-                module.load(self._rows[slot], self._gradient, shared.buffers[slot])
+                module.load(self._rows[slot], self._gradient, shared.cohort.buffers[slot])
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
                 solver = task.solver_at(member.round)
                 if isinstance(solver, TrainFunction):
@@ -112,10 +113,10 @@ class RowTrainer:
                 else:
                     steps = self._local_steps(member, module, state)
                     losses[slot] = train_epoch(module.module, data, steps, backward=steps.backward)
-                module.store(shared.buffers[slot])
+                module.store(shared.cohort.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
         for slot, loss in losses.items():  # only now, because reading a number waits for the device
-            shared.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
+            shared.cohort.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
 
     def _local_steps(self, member: WorkItem, module: RowModule, state: State) -> LocalSteps:
         row, gradient = self._rows[member.slot], self._gradient
@@ -135,9 +136,9 @@ class RowTrainer:
         task, shared, module = self._task, self._shared, self._modules[0]
         for member in members:
             with self._process.working_on(member.worker, member.round):
-                gradient = shared.full_gradients[member.slot].zero_()
-                module.load(self._rows[member.slot], gradient, shared.buffers[member.slot])
-                seed_everything(task.device, task.seed, "full_gradient", member.round, member.worker)
+                gradient = shared.cohort.full_gradients[member.slot].zero_()
+                module.load(self._rows[member.slot], gradient, shared.cohort.buffers[member.slot])
+                seed_everything(task.device, task.experiment.seed, "full_gradient", member.round, member.worker)
                 size, first = self._batch_source.size(member.worker), self._batch_source.steps_of(member)
                 seen = self._batch_source.samples_seen(
                     member.worker, member.round, task.schedule.batch_size, "full_gradient"
@@ -155,7 +156,7 @@ class RowTrainer:
             self._modules.append(RowModule(self._dropout.new_module))
         self._participants = []
         for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.global_row, self._rows[member.slot], shared.buffers[member.slot])
+            module.load(shared.server.row, self._rows[member.slot], shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
     def gradients(self, step: int) -> None:
@@ -168,8 +169,8 @@ class RowTrainer:
     def end_gradient_round(self) -> None:
         for participant in self._participants:
             with self._process.working_on(participant.member.worker, participant.member.round):
-                participant.module.store(self._shared.buffers[participant.member.slot])
-            self._shared.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
+                participant.module.store(self._shared.cohort.buffers[participant.member.slot])
+            self._shared.cohort.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
 
     def _participant(self, member: WorkItem, module: RowModule) -> SyncParticipant:
         device = self._task.device
@@ -193,11 +194,11 @@ class RowTrainer:
         value = self._loss_of(participant, step)
         self._rows[slot].zero_()
         value.backward()
-        clip_rows(self._rows[slot], task.clip_norm)
+        clip_rows(self._rows[slot], task.experiment.local.clip_norm)
         self._client_rounds.send_gradients(slot)
         loss = value.detach()
-        if task.rule.accepts("losses"):
-            self._shared.losses[slot] = loss.item()
+        if task.experiment.rule.accepts("losses"):
+            self._shared.cohort.losses[slot] = loss.item()
         participant.count(loss)
 
     def _seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
@@ -205,7 +206,7 @@ class RowTrainer:
 
         Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.
         """
-        seed_everything(self._task.device, self._task.seed, "forward", round, member.worker, *step)
+        seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
         """The dropout of a member's round, kept for its next step where it goes step by step."""
@@ -230,12 +231,12 @@ class PointModules:
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
         """Room for a point and for its gradient, [d] each."""
-        return torch.empty_like(self._shared.global_row), torch.empty_like(self._shared.global_row)
+        return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
         """Room for buffers, [b]."""
-        return torch.empty_like(self._shared.global_buffers)
+        return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
         """Return module number `number`, bound to a point and its gradient, with these buffers."""
@@ -261,7 +262,7 @@ class LocalSteps:
         steps: number of steps of the solver so far; `accumulated` batches have been seen since the last.
     """
 
-    task: TaskSpec
+    task: RunTask
     member: WorkItem
     batches: int
     module: RowModule
@@ -303,7 +304,7 @@ class LocalSteps:
         if self.accumulated == self.task.schedule.accumulate or not self.batches:
             if self.accumulated > 1:
                 self.gradient.div_(self.accumulated)
-            clip_rows(self.gradient, self.task.clip_norm)
+            clip_rows(self.gradient, self.task.experiment.local.clip_norm)
             solver = self.task.solver_at(self.member.round, self.steps)
             if solver.element_wise:
                 solver.step(self.row, self.gradient, self.state)
@@ -332,7 +333,7 @@ class LocalSteps:
         gradient.zero_()
         self.backward(module.module, *self._batch)
         module.layout.read_buffers(module.module, out=buffers)
-        clip_rows(gradient, self.task.clip_norm)
+        clip_rows(gradient, self.task.experiment.local.clip_norm)
         return gradient.clone()
 
     def _buffers_of_row(self) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import index_of
-from fedsim.engines.task import TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItem
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_key
 from fedsim.system.devices import wide_dtype
@@ -71,7 +71,7 @@ class Stack:
         steps: how many steps each member takes, descending.
     """
 
-    def __init__(self, members: Sequence[WorkItem], task: TaskSpec, batch_source: BatchSource) -> None:
+    def __init__(self, members: Sequence[WorkItem], task: RunTask, batch_source: BatchSource) -> None:
         self.members = sorted(members, key=lambda member: -batch_source.steps_of(member))
         self.steps = [batch_source.steps_of(member) for member in self.members]
         self._task, self._batch_source = task, batch_source
@@ -146,7 +146,7 @@ class Stack:
     @property
     def layer_keys(self) -> list[int]:
         """The `layer_key` of each member."""
-        return [layer_key(self._task.seed, member.round, member.worker) for member in self.members]
+        return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
         """The factors of the members' dropouts, step by step; those of the steps `after` their last, if asked for."""

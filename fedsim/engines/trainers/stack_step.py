@@ -15,7 +15,7 @@ from fedsim.clients import ClientAlgorithm, OuterProductGrad, State, step_along
 from fedsim.core.rows import Entry, clip_rows
 from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
-from fedsim.engines.task import TaskSpec
+from fedsim.engines.task import RunTask
 
 # If a stack of weights has at least this many bytes, a GPU does not compute its gradient, which is a product of two
 # factors, but gives the factors to the solver. This saves 4 of 6 passes over the weights (8 us for 8 MiB at 4 TB/s),
@@ -130,7 +130,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 class StackStep:
     """One step of the local solver for the rows of a stack."""
 
-    def __init__(self, task: TaskSpec, module: StackedModule) -> None:
+    def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
         self._on_cpu = task.device.type == "cpu"
 
@@ -146,7 +146,7 @@ class StackStep:
         solver = self._task.solver_at(*moment)
         if not solver.element_wise:
             return self._whole_rows(solver, state, batch)
-        if self._task.clip_norm is not None:
+        if self._task.experiment.local.clip_norm is not None:
             losses, clipped = self.clipped_gradients(state, batch, active)
             move_rows(solver, state, clipped, active)
             return losses
@@ -169,7 +169,7 @@ class StackStep:
             for ours, new in zip(state.buffers_beside, buffers, strict=False):
                 ours.copy_(new)
             gradients = side_by_side(cast(list[Tensor], found))
-            clip_rows(gradients, self._task.clip_norm)
+            clip_rows(gradients, self._task.experiment.local.clip_norm)
             return gradients
 
         losses, gradients = self.clipped_gradients(state, batch)
@@ -180,7 +180,7 @@ class StackStep:
         """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""
         losses, of_parameters = self.gradients(state, batch, active)
         gradients = side_by_side(cast(list[Tensor], of_parameters))
-        clip_rows(gradients, self._task.clip_norm)
+        clip_rows(gradients, self._task.experiment.local.clip_norm)
         return losses, gradients
 
     def gradients(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fedsim.core.rows import clip_rows, new_rows
 from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.task import SharedState, TaskSpec
+from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import Alteration, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
@@ -39,7 +40,7 @@ class StackTrainer:
     def __init__(
         self,
         process: ProcessContext,
-        task: TaskSpec,
+        task: RunTask,
         shared: SharedState,
         batch_source: BatchSource,
         *,
@@ -50,10 +51,10 @@ class StackTrainer:
         self.width, self._probe = width, probe
         self._module = StackedModule(task.new_module, task.objective, merged=probe.merged)
         self._step = StackStep(task, self._module)
-        refusal = "they are off" if task.cuda_graphs is False else unsafe(task, probe)
+        refusal = "they are off" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
-        sizes = sizes_of_stacks(min(width, max(1, len(shared.rows))), usual)
+        sizes = sizes_of_stacks(min(width, max(1, len(shared.cohort.rows))), usual)
         steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, usual, self._client_rounds)
         self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
@@ -71,7 +72,7 @@ class StackTrainer:
         shared = self._shared
         for stack in self._stacks(members):
             with self._process.working_on_several(stack.members[0].round):
-                rows = shared.rows[stack.index]
+                rows = shared.cohort.rows[stack.index]
                 state, total = StackState(self._module, rows, {}, self._buffers(stack)), torch.zeros_like(rows)
                 sizes = [[self._batch_source.size(member.worker)] for member in stack.members]
                 samples = torch.tensor(sizes, dtype=total.dtype, device=total.device)
@@ -83,12 +84,12 @@ class StackTrainer:
                         gradients = side_by_side(cast(list[Tensor], self._step.gradients(theirs, batch)[1]))
                         share = part.counts.unsqueeze(1).to(total.dtype) / samples[part.places]
                         total[part.places] += gradients * share
-                shared.full_gradients[stack.index] = total
+                shared.cohort.full_gradients[stack.index] = total
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         self._gradient_states = []
         for stack in self._stacks(members):
-            rows = self._shared.global_row.expand(len(stack), -1)
+            rows = self._shared.server.row.expand(len(stack), -1)
             state = StackState(self._module, rows, {}, self._buffers(stack))
             factors = stack.dropout_factors(self._probe.dropouts)
             self._gradient_states.append((stack, state, factors, stack.step_batches()))
@@ -104,11 +105,11 @@ class StackTrainer:
                 for part, theirs, batch in self._parts(stack, state, whole, factors):
                     losses, gradients = self._step.clipped_gradients(theirs, batch)
                     index = stack.index_of(part)
-                    shared.rows[index] = gradients
+                    shared.cohort.rows[index] = gradients
                     self._client_rounds.send_gradients(index)
                     stack.count(part, losses)
-                    if self._task.rule.accepts("losses"):
-                        shared.losses[stack.slots[part.places]] = losses.double().cpu()
+                    if self._task.experiment.rule.accepts("losses"):
+                        shared.cohort.losses[stack.slots[part.places]] = losses.double().cpu()
 
     def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:
@@ -131,7 +132,7 @@ class StackTrainer:
         if self.replays.train(stack, self._process.heartbeat):
             return
         in_place = isinstance(stack.index, slice)
-        rows = shared.rows[stack.index] if in_place else self._copies(stack)
+        rows = shared.cohort.rows[stack.index] if in_place else self._copies(stack)
         solver_state = rounds.start(rows, stack.index, stack.members)
         beside = rounds.buffers_beside()
         of_stack = [] if beside is None else self._module.unpack_buffers(beside[stack.index])
@@ -145,7 +146,7 @@ class StackTrainer:
             beside[stack.index] = self._module.pack_buffers(of_stack, torch.empty_like(beside[: len(stack)]))
         rounds.finish(rows, state.solver_state, stack.index, stack.members)
         if not in_place:
-            shared.rows[stack.index] = rows
+            shared.cohort.rows[stack.index] = rows
 
     def _step_by_batch(self, stack: Stack, state: StackState) -> None:
         ahead = stack.dropout_factors(self._probe.dropouts)
@@ -169,7 +170,7 @@ class StackTrainer:
             if going_on < len(whole.members):  # the last of the members, since those with most steps come first
                 stepping = slice(going_on, len(whole.members))
                 theirs = state.of(stepping)
-                clip_rows(mean := total[stepping].div_(count), self._task.clip_norm)
+                clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
                 move_rows(self._task.solver_at(stack.members[0].round, number), theirs, mean)
                 state.take_back(theirs, moved=True)
                 total[stepping] = 0
@@ -193,7 +194,7 @@ class StackTrainer:
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
-            inputs, targets = gather(self._shared.train, part.positions)
+            inputs, targets = gather(self._shared.data.train, part.positions)
             stack.alter(part, inputs, targets, alterations)
             theirs, size = state.of(part.places), part.positions.shape[1]
             of_part = [of_all[part.places][:, :size] for of_all in factors]
@@ -202,7 +203,7 @@ class StackTrainer:
 
     def _usual_sizes(self) -> list[int]:
         """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
-        members = -(-len(self._shared.rows) // self._process.count)
+        members = -(-len(self._shared.cohort.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
@@ -210,18 +211,18 @@ class StackTrainer:
         """The rows of members whose rows do not lie so that a stack of them would be a view."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
-        return self._room[: len(stack)].copy_(self._shared.rows[stack.index])
+        return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
 
     def _buffers(self, stack: Stack) -> list[Tensor]:
-        return self._module.unpack_buffers(self._shared.buffers[stack.index])
+        return self._module.unpack_buffers(self._shared.cohort.buffers[stack.index])
 
     def _give_buffers(self, stack: Stack, state: StackState) -> None:
-        rows = torch.empty_like(self._shared.buffers[: len(stack)])
-        self._shared.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
+        rows = torch.empty_like(self._shared.cohort.buffers[: len(stack)])
+        self._shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
 
     def _record_losses(self, stacks: Sequence[Stack]) -> None:
         for stack in stacks:  # only now, because reading numbers waits for the device
-            self._shared.train_loss[stack.slots] = stack.mean_losses()
+            self._shared.cohort.train_loss[stack.slots] = stack.mean_losses()
 
 
 MEMORY_SHARE = 0.5  # of the device's total memory, for stacks; results must not depend on its free memory
@@ -230,7 +231,7 @@ NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they ar
 STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
 
 
-def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
+def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
     """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
 
     On any device there are two copies of a row and of its solver state: the row's own and that in the stack. A step
@@ -238,14 +239,15 @@ def stack_width(task: TaskSpec, shared: SharedState, probe: StackingProbe, proce
     solver state for rows that a mask does not move. If steps are captured, the memory of a step exists twice: for the
     graphs, and for the steps before a capture.
     """
-    row, kept = shared.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.global_row[:1]))
+    row, kept = shared.cohort.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.server.row[:1]))
     on_cpu = task.device.type == "cpu"
-    captured = task.cuda_graphs is not False and unsafe(task, probe) is None
-    gradients = 1 + (task.clip_norm is not None) + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
+    captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
+    clips = task.experiment.local.clip_norm is not None
+    gradients = 1 + clips + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
     made = (gradients if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * probe.sample_bytes
     row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
     most = math.inf
     if on_cpu:
         most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row)))
-    share = -(-len(shared.rows) // processes)
+    share = -(-len(shared.cohort.rows) // processes)
     return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))

@@ -14,56 +14,56 @@ from fedsim.asynchronous.race.replay import LoggedOrder
 from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
+from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
-from fedsim.engines import Engine
+from fedsim.engines import Engine, RunTask
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
-from fedsim.engines.memory import personal_bytes
-from fedsim.engines.task import message_bytes
+from fedsim.engines.memory import buffer_bytes, personal_bytes
+from fedsim.engines.shared_state import message_bytes
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.rounds.round_clock import delays_of
-from fedsim.runs.setup import PreparedRun
 from fedsim.system.precision import full_precision
 
 
 class ClockLoop:
     """The rounds of an asynchronous policy on the virtual clock."""
 
-    def __init__(self, prepared: PreparedRun, engine: Engine) -> None:
-        experiment, shared = prepared.experiment, engine.shared
-        self._prepared, self._engine = prepared, engine
-        self._policy = experiment.policy.bind()
-        solver = experiment.local.bind()
-        self._server = ServerState(self._policy, solver, prepared.task, shared, engine.backend.states)
+    def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
+        shared = engine.shared
+        self._task, self._engine = task, engine
+        self._policy = experiment.policy.component
+        solver = experiment.local.component
+        self._server = ServerState(self._policy, solver, task, shared, engine.backend.states)
         self._timer = PhaseTimer()
         scheduler = Scheduler(
             experiment.seed,
             experiment.workers,
             experiment.cohort_size,
             self._policy.work,
-            prepared.task.schedule,
-            shared.shards.size,
+            task.schedule,
+            shared.data.shards.size,
         )
-        model_bytes = prepared.row_bytes - personal_bytes(prepared.task) + prepared.buffer_bytes
-        received, sent = message_bytes(prepared.task, shared)
+        model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
+        received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
-        self._source = _source_of(prepared, self._server, scheduler, train, self._bytes_up, self._bytes_down)
+        self._source = _source_of(experiment, task, self._server, scheduler, train, self._bytes_up, self._bytes_down)
 
     def run_round(self, round: int) -> RoundRecord:
         timer, source, policy = self._timer, self._source, self._policy
         dispatcher = source.dispatcher
         timer.reset()
         dispatcher.start_round(round)
-        with timer("aggregate"), full_precision(self._prepared.task.device):
+        with timer("aggregate"), full_precision(self._task.device):
             source.run_round(round)
             policy.publish(self._server)
         timer.seconds["aggregate"] -= timer.seconds["train"]
         with timer("test"):
             self._engine.backend.run(Executor.check_and_test, round)
-            tested = EvaluationResult.of(self._prepared.task, self._engine.shared)
+            tested = EvaluationResult.of(self._task, self._engine.shared)
         stats = dispatcher.stats
         return RoundRecord(
             round=round,
@@ -121,10 +121,16 @@ def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None
 
 
 def _source_of(
-    prepared: PreparedRun, server: ServerState, scheduler: Scheduler, train: Train, bytes_up: int, bytes_down: int
+    experiment: Experiment,
+    task: RunTask,
+    server: ServerState,
+    scheduler: Scheduler,
+    train: Train,
+    bytes_up: int,
+    bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
     """The source of the order of events: delays, or the log of a race."""
-    experiment, clock = prepared.experiment, prepared.experiment.clock
+    clock = experiment.clock
     if clock.log is not None:
         return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, scheduler, train)
     delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
@@ -133,7 +139,7 @@ def _source_of(
 
     def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
         nbytes = models[0] * bytes_up + models[1] * bytes_down
-        return delays.seconds(item.worker, unit, scheduler.gradients(item, prepared.task.solver), nbytes)
+        return delays.seconds(item.worker, unit, scheduler.gradients(item, task.solver), nbytes)
 
     total_items = experiment.rounds * scheduler.total_items_per_round()
     return VirtualClock(server, scheduler, duration, train, departures, total_items)

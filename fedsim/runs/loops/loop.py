@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines import Engine, SpawnEngine
+from fedsim.engines import Engine, RunTask, SpawnEngine
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.records.record import RoundRecord
 from fedsim.runs.loops.clock_loop import ClockLoop
 from fedsim.runs.loops.race_loop import RaceLoop
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import PreparedRun
 
 
 class Loop(Protocol):
@@ -39,7 +39,8 @@ class Loop(Protocol):
 
 
 def loop_of(
-    prepared: PreparedRun,
+    experiment: Experiment,
+    task: RunTask,
     engine: Engine,
     keep_log: Callable[[bytes], object] | None = None,
     keep_results: Callable[[WorkerResults], object] | None = None,
@@ -50,7 +51,6 @@ def loop_of(
         keep_log: is given the log of a race.
         keep_results: is given the tests of single workers.
     """
-    if isinstance(engine, SpawnEngine) and prepared.experiment.mode == "race":
-        return RaceLoop(prepared, engine, keep_log)
-    in_rounds = prepared.experiment.policy.bind().in_rounds
-    return SynchronousLoop(prepared, engine, keep_results) if in_rounds else ClockLoop(prepared, engine)
+    if isinstance(engine, SpawnEngine) and experiment.mode == "race":
+        return RaceLoop(experiment, task, engine, keep_log)
+    return SynchronousLoop(task, engine, keep_results) if experiment.in_rounds else ClockLoop(experiment, task, engine)

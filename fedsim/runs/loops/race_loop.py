@@ -20,18 +20,19 @@ from fedsim.asynchronous.race.log import to_csv
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, RaceWorker
 from fedsim.asynchronous.server_state import ServerState, tables_of
+from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
-from fedsim.engines import SpawnEngine
+from fedsim.engines import RunTask, SpawnEngine
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
 from fedsim.engines.group import balance_load
+from fedsim.engines.memory import buffer_bytes
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import ExperimentError
 from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.runs.loops.clock_loop import async_record, work_of
-from fedsim.runs.setup import PreparedRun
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 
@@ -60,16 +61,17 @@ class RaceLoop:
     keep_log: receives the log as a file after the last round, if the policy locks the server.
     """
 
-    def __init__(self, prepared: PreparedRun, engine: SpawnEngine, keep_log: KeepLog | None = None) -> None:
-        experiment = prepared.experiment
-        self._prepared, self._engine, self._shared = prepared, engine, engine.shared
-        self._policy, solver = experiment.policy.bind(), experiment.local.bind()
+    def __init__(
+        self, experiment: Experiment, task: RunTask, engine: SpawnEngine, keep_log: KeepLog | None = None
+    ) -> None:
+        self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
+        self._policy, solver = experiment.policy.component, experiment.local.component
         self._timer = PhaseTimer()
-        self._server = ServerState(self._policy, solver, prepared.task, engine.shared, engine.backend.states)
+        self._server = ServerState(self._policy, solver, task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
-            self._server.tables = tables_of(prepared.task.new_module(), solver)
+            self._server.tables = tables_of(task.new_module(), solver)
         self._server.share()
-        self._race_state = RaceState(self._server.n, engine.shared.global_row.device)
+        self._race_state = RaceState(self._server.n, engine.shared.server.row.device)
         engine.call(_set_up, self._server, self._race_state)
         self._runs = experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
@@ -86,7 +88,8 @@ class RaceLoop:
             self._log.extend(
                 (run, round, np.array(result.work.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
             )
-        first, nbytes = results[0], self._prepared.row_bytes + self._prepared.buffer_bytes
+        first = results[0]
+        nbytes = self._shared.server.row.nbytes + buffer_bytes(self._task, self._shared)
         return RoundRecord(
             round=round,
             **EvaluationResult.mean([result.test for result in results]).fields(),
@@ -127,7 +130,7 @@ class RaceLoop:
         """Load the first run into the engine's memory, and hand over the log."""
         self._switch_to(0)
         if self._keep_log:
-            self._keep_log(to_csv(self._prepared.experiment.resolved(), self._log))
+            self._keep_log(to_csv(self._experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
         """Race one round of one run."""
@@ -140,15 +143,15 @@ class RaceLoop:
         if not work.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
         self._arrivals[run] += work.measures.updates
-        with timer("aggregate"), full_precision(self._shared.global_row.device):
+        with timer("aggregate"), full_precision(self._shared.server.row.device):
             server.revive_all()
             if self._policy.locking != "server":  # without a lock, processes overwrite each other's version
                 server.version = self._arrivals[run]
             self._policy.publish(server)
-            synchronize(self._shared.global_row.device)
+            synchronize(self._shared.server.row.device)
         with timer("test"):
             self._engine.backend.run(Executor.check_and_test, round)
-            tested = EvaluationResult.of(self._prepared.task, self._shared)
+            tested = EvaluationResult.of(self._task, self._shared)
         counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 

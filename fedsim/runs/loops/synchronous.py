@@ -8,22 +8,21 @@ from collections.abc import Callable
 import torch
 
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines import Engine
+from fedsim.engines import Engine, RunTask
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimWarning, show
 from fedsim.records.record import RoundRecord
 from fedsim.rounds.round_clock import RoundClockState
 from fedsim.rounds.simulation import Simulation, metrics_of
-from fedsim.runs.setup import PreparedRun
 
 
 class SynchronousLoop:
     """Synchronous rounds, each of which all processes of the engine run together; see `Simulation`."""
 
     def __init__(
-        self, prepared: PreparedRun, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
+        self, task: RunTask, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
     ) -> None:
-        self._prepared, self._engine, self._keep_results = prepared, engine, keep_results
+        self._task, self._engine, self._keep_results = task, engine, keep_results
         self._warned = False
 
     def run_round(self, round: int) -> RoundRecord:
@@ -55,11 +54,12 @@ class SynchronousLoop:
 
     def resume(self, state: Snapshot) -> None:
         engine, facts = self._engine, state.facts
-        if type(facts["has_last"]) is not bool or facts["syncs"] not in (list(engine.shared.states), ["gradients"]):
+        known = facts["syncs"] in (list(engine.shared.server.states), ["gradients"])
+        if type(facts["has_last"]) is not bool or not known:
             raise ValueError("is of another run")
-        if self._prepared.experiment.mode == "clock":
+        if self._task.experiment.mode == "clock":
             RoundClockState.model_validate(facts["clock"])  # here, since a pool does not survive an error
-        later = tuple(f"{sync}." for sync in engine.shared.states if sync not in facts["syncs"])
+        later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
         columns = engine.backend.run(Simulation.state)[0][2]  # in ranks, tensors of the right shapes to fill
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
@@ -69,9 +69,10 @@ class SynchronousLoop:
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
-        task, sizes = self._prepared.task, self._engine.shared.shards.size
+        task, attack = self._task, self._task.experiment.attack.component
+        sizes = self._engine.shared.data.shards.size
         byzantine = task.byzantine.in_round(record.round)
-        if self._warned or not record.cohort or not byzantine or not task.attack.needs_honest:
+        if self._warned or not record.cohort or not byzantine or not attack.needs_honest:
             return
         steps = {worker: task.schedule.of(worker, record.round).steps_for(sizes(worker)) for worker in record.cohort}
         aggregations = steps if task.sync_in(record.round) == "gradients" else dict.fromkeys(steps, 1)
@@ -80,7 +81,7 @@ class SynchronousLoop:
             self._warned = True
             where = "worker has data left in the last steps" if honest else "worker is in the cohort"
             warnings.warn(
-                f"round {record.round}: no honest {where}, and attack.name = {show(task.attack.name)} is computed "
+                f"round {record.round}: no honest {where}, and attack.name = {show(attack.name)} is computed "
                 "from honest rows; there, and wherever this happens again, the Byzantine workers send what they have "
                 "trained",
                 FedsimWarning,

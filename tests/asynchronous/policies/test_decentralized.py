@@ -152,4 +152,4 @@ def test_buffers_of_pairs(buffers):
         "local": (12 + 12) / 2,
         "server": 10.0,
     }
-    assert run.server.shared.global_buffers.tolist() == [expected[buffers]]
+    assert run.server.shared.server.buffers.tolist() == [expected[buffers]]

@@ -246,14 +246,14 @@ def test_fedbuff_by_hand():
     delays = delays_of([1.0 / 3, 2.5 / 3])
     run = simulate(policy_of("fedbuff", k=2), delays, train=lambda row, item: row + 1, global_buffers=[8.0])
     run.advance(1)
-    assert run.server.shared.global_buffers.item() == 8
+    assert run.server.shared.server.buffers.item() == 8
     run.advance(2)
     assert same(run.row, START + 1)  # worker 0 twice
-    assert run.server.shared.global_buffers.item() == 9
+    assert run.server.shared.server.buffers.item() == 9
     run.advance(1)  # worker 1, from version 0, is the first of the second buffer and worker 0 its second
     assert [arrival.staleness for arrival in run.arrivals] == [0, 0, 1, 0]
     assert same(run.row, START + 1 + (1 + 0.5**0.5) / 2)
-    assert run.server.shared.global_buffers.item() == pytest.approx(9 + ((10 - 9) + 0.5**0.5 * (10 - 9)) / 2)
+    assert run.server.shared.server.buffers.item() == pytest.approx(9 + ((10 - 9) + 0.5**0.5 * (10 - 9)) / 2)
 
 
 # Asynchronous local SGD

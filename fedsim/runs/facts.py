@@ -1,0 +1,112 @@
+"""What is known of a run before its first round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedsim.config.experiment import Experiment
+from fedsim.data import label_counts
+from fedsim.engines import Engine, RunTask
+from fedsim.rounds.participants import workers_to_describe
+from fedsim.runs.setup import engine_of
+from fedsim.system.devices import describe_device
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts of a run that are known before its first round.
+
+    Attributes:
+        device: its description.
+        how: the choices of the engine, such as the number of processes.
+        arithmetic: the precision of the device, for the record.
+        parameters: of the model.
+        train_samples, test_samples: of the data set, without those held out.
+        validation_samples: held out of the training samples.
+        sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
+        label_counts: samples of each class, int [workers, classes]; of one class if targets are no labels.
+        byzantine: the Byzantine workers; empty if each round draws its own.
+        record_bytes: the approximate size of the large files that the run writes.
+        done: rounds that a resumed run has finished before.
+    """
+
+    device: str
+    how: dict[str, Any]
+    arithmetic: dict[str, Any]
+    parameters: int
+    train_samples: int
+    test_samples: int
+    validation_samples: int
+    sampled_workers: list[int] | None
+    label_counts: np.ndarray
+    byzantine: list[int]
+    record_bytes: int
+    done: int = 0
+
+    @classmethod
+    def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
+        """The facts of a run whose engine has begun."""
+        shared = engine.shared
+        sampled = workers_to_describe(shared.data.shards, experiment.seed)
+        workers = range(len(shared.data.shards)) if sampled is None else sampled
+        shards = [shared.data.shards.of(worker).numpy() for worker in workers]
+        counts = np.array([[len(shard)] for shard in shards])
+        if shared.data.train.has_labels:
+            counts = label_counts(shared.data.train.targets.cpu().numpy(), shards, shared.data.classes)
+        how = _how_it_runs(experiment, engine)
+        return cls(
+            device=describe_device(task.device),
+            how=how,
+            arithmetic=task.precision.facts(),
+            parameters=len(shared.server.row),
+            train_samples=len(shared.data.train),
+            test_samples=len(shared.data.test),
+            validation_samples=len(shared.data.validation),
+            sampled_workers=sampled,
+            label_counts=counts,
+            byzantine=sorted(task.byzantine.fixed),
+            record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
+        )
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """The number of samples of each worker that `label_counts` describes."""
+        return self.label_counts.sum(1).tolist()
+
+    def for_record(self) -> dict[str, Any]:
+        """The facts for `environment.json`."""
+        return {
+            "device": self.device,
+            "arithmetic": self.arithmetic,
+            **self.how,
+            "parameters": self.parameters,
+            "train_samples": self.train_samples,
+            "test_samples": self.test_samples,
+            **({"validation_samples": self.validation_samples} if self.validation_samples else {}),
+            "smallest_shard": min(self.shard_sizes),
+            "largest_shard": max(self.shard_sizes),
+            **({} if self.sampled_workers is None else {"workers_looked_at": len(self.sampled_workers)}),
+        }
+
+
+def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
+    """The choices of the engine."""
+    race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
+    how = (race if experiment.mode == "race" else {}) | engine.facts()
+    if engine.shared.server.row.device.type == "cuda":
+        how["cuda_graphs"] = engine.replayed()
+    return how
+
+
+def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
+    """The number of rows [d] in the files of a run."""
+    rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
+    if experiment.checkpoint.every != 0:
+        each = 1 if experiment.in_rounds else experiment.cohort_size
+        if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:
+            each += how["ranks"]
+        rows += (experiment.checkpoint.keep + 1) * each  # the oldest is removed after the newest is written
+    return rows
