@@ -15,7 +15,7 @@ from torch import nn
 import fedsim
 from fedsim.config.validation import warnings_about
 from fedsim.core.training import test as test_model
-from fedsim.engines import evaluation, task
+from fedsim.engines import evaluation, shared_state
 from fedsim.engines.trainers.capture import WARM_UPS, GraphPool
 from fedsim.engines.trainers.stack_step import StackStep
 from fedsim.errors import FedsimWarning
@@ -91,7 +91,7 @@ class Counting(Small):
 
 @pytest.fixture
 def tables(tiny_experiment, monkeypatch):
-    monkeypatch.setattr(task, "TEST_BATCH_ON_GPU", 40)  # of 90: two whole batches and a short one
+    monkeypatch.setattr(shared_state, "TEST_BATCH_ON_GPU", 40)  # of 90: two whole batches and a short one
     small = {"model": "tests.device.test_captured_steps:Small", "local": {"batch_size": 16, "momentum": 0.5}}
     return {**tiny_experiment, "engine": "batched", "processes": 1, "precision": "float64", **small}
 
