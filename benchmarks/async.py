@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedsim
 from fedsim import Experiment
-from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds, noise, speed
 from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import Arrival, Policy
 from fedsim.asynchronous.server_state import ServerState
@@ -37,9 +36,9 @@ from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.randomness import batch_order
 from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root
-from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.models import Net
+from fedsim.rounds.round_clock import delays_of
 from fedsim.runs.setup import prepare
 from fedsim.system.devices import usable_cores
 
@@ -115,13 +114,13 @@ class Nothing(Policy):
 
 def events_per_second(workers: int = 100) -> float:
     """Of a clock whose work is nothing, with exponential delays."""
-    experiment = Experiment(workers=workers, mode="clock", policy="asgd", model="logistic")
+    clock = {"noise": {"name": "shifted_exponential", "shift": 0.0}}
+    tables = {"workers": workers, "mode": "clock", "policy": Nothing, "model": "logistic", "clock": clock}
+    experiment = Experiment(engine="serial", **tables)
     with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
-        server = ServerState.of(Nothing(), experiment.local.component, task, engine.shared)
-    schedule = Schedule(1)
-    scheduler = Scheduler(0, workers, workers, "gradient", schedule, lambda worker: 100)
-    speeds = draw_speeds(speed.get("equal"), {}, workers, 0)
-    delays = Delays(speeds, bind_noise(noise.get("shifted_exponential"), {"shift": 0.0}))
+        server = ServerState(task, engine.shared, engine.backend.states)
+        scheduler = Scheduler.of(task, engine.shared)
+    delays = delays_of(experiment)
 
     def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
         return delays.seconds(item.worker, unit, 1, sum(models))

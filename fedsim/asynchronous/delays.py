@@ -25,7 +25,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +33,64 @@ import numpy as np
 from pydantic import Field, PositiveFloat
 
 from fedsim.core.randomness import numpy_generator, sample_workers
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError, plural, show
 from fedsim.system.files import read_bounded
 
-speed = Registry("speed", given=("n_workers", "rng"))
+
+def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0) -> np.ndarray:
+    """The factors that a plug returned, as float64 [size].
+
+    Raises ExperimentError for another shape, or a factor that is negative or not finite. `place` names the plug, and
+    `unit` the position of a factor, with {} for its number, from `first`.
+    """
+    factors = np.asarray(values, dtype=np.float64)
+    if factors.shape != (size,):
+        raise ExperimentError(f"{place}: must return factors of shape [{size}], not {list(factors.shape)}")
+    for wrong in np.flatnonzero(~((factors >= 0) & (factors < math.inf))):
+        where = unit.format(first + wrong)
+        raise ExperimentError(
+            f"{place}: returned factor {factors[wrong]} for {where}; it must be finite and at least 0"
+        )
+    return factors
+
+
+@dataclass(frozen=True)
+class SpeedDistribution(Component):
+    """A distribution of workers' speeds with its parameters."""
+
+    def __call__(self, n_workers: int, seed: int) -> np.ndarray:
+        """Each worker's factor, float64 [n_workers]; draws are of numpy_generator(seed, "speed").
+
+        Raises ExperimentError unless the plug returns one positive, finite factor for each worker.
+        """
+        place = f"clock.speed.name = {show(self.name)}"
+        returned = self.on({"n_workers": n_workers, "rng": numpy_generator(seed, "speed")})
+        speeds = check_factors(place, returned, n_workers, "worker {}")
+        if not speeds.all():
+            raise ExperimentError(f"{place}: returned a factor of 0; factors must be positive")
+        return speeds
+
+
+@dataclass(frozen=True)
+class DurationNoise(Component):
+    """A distribution of the duration of work with its parameters."""
+
+    def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
+        """The factors of the units start, ..., start + size - 1 of a worker, float64 [size].
+
+        `start` is a multiple of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
+
+        Raises ExperimentError unless the plug returns `size` finite factors of at least 0.
+        """
+        rng = numpy_generator(seed, "delay", worker, start // size)
+        given = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
+        place = f"clock.noise.name = {show(self.name)}"
+        return check_factors(place, self.on(given), size, f"unit {{}} of worker {worker}", start)
+
+
+speed = Registry("speed", given=("n_workers", "rng"), component=SpeedDistribution)
+noise = Registry("noise", given=("rng", "size", "worker", "start", "n_workers"), component=DurationNoise)
 
 Ratio = Annotated[float, Field(ge=1)]
 Sigma = Annotated[float, Field(gt=0, le=10)]  # larger ones only overflow: 10 draws factors of e^80
@@ -148,38 +201,7 @@ def pareto(rng: np.random.Generator, alpha: float, size: int) -> np.ndarray:
     return (1 + rng.pareto(alpha, size)) * ((alpha - 1) / alpha)  # NumPy's distribution begins at 0 (Lomax)
 
 
-def draw_speeds(plug: Plug, params: dict[str, Any], n_workers: int, seed: int) -> np.ndarray:
-    """Each worker's factor, float64 [n_workers], of a plug of `speed`; draws are of numpy_generator(seed, "speed").
-
-    Raises ExperimentError unless the plug returns one positive, finite factor for each worker.
-    """
-    given = {"n_workers": n_workers, "rng": numpy_generator(seed, "speed")}
-    speeds = check_factors(plug, plug.bind(params)(**plug.given(**given)), n_workers, "worker {}")
-    if not speeds.all():
-        raise ExperimentError(f"clock.speed.name = {show(plug.name)}: returned a factor of 0; factors must be positive")
-    return speeds
-
-
-def check_factors(plug: Plug, values: Any, size: int, place: str, first: int = 0) -> np.ndarray:
-    """The factors that a plug returned, as float64 [size].
-
-    Raises ExperimentError for another shape, or a factor that is negative or not finite; `place` names its
-    position, with {} for its number, from `first`.
-    """
-    factors = np.asarray(values, dtype=np.float64)
-    where = f"clock.{plug.kind}.name = {show(plug.name)}"
-    if factors.shape != (size,):
-        raise ExperimentError(f"{where}: must return factors of shape [{size}], not {list(factors.shape)}")
-    for wrong in np.flatnonzero(~((factors >= 0) & (factors < math.inf))):
-        unit = place.format(first + wrong)
-        raise ExperimentError(f"{where}: returned factor {factors[wrong]} for {unit}; it must be finite and at least 0")
-    return factors
-
-
 MOST_TRACE_BYTES = 256 * 2**20
-BoundNoise = Callable[[int, int, int, int, int], np.ndarray]
-
-noise = Registry("noise", given=("rng", "size", "worker", "start", "n_workers"))
 
 
 @noise("constant")
@@ -282,24 +304,6 @@ def _read_trace(path: str, folder: str) -> np.ndarray:
     return np.ascontiguousarray(rows.T)
 
 
-def bind_noise(plug: Plug, params: dict[str, Any]) -> BoundNoise:
-    """The noise `plug` with checked `params`: a function of (seed, worker, start, size, n_workers).
-
-    It returns the factors of the units start, ..., start + size - 1 of a worker, float64 [size]. `start` is a multiple
-    of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
-
-    The function raises ExperimentError unless the plug returns `size` finite factors of at least 0.
-    """
-    function = plug.bind(params)
-
-    def factors(seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
-        rng = numpy_generator(seed, "delay", worker, start // size)
-        given = plug.given(rng=rng, size=size, worker=worker, start=start, n_workers=n_workers)
-        return check_factors(plug, function(**given), size, f"unit {{}} of worker {worker}", start)
-
-    return factors
-
-
 BLOCK = 256  # units of a worker whose noise is drawn together; another number gives other draws
 CACHED_BLOCKS = 2**15  # less than 100 MB
 
@@ -322,7 +326,7 @@ class Delays:
     def __init__(
         self,
         speeds: np.ndarray,
-        noise: BoundNoise,
+        noise: DurationNoise,
         seed: int = 0,
         base: float = 1.0,
         latency: float = 0.0,

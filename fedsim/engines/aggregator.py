@@ -245,7 +245,7 @@ class Aggregator:
             return  # without honest rows, the Byzantine workers send what they have trained
         self._read_losses(context)
         rows = self.gathered(context)
-        group.at_first(lambda: self._write_byzantine(context, attackers, rows))
+        group.at_first(self._write_byzantine, context, attackers, rows)
         mine, sent = group.return_rows(rows, byzantine)
         index = to_device(torch.tensor(mine, dtype=torch.int64), task.device)
         for message in shared.cohort.messages.values():  # which an attack does not replace
@@ -296,7 +296,7 @@ class Aggregator:
         if rule.columnwise or (rule.by_parts and group.divided):
             return self._aggregate_columns(context, bad)
         rows = self.gathered(context)
-        stats = group.at_first(lambda: self._aggregate_whole_rows(context, rows, bad))
+        stats = group.at_first(self._aggregate_whole_rows, context, rows, bad)
         self._result = group.divide(self._result)
         return stats or AggregationStats()
 

@@ -90,9 +90,9 @@ class Group:
         mine = list(slots) if self.computes else []
         return mine, _copies_of(rows, mine)
 
-    def at_first(self, work: Callable[[], T]) -> T | None:
-        """Do work in the first process. Returns its result there, and in ranks everywhere."""
-        return work() if self.computes else None
+    def at_first(self, work: Callable[..., T], *arguments: object) -> T | None:
+        """Call `work(*arguments)` in the first process. Returns its result there, and in ranks everywhere."""
+        return work(*arguments) if self.computes else None
 
     def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
         """Columns, and the update in them, of those that this process moves.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
+from fedsim.asynchronous.delays import Delays
 from fedsim.asynchronous.dispatch import CheckpointModel, Counts, Seconds
 from fedsim.config.experiment import Experiment
 from fedsim.engines.memory import buffer_bytes, personal_bytes
@@ -17,8 +17,7 @@ from fedsim.engines.task import RunTask
 def delays_of(experiment: Experiment) -> Delays:
     """The delays that the table [clock] of an experiment describes."""
     clock = experiment.clock
-    speeds = draw_speeds(clock.speed.plug, clock.speed.params, experiment.workers, experiment.seed)
-    noise = bind_noise(clock.noise.plug, clock.noise.params)
+    speeds, noise = clock.speed.component(experiment.workers, experiment.seed), clock.noise.component
     return Delays(speeds, noise, experiment.seed, clock.base, clock.latency, clock.bandwidth)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.delays import Delays, bind_noise, noise
+from fedsim.asynchronous.delays import Delays, noise
 from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
@@ -50,7 +50,7 @@ def policy_of(name: str, **params: Any) -> Policy:
 
 def delays_of(speeds: Sequence[float], kind: str = "constant", seed: int = 0, **params: Any) -> Delays:
     plug = noise.get(kind)
-    return Delays(np.array(speeds, dtype=float), bind_noise(plug, plug.check(params)), seed)
+    return Delays(np.array(speeds, dtype=float), noise.bind(plug, plug.check(params)), seed)
 
 
 def some_result(row: Tensor, item: WorkItem) -> Tensor:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedsim.asynchronous.delays import BLOCK, Delays, bind_noise, draw_speeds, speed
+from fedsim.asynchronous.delays import BLOCK, Delays, speed
 from fedsim.config.schema import Noise, Speed
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
 
 
 def speeds_of(n_workers, name, seed=0, **params):
-    table = Speed(name=name, **params)
-    return draw_speeds(table.plug, table.params, n_workers, seed)
+    return Speed(name=name, **params).component(n_workers, seed)
 
 
 def noise_of(name, **params):
-    table = Noise(name=name, **params)
-    return bind_noise(table.plug, table.params)
+    return Noise(name=name, **params).component
 
 
 def delays_of(n_workers, name, seed=0, **params):
@@ -73,7 +71,7 @@ def test_stragglers_are_a_drawn_fraction(fraction, slow):
 
 @pytest.mark.parametrize("plug", [plug for plug in speed if plug.name != "list"], ids=lambda plug: plug.name)
 def test_speeds_are_positive_and_a_pure_function_of_the_seed(plug):
-    first, again = (draw_speeds(plug, plug.check({}), 1000, 3) for _ in range(2))
+    first, again = (speed.bind(plug, plug.check({}))(1000, 3) for _ in range(2))
     assert np.array_equal(first, again)
     assert first.min() > 0
 

@@ -121,12 +121,12 @@ class Ranks(Group):
         received = self._ranks.exchange(parts, [len(mine) * d] + [0] * (self.count - 1))[0]
         return mine, received.view(len(mine), d)
 
-    def at_first(self, work: Callable[[], T]) -> T | None:
+    def at_first(self, work: Callable[..., T], *arguments: object) -> T | None:
         """See `Group`. All ranks get the ExperimentError that it raises."""
         error = result = None
         if self.index == 0:
             try:
-                result = work()
+                result = work(*arguments)
             except ExperimentError as refusal:
                 error = refusal
         error, result = self._ranks.broadcast_object((error, result))
