@@ -86,13 +86,13 @@ class Task(PlugTable):
             reduction = getattr(task, REDUCTION, "mean")
             if reduction not in ("mean", "none"):
                 raise ExperimentError(
-                    f'task.name = {show(self.name)}: has the reduction {show(reduction)}; must be "mean" or "none", '
+                    f'{self.setting}: has the reduction {show(reduction)}; must be "mean" or "none", '
                     'since the loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
                 )
             return LossTask(self.name, bound)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(
-                f"task.name = {show(self.name)}: has no method {missing[0]}; must be a loss function of (outputs, "
+                f"{self.setting}: has no method {missing[0]}; must be a loss function of (outputs, "
                 "targets), a loss module, or a task with the methods of fedsim.core.learning_task.LearningTask"
             )
         return task
