@@ -78,8 +78,8 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
         if task_of(each, torch.device("cpu")).solver.personal_columns.width:
             score = "accuracy" if correct_of(each.task.component) else "loss"
             personal = f"metrics.personal_worker_{score}_mean and data.worker_test=0.2"
-            number = personal if each.policy.component.in_rounds else "train_loss"
-            return f"local.solver = {show(each.local.solver)}", number
+            number = personal if each.in_rounds else "train_loss"
+            return each.local.setting, number
     return None
 
 

@@ -57,10 +57,6 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _text_of_path(path: Any) -> Any:
-    return str(path) if isinstance(path, Path) else path
-
-
 class Task(PlugTable):
     """The loss of training and tests, and which answers are correct.
 
@@ -143,7 +139,7 @@ class Data(PlugTable):
     place, named_by, registry = "data", "dataset", dataset
 
     dataset: Name = "mnist5k"
-    root: Annotated[str | None, BeforeValidator(_text_of_path)] = None
+    root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, else `~/.cache/fedsim/data`."""
     worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each worker's samples on which it does not train, but tests."""
