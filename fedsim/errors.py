@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 MAX_PROBLEMS = 100  # reported of one experiment
@@ -141,17 +140,6 @@ def show_warnings_as_lines() -> None:
             show_other(message, category, *place, **further)
 
     warnings.showwarning = show
-
-
-@contextlib.contextmanager
-def warnings_as_lines() -> Iterator[None]:
-    """Print fedsim's warnings as lines until the block ends."""
-    before = warnings.showwarning
-    show_warnings_as_lines()
-    try:
-        yield
-    finally:
-        warnings.showwarning = before
 
 
 def show(value: Any) -> str:

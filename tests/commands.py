@@ -61,6 +61,12 @@ def start_ranks(count, *words, cwd, own=None):
     return [start(*words, *(own or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)]
 
 
+def start_torchrun(count, *words, cwd, restarts=1):
+    """Start the ranks of a group by PyTorch's launcher, which is the only process of the result."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+    return [start_python(*launcher, "--max-restarts", str(restarts), *words, cwd=cwd, OMP_NUM_THREADS="1")]
+
+
 def ended(processes, timeout=60):
     """Wait for programs: their exit codes, stdouts and stderrs."""
     texts = [process.communicate(timeout=timeout) for process in processes]

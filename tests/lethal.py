@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fedsim.asynchronous.policies.gradient_updates import Locked
-from fedsim.server.fedopt import ServerAdam
+from fedsim.server.optimizer import ServerAdam
 from tests.plugs import tiny
 
 

@@ -40,6 +40,13 @@ SMALL = {
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
 NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow, or newer
+SLOW = {  # cases of plugs that have an experiment of their own
+    *("case: fedprox", "case: scaffold", "case: scaffold with full gradients", "case: fednova", "case: feddyn"),
+    *("case: adam", "case: adamw", "case: adagrad", "case: augmentation", "case: a rule with a state"),
+    *("case: a rule that draws", "case: a rule that asks for losses", "case: an adaptive server", "case: dropout"),
+    *("case: virtual shards and data of the server's own", "case: an attack tuned to the rule"),
+    *("case: an attack that draws", "case: an attack on data", "case: workers that see their samples differently"),
+}
 SETTINGS_OF_SOLVERS = {
     "fedbn": {"model": "tests.models:Normalised", "buffers": "local"},
     "fedrep": {
@@ -129,7 +136,9 @@ def frozen():
     return json.loads(FILE.read_text())
 
 
-@pytest.mark.parametrize("name", experiments())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in experiments()]
+)
 @pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning")
 def test_the_numbers_of_an_experiment_stay(name, frozen):
     found, expected = run(experiments()[name]), frozen[name]
@@ -142,6 +151,7 @@ def test_the_numbers_of_an_experiment_stay(name, frozen):
 
 def test_every_plug_is_held(frozen):
     assert set(frozen) == set(experiments())
+    assert set(frozen) > SLOW
 
 
 def write(held):

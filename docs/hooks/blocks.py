@@ -97,7 +97,7 @@ def missing_packages(markdown: str) -> list[str]:
 
 
 def is_slow(markdown: str) -> bool:
-    """Whether the front matter of a page says `slow: true`: its blocks take more than about 5 seconds."""
+    """Whether the front matter of a page says `slow: true`: its blocks take more than about a second."""
     return SLOW.match(markdown) is not None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import RuleStage, pre_aggregator, rule
 from fedsim.core.objects import plain
-from fedsim.core.registry import Plug
+from fedsim.core.registry import Plug, Registry
 from fedsim.core.suggestions import parameter_errors, with_key
 from fedsim.errors import ExperimentError, show
 
@@ -48,8 +48,8 @@ def resolve(
     wheres = [f"{key}[{index}]" for index in range(len(stages))] if isinstance(stages, list) else [key]
     tables = [as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
     names = [table.pop("rule") for table in tables]
-    plugs = [_pre_aggregator_plug(name, where) for name, where in zip(names[:-1], wheres[:-1], strict=True)]
-    plugs.append(_rule_plug(names[-1], wheres[-1]))
+    plugs = [_plug(name, where, pre_aggregator) for name, where in zip(names[:-1], wheres[:-1], strict=True)]
+    plugs.append(_plug(names[-1], wheres[-1], rule))
     table = "" if place == "rule" else place
     if lines := parameter_errors(params, plugs, rule.kind, [*rule, *pre_aggregator], table, beside):
         raise ExperimentError(*lines)
@@ -82,20 +82,16 @@ def as_table(stage: Any, where: str) -> dict[str, Any]:
     return dict(table)
 
 
-def _pre_aggregator_plug(name: str, where: str) -> Plug:
-    if name in rule.names() and name not in pre_aggregator.names():
-        raise ExperimentError(
-            f"{where} = {show(name)}: a rule must be last; pre-aggregators are {', '.join(pre_aggregator.names())}"
-        )
-    return pre_aggregator.get(name, where)
-
-
-def _rule_plug(name: str, where: str) -> Plug:
-    if name in pre_aggregator.names() and name not in rule.names():
-        raise ExperimentError(
-            f'{where} = {show(name)}: a pre-aggregator returns rows; put a rule after it, as in ["{name}", "mean"]'
-        )
-    return rule.get(name, where)
+def _plug(name: str, where: str, registry: Registry) -> Plug:
+    """The plug of this kind. Raises ExperimentError for one that is only of the other kind, which is out of place."""
+    if name not in registry.names():
+        if name in rule.names():
+            remedy = f"a rule must be last; pre-aggregators are {', '.join(registry.names())}"
+            raise ExperimentError(f"{where} = {show(name)}: {remedy}")
+        if name in pre_aggregator.names():
+            remedy = f'a pre-aggregator returns rows; put a rule after it, as in ["{name}", "mean"]'
+            raise ExperimentError(f"{where} = {show(name)}: {remedy}")
+    return registry.get(name, where)
 
 
 def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:

@@ -60,25 +60,8 @@ Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a ru
 Positive = Annotated[float, Field(gt=0)]
 
 
-class RuleRegistry(Registry):
-    """A Registry whose decorator accepts `columnwise` and `linear`."""
-
-    def __call__(
-        self, name: str, *, columnwise: bool = False, linear: bool = False
-    ) -> Callable[[Callable[..., Any]], Any]:
-        register = super().__call__(name)
-
-        def mark(target: Any) -> Any:  # an imported rule can set these attributes itself
-            if columnwise:
-                target.columnwise = True
-            if linear:
-                target.linear = True
-            return register(target)
-
-        return mark
-
-
-rule = RuleRegistry("aggregation rule", given=GIVEN)
+# An imported rule can set the traits as attributes itself.
+rule = Registry("aggregation rule", given=GIVEN, traits=("columnwise", "linear"))
 pre_aggregator = Registry("pre-aggregator", given=GIVEN)
 
 

@@ -1,6 +1,6 @@
 """Byzantine attacks on the rows and on the data of workers."""
 
-from fedsim.byzantine import basic, coupled, crafted, optimal, poisoning  # noqa: F401  (registers the attacks)
+from fedsim.byzantine import basic, coupled, crafted, poisoning  # noqa: F401  (registers the attacks)
 from fedsim.byzantine.base import Attackers, AttackStrategy, Goal, Poison, attack_strategy
 from fedsim.byzantine.functional import attack
 

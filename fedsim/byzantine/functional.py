@@ -52,8 +52,6 @@ def attack(
     tensor([[-1., -1.],
             [-1., -1.]])
     """
-    if "own" in params:
-        raise ExperimentError("own: is now own_updates")
     plug = attack_strategy.get(name, "attack.name")
     bound = attack_strategy.bind(plug, plug.check(params, "attack", beside=["name"]))
     honest, form = as_rows(honest, "honest")

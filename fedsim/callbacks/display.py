@@ -44,6 +44,13 @@ def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
     return ProgressBar(total=rounds, bar_format=BAR, smoothing=0.05, leave=False, miniters=1, disable=not watched)
 
 
+def print_line(line: str, *, quiet: bool) -> None:
+    """Print a line at once, above the progress bar if there is one; `quiet`: print nothing."""
+    if not quiet:
+        with ProgressBar.external_write_mode():
+            print(line, flush=True)
+
+
 class Display(Callback):
     """Prints what is run, a line of a table per round, and a progress bar; a context manager around the run.
 
@@ -86,19 +93,22 @@ class Display(Callback):
 
     def on_round(self, record: RoundRecord) -> None:
         self._done = record.round
+        self._show_round(record)
+        if tests := self._run.rounds.tests_after(record.round):
+            self._print(workers_line(tests))
+
+    def _show_round(self, record: RoundRecord) -> None:
         self._bar.set_postfix_str(score_text(record).removeprefix("test "), refresh=False)
         self._bar.update()
         if not self._columns:
             self._columns = columns_of(record)
             self._print(table_header(self._columns))
         self._print(table_line(self._columns, record))
-        if tests := self._run.rounds.tests_after(record.round):
-            self._print(workers_line(tests))
 
     def on_end(self, result: Result) -> None:
         self._last = result.history[-1]
         if result.stopped and not self._run.ended:
-            self._print(stopped_line(result))
+            self._print(f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}")
 
     def _finish(self, last: RoundRecord) -> None:
         """Print the final accuracy, or the loss of a task without accuracy, and the time."""
@@ -121,9 +131,7 @@ class Display(Callback):
                 self._print(f"{rounds} are in {self._folder}; {start} with --resume {self._folder}")
 
     def _print(self, line: str) -> None:
-        if not self._quiet:
-            with ProgressBar.external_write_mode():
-                print(line, flush=True)
+        print_line(line, quiet=self._quiet)
 
     def __enter__(self) -> Display:
         return self
@@ -141,11 +149,6 @@ def _caveat(runs: int) -> str:
     if runs == 1:
         return "a race is not repeatable, and one run of it (race.runs) shows no spread"
     return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
-
-
-def stopped_line(result: Result) -> str:
-    """The line that says why a run ended before its last round."""
-    return f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}"
 
 
 def columns_of(record: RoundRecord) -> list[Metric]:

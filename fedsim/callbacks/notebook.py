@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsim.callbacks.callback import Callback, CurrentRun
-from fedsim.callbacks.display import Display, announcement, columns_of, headline, stopped_line, table_cell
+from fedsim.callbacks.callback import CurrentRun
+from fedsim.callbacks.display import Display, columns_of, table_cell
 from fedsim.callbacks.records import draw_curve
 from fedsim.config.experiment import Experiment
 from fedsim.core.input_limits import leaves_of
@@ -18,7 +18,6 @@ from fedsim.core.plotting import encode
 from fedsim.errors import plural, show
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
-from fedsim.records.worker_results import workers_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,44 +85,31 @@ class CellOutput:
         self._shown_at = time.monotonic()
 
 
-class NotebookDisplay(Callback):
+class NotebookDisplay(Display):
     """Shows what is run, the bar and the curve of a run in the output of a cell; a context manager around the run."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self._experiment, self._cell = experiment, CellOutput()
+        super().__init__(experiment, None, quiet=True)
+        self._cell, self._step = CellOutput(), ""
         self._history: list[RoundRecord] = []  # of this session
         self._lines: list[str] = []
-        self._done, self._step = 0, ""
-        self._finished = False
-
-    def announce(self) -> None:
-        """Show what is run."""
-        self._lines.append(announcement(self._experiment))
 
     def on_setup(self, step: str) -> None:
         self._step = step
         self._cell.show(self._page())
 
     def on_start(self, run: CurrentRun) -> None:
-        self._run, self._step, self._done = run, "", run.facts.done
-        self._lines.append(headline(run))
+        super().on_start(run)
+        self._step = ""
         self._cell.show(self._page())
-        if run.ended:
-            self._lines.append(f"this run is finished: {run.ended}")
 
-    def on_round(self, record: RoundRecord) -> None:
+    def _print(self, line: str) -> None:
+        self._lines.append(line)
+
+    def _show_round(self, record: RoundRecord) -> None:
         self._history.append(record)
-        self._done = record.round
         if self._cell.due:
             self._cell.show(self._page(curve=True))
-        if tests := self._run.rounds.tests_after(record.round):
-            self._lines.append(workers_line(tests))
-
-    def on_end(self, result: Result) -> None:
-        if result.stopped and not self._run.ended:
-            self._lines.append(stopped_line(result))
-        last, self._finished = result.history[-1], True
-        self._lines.append(f"final {score_text(last)} after {plural(last.round, 'round')}")
 
     def _page(self, *, curve: bool = False, bar: bool = True) -> str:
         score = f", {score_text(self._history[-1])}" if self._history else ""
@@ -133,15 +119,13 @@ class NotebookDisplay(Callback):
         parts += [figure_html(draw_curve(self._history, self._experiment.name), "curves of the run")] if curve else []
         return "".join(parts)
 
-    def __enter__(self) -> NotebookDisplay:
-        return self
-
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._finished or kind is not None:
+        super().__exit__(kind)
+        if self._last is not None or kind is not None:
             self._cell.show(self._page(curve=bool(self._history), bar=kind is not None))
 
 
-def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display | NotebookDisplay:
+def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display:
     """What a run shows: lines if `progress` is true; if it is None, a bar and a curve in a notebook, else nothing."""
     if progress is None and in_notebook():
         return NotebookDisplay(experiment)

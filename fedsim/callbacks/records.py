@@ -1,4 +1,4 @@
-"""The records of a run in its folder, and the curve of its history."""
+"""The records of a run in its folder, the stored updates of some rounds, and the curve of its history."""
 
 from __future__ import annotations
 
@@ -51,7 +51,21 @@ class Recorder(Callback):
             figures["workers"] = draw_workers(tests, result.experiment.name)
         for name, figure in figures.items():
             for format in records.figures:
-                folder.figure(name, encode(figure, format), format)
+                folder.write(f"{name}.{format}", encode(figure, format))
+
+
+class KeptUpdates(Callback):
+    """Writes the inputs of the rule in some rounds (`records.updates`), for `fedsim replay`; all ranks take part."""
+
+    def __init__(self, run: CurrentRun) -> None:
+        self._run = run
+
+    def on_round(self, record: RoundRecord) -> None:
+        run = self._run
+        if run.recorded and record.cohort and record.round in run.experiment.records.updates:
+            updates = run.rounds.kept_updates(record)
+            if run.folder:
+                run.folder.updates(record.round, updates)
 
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:

@@ -114,7 +114,7 @@ def compare(
         from fedsim.comparison import plan_grid, run_grid
         from fedsim.comparison.displays import GridDisplay
         from fedsim.comparison.folder import Shard
-        from fedsim.comparison.merging import merge
+        from fedsim.comparison.runner import merge
         from fedsim.records.axes import describe_point
         from fedsim.records.rows import ComparisonSettings
         from fedsim.records.run_folder import new_folder

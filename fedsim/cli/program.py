@@ -7,12 +7,13 @@ import errno
 import io
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
 
-from fedsim.errors import FedsimError, WorkerError, printable, warnings_as_lines
+from fedsim.errors import FedsimError, WorkerError, printable, show_warnings_as_lines
 from fedsim.system.interrupts import Terminated, signals_as_exceptions
 from fedsim.system.limits import describe_os_error, format_failure, frames_of_user
 
@@ -31,7 +32,8 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
     a signal into an error of its own.
     """
     try:
-        with warnings_as_lines(), contextlib.ExitStack() as stack:
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            show_warnings_as_lines()
             if not quick:
                 _import_everything()
                 stack.enter_context(signals_as_exceptions())

@@ -11,18 +11,11 @@ from fedsim.clients.algorithm import (
     needs_local_steps,
     step_along,
 )
-from fedsim.clients.apfl import APFL
-from fedsim.clients.ditto import Ditto
-from fedsim.clients.feddyn import FedDyn
-from fedsim.clients.fednova import FedNova
+from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
-from fedsim.clients.mime import Mime, MimeLite
-from fedsim.clients.moon import Moon
-from fedsim.clients.per_fedavg import PerFedAvg
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
-from fedsim.clients.pfedme import PFedMe
-from fedsim.clients.scaffold import Scaffold
-from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD
+from fedsim.clients.personal_models import APFL, Ditto, PerFedAvg, PFedMe
+from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD, Moon
 from fedsim.clients.solver import (
     Decay,
     NonNegative,

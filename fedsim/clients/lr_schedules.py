@@ -170,7 +170,20 @@ class LRSchedule:
 
         Raises ExperimentError if the scheduler cannot be made, or ends before.
         """
-        return _known_rates(self, lr).at(round - 1 if self.per == "round" else step)
+        position = round - 1 if self.per == "round" else step
+        known, further = _known_rates(self, lr)
+        while len(known) <= position:
+            number = len(known) + 1
+            try:
+                rate = next(further)
+                if not abs(rate) <= LARGEST_RATE:
+                    raise ExperimentError(f"name: its learning rate {number} is {rate:g}, more than {LARGEST_RATE:.1e}")
+            except ExperimentError as error:
+                raise ExperimentError(*(f"{self.place}.{line}" for line in error.lines)) from None
+            except Exception as error:
+                raise ExperimentError(f"{self.place}.name: has no learning rate {number}: {one_line(error)}") from error
+            known.append(rate)
+        return known[position]
 
     def rates(self, lr: float) -> Iterator[float]:
         """Yield the learning rates in their order."""
@@ -198,30 +211,7 @@ class LRSchedule:
         return lr_scheduler.SequentialLR(optimizer, [first, scheduler], [warmup])
 
 
-class KnownRates:
-    """The first learning rates of a schedule, as many as were asked for."""
-
-    def __init__(self, rates: Iterator[float], place: str) -> None:
-        self._rates, self._place, self._known = rates, place, list[float]()
-
-    def at(self, position: int) -> float:
-        while len(self._known) <= position:
-            try:
-                rate = next(self._rates)
-                if not abs(rate) <= LARGEST_RATE:
-                    number = len(self._known) + 1
-                    raise ExperimentError(f"name: its learning rate {number} is {rate:g}, more than {LARGEST_RATE:.1e}")
-                self._known.append(rate)
-            except ExperimentError as error:
-                raise ExperimentError(*(f"{self._place}.{line}" for line in error.lines)) from None
-            except Exception as error:
-                number = len(self._known) + 1
-                raise ExperimentError(
-                    f"{self._place}.name: has no learning rate {number}: {one_line(error)}"
-                ) from error
-        return self._known[position]
-
-
 @lru_cache(maxsize=64)
-def _known_rates(schedule: LRSchedule, lr: float) -> KnownRates:
-    return KnownRates(schedule.rates(lr), schedule.place)
+def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
+    """The learning rates that were asked for so far, and those that follow."""
+    return [], schedule.rates(lr)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import html
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedsim.callbacks.display import ProgressBar, progress_bar
+from fedsim.callbacks.display import print_line, progress_bar
 from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
@@ -45,44 +46,50 @@ class GridDisplay(Callback):
         quiet: print and draw nothing.
     """
 
-    def __init__(self, folder: Path | None, *, quiet: bool) -> None:
+    def __init__(self, folder: Path | None = None, *, quiet: bool = False) -> None:
         self._folder, self._quiet = folder, quiet
         self._bar = progress_bar(0, quiet=True)  # until the number of rounds is known
         self._total = self._ended = self._failed = 0
+        self._done = Counter[str]()  # rounds of each run
 
     def on_start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
-        self._begun = time.perf_counter()
-        self._total = len(todo)
-        self._remaining = {run.id: run.experiment.rounds for run in todo}
-        self._bar = progress_bar(sum(self._remaining.values()), quiet=self._quiet)
-        self._print(f"{grid.name}: {plural(len(grid.runs), 'run')} ({grid.shape}), {jobs} at a time")
-        for line in grid.left_out:
-            self._print(f"left out: {line}")
-        if len(todo) < len(grid.runs):
-            self._print(f"{len(grid.runs) - len(todo)} of them already finished")
+        self._begun, self._total = time.perf_counter(), len(todo)
+        self._planned = {run.id: run.experiment.rounds for run in todo}
+        self._rounds = sum(self._planned.values())
+        lines = [f"{grid.name}: {plural(len(grid.runs), 'run')} ({grid.shape}), {jobs} at a time"]
+        self._start([*lines, *(f"left out: {line}" for line in grid.left_out)], len(grid.runs) - self._total)
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
-        self._remaining[run.id] -= 1
-        self._bar.set_postfix_str(f"{self._ended} of {self._total} runs", refresh=False)
-        self._bar.update()
+        self._done[run.id] += 1
+        self._update()
 
     def on_retry(self, run: PlannedRun) -> None:
-        self._bar.update(self._remaining[run.id] - run.experiment.rounds)
-        self._remaining[run.id] = run.experiment.rounds
+        self._done[run.id] = 0
 
     def on_end(self, run: Run) -> None:
-        self._bar.total -= self._remaining.pop(run.id)  # rounds that a run which failed or stopped early will not do
+        self._rounds += self._done[run.id] - self._planned[run.id]  # those that it will not do
         self._ended += 1
         self._failed += run.error is not None
+        self._end(run)
+
+    def _start(self, lines: list[str], finished: int) -> None:
+        """Show the first lines; so many runs are already finished."""
+        self._bar = progress_bar(self._rounds, quiet=self._quiet)
+        self._print("\n".join([*lines, *([f"{finished} of them already finished"] if finished else [])]))
+
+    def _update(self) -> None:
+        self._bar.set_postfix_str(f"{self._ended} of {self._total} runs", refresh=False)
+        self._bar.update(self._done.total() - self._bar.n)
+
+    def _end(self, run: Run) -> None:
+        self._bar.total = self._rounds
         score = f"{score_text(run.history[-1]).removeprefix('test ')}, {run.seconds:.1f} s" if run.error is None else ""
         self._seconds = time.perf_counter() - self._begun
         number = f"{self._ended:>{len(str(self._total))}}/{self._total}"
         self._print(f"[{number}] {run.id}: {score or f'failed: {run.error}'}")
 
     def _print(self, line: str) -> None:
-        if not self._quiet:
-            with ProgressBar.external_write_mode():
-                print(line, flush=True)
+        print_line(line, quiet=self._quiet)
 
     def __enter__(self) -> GridDisplay:
         return self
@@ -97,50 +104,32 @@ class GridDisplay(Callback):
                 self._print(f"{done} of {self._total} runs are in {self._folder}; continue with --out {self._folder}")
 
 
-class NotebookGridDisplay(Callback):
+class NotebookGridDisplay(GridDisplay):
     """Shows the bar, and the runs that failed, in the output of a cell; a context manager around the comparison."""
 
-    def __init__(self) -> None:
-        self._cell = CellOutput()
-        self._lines: list[str] = []
-        self._done: dict[str, int] = {}  # rounds of each run
-        self._ended = self._runs = self._rounds = 0
-
-    def on_start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
-        self._lines = [f"{grid.name}: {plural(len(grid.runs), 'run')} ({grid.shape}), {jobs} at a time"]
-        self._lines += [f"left out: {line}" for line in grid.left_out]
-        self._runs, self._rounds = len(todo), sum(run.experiment.rounds for run in todo)
+    def _start(self, lines: list[str], finished: int) -> None:
+        self._cell, self._lines = CellOutput(), lines
         self._show()
 
-    def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
-        self._done[run.id] = record.round
+    def _update(self) -> None:
         if self._cell.due:
             self._show()
 
-    def on_retry(self, run: PlannedRun) -> None:
-        self._done[run.id] = 0
-
-    def on_end(self, run: Run) -> None:
-        self._ended += 1
-        self._rounds += self._done.get(run.id, 0) - (run.planned or 0)  # those that it will not do
+    def _end(self, run: Run) -> None:
         if run.error is not None:
             self._lines.append(f"{run.id}: failed: {run.error}")
-        if self._cell.due:
-            self._show()
+        self._update()
 
     def _show(self) -> None:
-        bar = progress_html(sum(self._done.values()), self._rounds, f"{self._ended} of {plural(self._runs, 'run')}")
+        bar = progress_html(self._done.total(), self._rounds, f"{self._ended} of {plural(self._total, 'run')}")
         self._cell.show(text_html("\n".join(self._lines)) + bar)
 
-    def __enter__(self) -> NotebookGridDisplay:
-        return self
-
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._lines:
+        if self._total or kind is None:
             self._show()
 
 
-def display_of(folder: Path | None, progress: bool | None) -> GridDisplay | NotebookGridDisplay:
+def display_of(folder: Path | None, progress: bool | None) -> GridDisplay:
     """What a comparison shows: lines if `progress` is true; if it is None, a bar in a notebook, else nothing."""
     if progress is None and in_notebook():
         return NotebookGridDisplay()

@@ -19,8 +19,7 @@ from fedsim.records.axes import label
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.numbers import SCALES
 from fedsim.records.record import Metric
-from fedsim.records.rows import SEED, Group, MeanCurve, Row, mean_curve
-from fedsim.records.value_curves import value_curves
+from fedsim.records.rows import SEED, Group, MeanCurve, Row, mean_curve, mean_over_values, value_curves
 from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def curves_along(comparison: Comparison, axis: str) -> LineChart:
     """Return lines of the compared number in the last round over the values of an axis."""
     keys = [key for key in comparison.compared if key != axis]
     found = value_curves(comparison.rows, axis)
-    lines = [Line(_place(curve.combinations[0]), comparison.metric, curve.mean) for curve in found]
+    lines = [Line(_place(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in found]
     title = comparison_title([*keys[:1], axis], comparison.metric.label)
     return LineChart(comparison, keys, axis, lines, title, _remarks_on_seeds(comparison))
 
@@ -223,7 +222,9 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
     score, decimals = group.best.score, group.best.metric.decimals_for(group.best.score.mean)
     name, *tied = [label(row.point[axis]) for row in (group.best, *group.tied)]
     hover = f"{name} {score.text(decimals)}", f"tied with {', '.join(tied)}" if tied else ""
-    return HeatCell(score.mean, (name, fixed(score.mean, decimals), group.tied_text), hover, bold=True)
+    return HeatCell(
+        score.mean, (name, fixed(score.mean, decimals), f"~ +{len(tied)} tied" if tied else ""), hover, bold=True
+    )
 
 
 def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:

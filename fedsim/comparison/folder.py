@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid
+from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid, require_number
 from fedsim.comparison.results import Comparison
-from fedsim.comparison.settings_check import require_number
 from fedsim.config.files import read_toml
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import Axes
 from fedsim.records.history import read_history
-from fedsim.records.reader import GRID, MOST_ERROR_BYTES, GridFile, Run, error_line, places_in, read_grid_file
+from fedsim.records.reader import GRID, GridFile, Run, failure_in, places_in, read_grid_file
 from fedsim.records.rows import canonical
 from fedsim.records.run_folder import ERROR, EXPERIMENT
 from fedsim.runs.resume import differences_of
@@ -34,7 +33,6 @@ from fedsim.system.files import (
     PART,
     is_file,
     locked,
-    read_bounded,
     remedy,
     require_inside,
     to_json,
@@ -204,10 +202,7 @@ def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
 
 def result_in(folder: Path, run: PlannedRun) -> Run:
     """Return the result of a planned run from its folder; of damaged metrics, the rounds before the damage."""
-    failure = None
-    with _os_errors_as_record_errors(folder / ERROR, "cannot be read"), contextlib.suppress(FileNotFoundError):
-        failure = error_line(read_bounded(folder / ERROR, MOST_ERROR_BYTES, folder).decode(errors="replace"))
-    return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure)
+    return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure_in(folder))
 
 
 def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:

@@ -16,21 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, fixed, studentized_range_quantile
+from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
 from fedsim.core.text_wrapping import note
 from fedsim.records.axes import label
 from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from fedsim.comparison.results import Comparison
 
 FEWEST_CANDIDATES = 3
 FEWEST_CELLS = 5  # ranks over fewer cells say little
 ENOUGH_CELLS = 10  # from here on the chi-square distribution is a good approximation (Demsar 2006, section 3.2.2)
 LEVEL = 0.05
-LINE = 0.3  # inches of the figure for each candidate
 
 
 @dataclass(frozen=True)
@@ -204,31 +201,3 @@ def leaderboard_csv(board: Leaderboard, first: str) -> str:
         counts = [each.best, each.tied, board.cells]
         rows.append([each.name, each.mean_rank, *counts, each.worst_cell, worst, board.critical_difference])
     return to_csv(rows)
-
-
-def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
-    """Draw the mean ranks, with a bar over each group that is not significantly different (Demsar 2006, figure 1)."""
-    from matplotlib.figure import Figure
-
-    count = len(board.standings)
-    figure = Figure(figsize=(7.5, 1.6 + LINE * (count + len(board.groups))), layout="constrained")
-    axes = figure.subplots()
-    for place, each in enumerate(board.standings):
-        y = -place
-        axes.plot([1, each.mean_rank], [y, y], color="#cccccc", linewidth=1, zorder=1)
-        axes.plot(each.mean_rank, y, "o", color="#1f4e79", zorder=2)
-        axes.annotate(fixed(each.mean_rank, 2), (each.mean_rank, y), (8, 0), textcoords="offset points", va="center")
-    for index, (first, last) in enumerate(board.groups):
-        height = -count - 0.6 * index
-        ends = [board.standings[first].mean_rank, board.standings[last].mean_rank]
-        axes.plot(ends, [height, height], color="black", linewidth=4, solid_capstyle="butt")
-    axes.set_yticks([-place for place in range(count)], [each.name for each in board.standings])
-    axes.set_xlim(0.8, count + 0.5)
-    axes.set_xlabel(
-        f"mean rank over {board.cells} cells, 1 the best\n"
-        f"bars join ranks within the critical difference, {board.critical_difference:.2f}"
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    figure.suptitle(title, fontsize="medium")
-    return figure

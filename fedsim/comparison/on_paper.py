@@ -18,12 +18,13 @@ from fedsim.comparison.figures import (
     heat_maps,
     score_cell,
 )
+from fedsim.comparison.leaderboard import Leaderboard
 from fedsim.comparison.results import Comparison
-from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
+from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
 from fedsim.core.plotting import COLOURS, SCREEN, FigureStyle, grid_shape, line_style, mark_values, prepare_axes
 from fedsim.records.axes import label
 from fedsim.records.formatting import comparison_title, key_name
-from fedsim.records.rows import SEED, MeanCurve
+from fedsim.records.rows import SEED, MeanCurve, is_numeric, validation_result
 from fedsim.records.worker_results import LABELS, newest_table, read_csv
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ FEW_COLUMNS = 3  # fit into the narrower of the two widths of a style
 MOST_VALUES = 20  # on an axis
 WIDEST, HIGHEST = 24, 60
 TALL_CELL, SMALL_CHARACTER = 0.62, 0.085  # a cell with three lines, and a letter in it
+
+LINE = 0.3  # inches of a leaderboard for each candidate
 
 # Of the tests of workers.
 MOST_ROWS = 100  # combinations that a figure shows
@@ -343,4 +346,73 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     title = comparison_title(comparison.compared, "Single workers")
     figure.suptitle(f"{title}\n{comparison.name}: {'; '.join(filter(None, remarks))}", fontsize="small")
     figure.legend(loc="outside lower center", ncols=len(models), fontsize="small")
+    return figure
+
+
+def draw_tuning(comparison: Comparison) -> Figure | None:
+    """Draw the validation result against the tuned value, a line for each combination; None without results.
+
+    Larger marks are the chosen values. A value of which a run failed, diverged or has no result has no mark.
+    """
+    from matplotlib.figure import Figure
+
+    settings, tuned = comparison.settings, comparison.choices
+    assert settings.tune is not None
+    values = comparison.axes[settings.tune]
+    places = {label(value): value if is_numeric(values) else index for index, value in enumerate(values)}
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes, metric = figure.subplots(), None
+    for index, choice in enumerate(tuned):
+        style = line_style(index)
+        points = []
+        for each in choice.candidates:
+            counted = settings.validated(each)
+            value = validation_result(counted)
+            if value is None or not counted.is_complete(value):
+                continue
+            metric = each.metric
+            x = places[label(counted.runs[0].point[settings.tune])]
+            points.append((x, value.mean))
+            if each is choice.chosen:
+                axes.plot(x, value.mean, "o", color=style["color"], markersize=9)
+        point = choice.chosen.runs[0].point
+        name = ", ".join(label(point[key]) for key in comparison.compared) or comparison.name
+        axes.plot(*zip(*sorted(points), strict=True) if points else ([], []), label=name, **style)
+    if metric is None:
+        return None
+    mark_values(axes, places)
+    worst = f", worst {settings.worst}" if settings.worst else ""
+    axes.set(xlabel=key_name(settings.tune), ylabel=metric.label.replace("Test", "Validation").lower() + worst)
+    axes.grid(alpha=0.3)
+    figure.suptitle(f"Tuning of the {key_name(settings.tune)}\n{comparison.name}", fontsize="small")
+    columns = math.ceil(len(tuned) / 20)
+    figure.legend(loc="outside right center", fontsize="x-small", ncols=columns, handlelength=3)
+    return figure
+
+
+def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
+    """Draw the mean ranks, with a bar over each group that is not significantly different (Demsar 2006, figure 1)."""
+    from matplotlib.figure import Figure
+
+    count = len(board.standings)
+    figure = Figure(figsize=(7.5, 1.6 + LINE * (count + len(board.groups))), layout="constrained")
+    axes = figure.subplots()
+    for place, each in enumerate(board.standings):
+        y = -place
+        axes.plot([1, each.mean_rank], [y, y], color="#cccccc", linewidth=1, zorder=1)
+        axes.plot(each.mean_rank, y, "o", color="#1f4e79", zorder=2)
+        axes.annotate(fixed(each.mean_rank, 2), (each.mean_rank, y), (8, 0), textcoords="offset points", va="center")
+    for index, (first, last) in enumerate(board.groups):
+        height = -count - 0.6 * index
+        ends = [board.standings[first].mean_rank, board.standings[last].mean_rank]
+        axes.plot(ends, [height, height], color="black", linewidth=4, solid_capstyle="butt")
+    axes.set_yticks([-place for place in range(count)], [each.name for each in board.standings])
+    axes.set_xlim(0.8, count + 0.5)
+    axes.set_xlabel(
+        f"mean rank over {board.cells} cells, 1 the best\n"
+        f"bars join ranks within the critical difference, {board.critical_difference:.2f}"
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.suptitle(title, fontsize="medium")
     return figure

@@ -16,8 +16,7 @@ from fedsim.records.axes import axis_called, label
 from fedsim.records.numbers import SCALES
 from fedsim.records.reader import places_in
 from fedsim.records.record import LARGEST, metric_called, metrics_in
-from fedsim.records.rows import canonical
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.rows import canonical, numeric_axes
 from fedsim.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -80,7 +79,9 @@ def plot(
     for name, inches in (("width", width), ("height", height)):
         if inches is not None and not LEAST_INCHES <= inches <= MOST_INCHES:
             raise ExperimentError(f"{name} = {show(inches)}: must be from {LEAST_INCHES} to {MOST_INCHES} inches")
-    format = _format_of(Path(out)) if out is not None else None
+    format = "" if out is None else Path(out).suffix.removeprefix(".").lower()
+    if out is not None and format not in UNDATED:
+        raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
     paths = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
     grid = _only(_grid_in(paths), only or {})
     if metric is not None:
@@ -97,7 +98,7 @@ def plot(
         figure.set_size_inches(own_width if width is None else width, own_height if height is None else height)
         show_dollars(figure)
         figure.draw_without_rendering()  # makes the ticks, in the fonts of the style
-        if out is not None and format is not None:
+        if out is not None:
             write_atomically(Path(out), encode(figure, format, look.dpi))
     return figure
 
@@ -105,13 +106,6 @@ def plot(
 def _require(value: str, name: str, allowed: Any) -> None:
     if value not in allowed:
         raise ExperimentError(f"{name} = {show(value)}: is not one of those; {nearest(value, allowed)}")
-
-
-def _format_of(path: Path) -> str:
-    format = path.suffix.removeprefix(".").lower()
-    if format not in UNDATED:
-        raise ExperimentError(f"out = {show(str(path))}: must end in .{', .'.join(UNDATED)}")
-    return format
 
 
 def _curves(grid: Comparison, x: str, style: FigureStyle) -> Figure:

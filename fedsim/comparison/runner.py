@@ -1,9 +1,11 @@
-"""Run a grid: do the runs that are not finished yet, and write the results."""
+"""Run a grid: do the runs that are not finished yet, and write the results. Merge the folders of one grid."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,8 +14,8 @@ from typing import Any
 
 from fedsim.comparison.displays import Callback, display_of
 from fedsim.comparison.figures import heatmap_csv
-from fedsim.comparison.folder import GridFolder, Shard
-from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
+from fedsim.comparison.folder import SHARDS, GridFolder, Shard, differences_of_grids, inner_folder, result_in
+from fedsim.comparison.grid import Grid, PlannedRun, plan_grid, untrained_part
 from fedsim.comparison.jobs import (
     Work,
     default_jobs,
@@ -23,10 +25,16 @@ from fedsim.comparison.jobs import (
     run_in_jobs,
     why_runs_unsendable,
 )
-from fedsim.comparison.leaderboard import draw_leaderboard, leaderboard_csv
-from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values, draw_worker_comparison
+from fedsim.comparison.leaderboard import leaderboard_csv
+from fedsim.comparison.on_paper import (
+    draw_curves,
+    draw_heatmap,
+    draw_leaderboard,
+    draw_tuning,
+    draw_values,
+    draw_worker_comparison,
+)
 from fedsim.comparison.results import Comparison
-from fedsim.comparison.settings_check import untrained_part
 from fedsim.comparison.tables import (
     breaking_points,
     breaking_points_csv,
@@ -35,16 +43,16 @@ from fedsim.comparison.tables import (
     summary_csv,
     tuning_csv,
 )
-from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.core.plotting import encode
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.errors import ExperimentError, RecordError, SettingWarning, one_line, show
 from fedsim.records.formatting import key_name
-from fedsim.records.rows import ComparisonSettings, score_of
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.reader import GRID, GridFile, read_grid_file
+from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
+from fedsim.records.run_folder import ERROR
 from fedsim.system.child_process import exit_if_imported_by_child
 
 
@@ -233,3 +241,67 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
         if figure is not None:
             for format in folder.grid.runs[0].experiment.records.figures:
                 folder.write(f"{name}.{format}", encode(figure, format))
+
+
+def merge(
+    folders: Sequence[Path],
+    out: Path,
+    settings: ComparisonSettings = NO_SETTINGS,
+    *,
+    allow_imports: bool = False,
+) -> Comparison:
+    """Copy the runs of several folders of one grid into the folder `out`, and compare them; nothing is run.
+
+    Args:
+        folders: of comparisons, whose shards count too; `out` itself may be one of them.
+        out: the folder of the merged comparison.
+        settings: as of `plan_grid`; those that are not set are those of the first folder.
+        allow_imports: whether the folders may name any import path, as of `plan_grid`.
+
+    Raises RecordError if a folder holds no comparison, or the folders hold different grids.
+    """
+    sources = [source for folder in folders for source in _sources(folder)]
+    grids = {source: read_grid_file(source / GRID) for source in sources}
+    first = grids[sources[0]]
+    for source, other in grids.items():
+        if lines := differences_of_grids(first, other):
+            raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
+    settings = ComparisonSettings(**first.settings.given | settings.given)
+    file = sources[0] / GRID
+    grid = plan_grid(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
+    with GridFolder(out, grid) as folder:
+        for run in folder.grid.runs:
+            if not folder.is_finished(run) and (found := _find(run, grids, folder.run_folder(run))):
+                folder.clear(run)
+                _copy(found, folder.run_folder(run))
+        return summarised(folder)
+
+
+def _sources(folder: Path) -> list[Path]:
+    """Return the folders with a grid.json: this one, and its shards."""
+    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / GRID).is_file()]
+    if not found:
+        raise RecordError(f"{folder}: is not the folder of a comparison (no {GRID}, and no shards in {SHARDS}/)")
+    return found
+
+
+def _find(run: PlannedRun, grids: dict[Path, GridFile], besides: Path) -> Path | None:
+    """Return the folder where a run is finished; else one where it failed."""
+    point = canonical(run.point)
+    stored = [(source, each) for source, grid in grids.items() for each in grid.runs if canonical(each.point) == point]
+    folders = [inner_folder(source, each.id) for source, each in stored]
+    folders = [folder for folder in folders if folder.is_dir() and folder != besides]
+    complete = (folder for folder in folders if result_in(folder, run).finished)
+    failed = (folder for folder in folders if (folder / ERROR).is_file())
+    return next(itertools.chain(complete, failed), None)
+
+
+def _copy(source: Path, to: Path) -> None:
+    """Copy a run folder. Raises RecordError if it holds anything but files and folders, such as links."""
+    try:
+        for path in (source, *source.rglob("*")):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise RecordError(f"{path}: is neither a file nor a folder, and is not copied")
+        shutil.copytree(source, to)
+    except (OSError, shutil.Error) as error:
+        raise RecordError(f"{source}: cannot be copied: {one_line(error)}") from None

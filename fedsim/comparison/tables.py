@@ -14,8 +14,15 @@ from fedsim.errors import plural
 from fedsim.records import formatting as fmt
 from fedsim.records.axes import describe_point, label
 from fedsim.records.numbers import LAST_ROUND, Progress, mean_or_none, plug_metrics
-from fedsim.records.rows import Group, Row, validation_result
-from fedsim.records.value_curves import BreakingPoint, breaking_point, numeric_axes, value_curves
+from fedsim.records.rows import (
+    BreakingPoint,
+    Group,
+    Row,
+    breaking_point,
+    numeric_axes,
+    validation_result,
+    value_curves,
+)
 from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
@@ -389,8 +396,8 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
     for key in numeric_axes(comparison.axes, comparison.compared):
         found[key] = []
         for curve in value_curves(comparison.rows, key):
-            others = {axis: value for axis, value in curve.combinations[0].point.items() if axis != key}
-            found[key].append((others, breaking_point(curve, comparison.test, target)))
+            others = {axis: value for axis, value in curve[0].point.items() if axis != key}
+            found[key].append((others, breaking_point(curve, key, comparison.test, target)))
     return found
 
 

@@ -93,9 +93,9 @@ def require_labels(task: str, targets: Tensor) -> None:
         )
 
 
-def described(targets: Tensor | np.ndarray) -> str:
-    """The dtype and the shape of targets: `float32 [4000, 2]`."""
-    return f"{str(targets.dtype).removeprefix('torch.')} {list(targets.shape)}"
+def described(values: Tensor | np.ndarray) -> str:
+    """The dtype and the shape of a tensor or an array: `float32 [4000, 2]`."""
+    return f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
 
 
 def shape_of(outputs: object) -> object:

@@ -16,7 +16,6 @@ of an output: 400 kB for 10,000 samples of 10 classes in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,25 +28,10 @@ from fedsim.errors import ExperimentError, first_line, show
 
 
 class MetricRegistry(Registry):
-    """A registry of metrics that also accepts classes with `update` and `compute`, such as those of torchmetrics."""
+    """A registry of metrics that also accepts classes with `update` and `compute`, such as those of torchmetrics.
 
-    def __call__(self, name: str, *, higher_is_better: bool | None = None) -> Callable[[Callable[..., Any]], Any]:
-        """Decorator that registers a metric.
-
-        Args:
-            name: of the metric in experiments.
-            higher_is_better: whether a higher number is better; it is set as the attribute of this name of the function
-                or class. None: leave that attribute as it is.
-        """
-        register = super().__call__(name)
-
-        def register_with_direction(target: Any) -> Any:
-            registered = register(target)
-            if higher_is_better is not None:
-                registered.higher_is_better = higher_is_better
-            return registered
-
-        return register_with_direction
+    `@metric(name, higher_is_better=False)` sets the attribute of this name of the function or class.
+    """
 
     def _plug(self, name: str, target: Any) -> Plug:
         return Plug(self.kind, name, target, {}, self) if _accumulates(target) else super()._plug(name, target)
@@ -107,6 +91,7 @@ class OutputMetric(Component):
 metric = MetricRegistry(
     "metric",
     given=("outputs", "targets"),
+    traits=("higher_is_better",),
     accepts="a function, or a class with update and compute",
     component=OutputMetric,
 )

@@ -183,6 +183,7 @@ class Registry:
     Args:
         kind: what the plugs are, for errors: `aggregation rule`.
         given: the names of the inputs that the simulator can pass.
+        traits: attributes of a plug that the decorator can set, such as `columnwise` of a rule.
         accepts: the objects that can be a plug, for errors.
         base: the class that plugs must derive from, as dataclasses; None: any callable.
         component: the class of a plug with its parameters; None: what `Plug.bind` returns.
@@ -197,18 +198,23 @@ class Registry:
     kind: str
     _: KW_ONLY
     given: tuple[str, ...] = ()
+    traits: tuple[str, ...] = ()
     accepts: str = "a function or a class"
     base: type | None = None
     component: type[Component] | None = None
     _plugs: dict[str, Plug] = dataclasses.field(default_factory=dict, init=False)
 
-    def __call__(self, name: str) -> Callable[[Callable[..., Any]], Any]:
-        """Decorator that registers a function or class under `name` and returns it unchanged."""
+    def __call__(self, name: str, **traits: Any) -> Callable[[Callable[..., Any]], Any]:
+        """Decorator that registers a function or class under `name`, sets its `traits`, and returns it."""
+        if unknown := traits.keys() - self.traits:
+            raise TypeError(f"the {self.kind} {name!r} has no trait {', '.join(unknown)}; allowed: {self.traits}")
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
             if name in self._plugs:
                 raise ValueError(f"the {self.kind} {name!r} is registered already")
             self._plugs[name] = self._plug(name, target)
+            for trait, value in traits.items():
+                setattr(target, trait, value)
             return target
 
         return register

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedsim.core.learning_task import described
 from fedsim.errors import RecordError
 from fedsim.system.devices import has_room
 
@@ -46,9 +47,5 @@ class Snapshot:
             if kept is None:
                 raise RecordError(f"lacks the tensor {prefix + name}")
             if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                raise RecordError(f"{prefix + name} is {_described(kept)}, and should be {_described(tensor)}")
+                raise RecordError(f"{prefix + name} is {described(kept)}, and should be {described(tensor)}")
             tensor.copy_(kept)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

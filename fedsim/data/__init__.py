@@ -1,6 +1,6 @@
 """Data sets as tensors, workers' subsets of them, and partition strategies."""
 
-from fedsim.data.heterogeneity import Heterogeneity, label_counts
+from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (
     ListedShards,
     Shards,
@@ -11,7 +11,6 @@ from fedsim.data.partitions import (
     partition_transforms,
     transforms_of_workers,
 )
-from fedsim.data.picture import draw_partition
 from fedsim.data.sources import dataset, load_dataset
 from fedsim.data.subsets import CustomSubset, dataset_split
 from fedsim.data.tensors import TensorData, as_tensor_data

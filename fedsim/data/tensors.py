@@ -180,10 +180,7 @@ def as_tensor_data(data: Any) -> TensorData:
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
     """The input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
     if isinstance(sample, Mapping):
-        inputs, targets = (
-            [key for key in sample if key not in TARGET_KEYS],
-            [key for key in sample if key in TARGET_KEYS],
-        )
+        inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
         if len(inputs) == len(targets) == 1:
             return sample[inputs[0]], sample[targets[0]]
         found, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]

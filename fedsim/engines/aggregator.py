@@ -1,77 +1,32 @@
 """An aggregation: attack, screening, rule, server step, buffers.
 
-`RowAggregator` aggregates rows in the memory of this process; `RankAggregator` rows of several ranks.
+What ranks send for an aggregation of n rows of d numbers on P ranks depends on the rule (formulas are in
+docs/explanation/scaling.md):
+
+    linear by weights alone     each rank's weighted sum of its rows is summed over the ranks
+    by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
+    by whole rows, and attacks  the first rank gets all rows, and computes what the first process of other engines does
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, Gram, column_blocks, screened
-from fedsim.aggregation.inputs import Reduce, keep_own
+from fedsim.aggregation.numerics.columns import Reduce, combine, keep_own
 from fedsim.aggregation.rules.averages import mean
-from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.group import Group, rows_at
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize, to_device
-
-
-class Aggregator(Protocol):
-    """From the workers' rows to the next global row, in the order in which a round calls the methods.
-
-    Attributes:
-        has_last: whether there is a last aggregated update, for rules and attacks that take it.
-        deferred_check: checks the rows of a round together, where that is possible.
-    """
-
-    has_last: bool
-    deferred_check: DeferredCheck | None
-
-    def sent_row(self, round: int) -> Tensor:
-        """The row [d] that the workers get in a round in which parameters are aggregated; read only."""
-
-    def begin(self, round: int, slots: Sequence[int]) -> None:
-        """Begin an aggregation with the rows that this process has trained: parameters become updates, in place."""
-
-    def rows_processed(self, slots: Sequence[int]) -> None:
-        """Note that processors have changed the rows at these slots, which this process has trained."""
-
-    def attack(self, context: AggregationContext) -> None:
-        """Replace the rows of the Byzantine workers, after the rows of all processes are ready."""
-
-    def aggregate(self, context: AggregationContext) -> AggregationStats:
-        """Apply the rule to the rows. Keeps the result for `server_step`."""
-
-    def server_step(self) -> None:
-        """Move the global row along the aggregated update."""
-
-    def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
-        """Update the global buffers from those of the cohort, without the excluded workers."""
-
-    def begin_with_parameters(self) -> None:
-        """Reset the states of rule and server after the last round in which gradients are aggregated."""
-
-    def rule_state(self) -> dict[str, Tensor]:
-        """A copy of the state of the rule, and of that of the attack under names that begin with "attack."."""
-
-    def restore_rule(self, state: dict[str, Tensor]) -> None:
-        """Continue with the states of the rule and of the attack."""
-
-    def states_by_columns(self) -> dict[str, Tensor]:
-        """Copies [d] of the optimizer states that ranks divide by columns; empty where memory is shared."""
-
-    def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        """Set them from such tensors."""
-
-    def train_losses(self) -> Tensor:
-        """Mean training losses of the last round [cohort], float64, by slot."""
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
@@ -115,38 +70,21 @@ def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
-def write_attacked(task: RunTask, shared: SharedState, index: Tensor | list[int], rows: Tensor) -> None:
-    """Write the rows of Byzantine workers; NaN if their messages, which an attack does not replace, are not finite."""
-    rows = rows.clone()
-    for message in shared.cohort.messages.values():
-        spoil(task, rows, message[index])
-    shared.cohort.rows[index] = rows
+def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
+    """The coefficients [n] of a rule that is `linear_by_weights`."""
+    total = 1.0 if task.experiment.weights == "inverse_probability" else None
+    return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
 
 
-def combines_buffers(task: RunTask, shared: SharedState) -> bool:
-    """Whether the buffers of workers are used after a round."""
-    return shared.server.buffers.numel() > 0 and task.experiment.buffers != "server"
+def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
+    """The inputs without the rows at the positions `bad`, which are not finite.
 
-
-def combine_buffers(
-    task: RunTask, shared: SharedState, context: AggregationContext, excluded: Collection[int], buffers: Tensor
-) -> None:
-    """Set the global buffers to the mean of `buffers` [n, b], weighted as rows are.
-
-    The buffers of excluded workers do not count, and with `nonfinite = "exclude"` neither do buffers with NaN or
-    infinity, which a Byzantine worker may send with a finite row. Without a worker that counts, the global buffers stay
-    as they are.
+    Raises DivergedError, with the round, if the task does not exclude them, or if no row is left.
     """
-    workers, weights = context.workers, context.weights
-    if task.experiment.nonfinite == "exclude":
-        unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
-        excluded = unfit.union(excluded)
-    if excluded:
-        kept = [place for place, worker in enumerate(workers) if worker not in excluded]
-        workers, buffers = [workers[place] for place in kept], buffers[kept]
-        weights = None if weights is None else weights[kept]
-    if workers and (weights is None or weights.any()):
-        shared.server.buffers.copy_(mean(buffers, weights))
+    try:
+        return screened(inputs, task.experiment.nonfinite, bad)[0]
+    except DivergedError as error:
+        raise DivergedError(error.what, error.remedy, context.moment[0]) from None
 
 
 class DeferredCheck:
@@ -218,68 +156,75 @@ class AttackedRows:
         return self._of_honest.extended(distinct).mixed(torch.eye(len(distinct), dtype=torch.double)[places])
 
 
-class RowAggregator:
-    """One process's share of an aggregation; see `Aggregator` for the methods of a round.
+class Aggregator:
+    """One process's share of the aggregations of a round, from the workers' rows to the next global row.
 
-    Each process applies a columnwise rule to its blocks of columns. Other rules, and attacks, need whole rows, so the
-    first process computes them.
+    Processes that share memory apply a columnwise rule to blocks of columns each. Other rules, and attacks, need whole
+    rows, so the first process computes them. Ranks have the rows of their own members, and exchange no more than the
+    rule needs.
 
     Args:
-        process: which share of the columns is this process's.
-        shared: with the rows of all members of the cohort.
-        root_slot: the slot of the server's own row, if it has one.
-        reduce: combines values of several aggregators that have some columns of the rows each.
+        group: the processes; all of them call each method at the same time.
 
     Attributes:
-        result: the aggregated update in this process's columns, after `aggregate`.
-        workers: of how many workers the last aggregation used the rows.
+        root_slot: the slot of the server's own row, if the rule takes it.
+        has_last: whether there is a last aggregated update, for rules and attacks that take it.
+        losses: [n], of the last aggregation, if the rule takes them.
+        deferred_check: checks the rows of a round together, where that is possible.
     """
 
-    def __init__(
-        self,
-        process: ProcessContext,
-        task: RunTask,
-        shared: SharedState,
-        root_slot: int | None,
-        reduce: Reduce = keep_own,
-    ) -> None:
-        self._task, self._shared, self._root_slot, self._reduce = task, shared, root_slot, reduce
-        cuts = column_blocks(
-            len(shared.server.row), process.index, process.count, n=len(shared.cohort.rows), device=task.device
-        )
-        self._blocks = list(cuts)
-        self._first = process.index == 0
+    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
+        self._group, self._task, self._shared = group, task, shared
+        n_rows, process = len(shared.cohort.workers), group.process
+        self.root_slot = n_rows if task.experiment.rule.accepts("root") else None
+        self._columns = columns = group.columns(len(shared.server.row))
+        width = columns.stop - columns.start
+        self._blocks = list(column_blocks(width, process.index, process.count, n=n_rows, device=task.device))
+        self._own_row = shared.server.row[columns]
+        self._sent = shared.server.row  # what the members of the round have started from
         self._state: dict[str, Tensor] = {}  # of the rule
         self._attack_state: dict[str, Tensor] = {}
         self._number = 0  # of aggregations so far, the same in every process
-        self.workers = 0  # whose rows the current aggregation uses
-        self._sync: Sync = task.sync_in(1)  # of the current aggregation
-        self._moment: tuple[int, ...] = (1,)  # of it
-        self._sent = shared.server.row
-        self._known_shares: tuple[Tensor | None, int, Tensor | None] = (None, 0, None)  # weights, rows, their shares
-        self.has_last = False
-        self.result: list[tuple[slice, Tensor]] = []
+        self._workers = 0  # whose rows the current aggregation uses
+        self._moment: tuple[int, ...] = (1,)  # of the current aggregation
+        self._gathered: Tensor | None = None  # the rows of the current aggregation in the first process
+        self._shares_by_weights = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
+        self._result: list[tuple[slice, Tensor]] = []  # columns, and the aggregated update in them
+        self._complete = False  # whether every process has the whole update
+        self.has_last, self.losses = False, shared.cohort.losses[:0]
         may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
         # An attack's state would be that of the repeated steps.
         may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
-        self.deferred_check = DeferredCheck(shared) if may_defer and task.experiment.rule.columnwise else None
+        may_defer = may_defer and task.experiment.rule.columnwise and not group.divided
+        self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:
-        server = self._task.server_at(round)
-        self._sent = server.broadcast(self._shared.server.row, self._shared.server.states["parameters"])
+        """The row [d] that the workers get in a round in which parameters are aggregated; read only."""
+        start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
+        self._sent = self._shared.server.row
+        if start is not self._own_row:
+            self._sent = torch.empty_like(self._sent)
+            self._sent[self._columns] = start
+            self._group.complete(self._sent)
         return self._sent
 
-    def begin(self, round: int, slots: Sequence[int]) -> None:
+    def begin(self, round: int, rows: Sequence[int]) -> None:
+        """Begin an aggregation with the rows that this process has trained: parameters become updates, in place."""
         self._number += 1
-        for run in _runs(slots) if self._task.sync_in(round) == "parameters" else ():
+        for run in _runs(rows) if self._task.sync_in(round) == "parameters" else ():
             self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
-        self.rows_processed(slots)
+        self.rows_changed(rows)
 
-    def rows_processed(self, slots: Sequence[int]) -> None:
-        for run in _runs(slots) if self._checks_now else ():  # a sum may overflow, so this is a suspicion only
-            sums = self._shared.cohort.rows[run.start : run.stop].sum(1)
-            suspects = (~sums.cpu().isfinite()).nonzero().flatten() + run.start
-            self._shared.cohort.unfit[suspects] = self._number
+    def rows_changed(self, rows: Sequence[int]) -> None:
+        """Note that the rows of these numbers, which this process has trained, have changed."""
+        self._gathered = None
+        cohort = self._shared.cohort
+        for run in _runs(rows) if self._checks_now else ():
+            cohort.unfit[run.start : run.stop] = 0
+            sums = cohort.rows[run.start : run.stop].sum(1).cpu()  # may overflow, so they are a suspicion only
+            for place in (~sums.isfinite()).nonzero().flatten().tolist():
+                if not cohort.rows[run.start + place].isfinite().all():
+                    cohort.unfit[run.start + place] = self._number
 
     @property
     def _checks_now(self) -> bool:
@@ -291,27 +236,41 @@ class RowAggregator:
         return self.deferred_check is not None and self.deferred_check.active
 
     def attack(self, context: AggregationContext) -> None:
-        task, shared = self._task, self._shared
+        """Replace the rows of the Byzantine workers, after the rows of all processes are ready."""
+        task, shared, group = self._task, self._shared, self._group
         workers = task.byzantine.in_round(context.moment[0])
         attackers = [worker in workers for worker in context.workers]
         byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
-        honest = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if not attacks]
-        if not self._first or not byzantine or (not honest and task.experiment.attack.component.needs_honest):
+        if not byzantine or (all(attackers) and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send what they have trained
-        index = to_device(torch.tensor(byzantine), task.device)
-        others = to_device(torch.tensor(honest, dtype=torch.int64), task.device)
-        attacked = AttackedRows(shared.cohort.rows, others, attackers)
+        self._read_losses(context)
+        rows = self.gathered(context)
+        group.at_first(lambda: self._write_byzantine(context, attackers, rows))
+        mine, sent = group.return_rows(rows, byzantine)
+        index = to_device(torch.tensor(mine, dtype=torch.int64), task.device)
+        for message in shared.cohort.messages.values():  # which an attack does not replace
+            spoil(task, sent, message[index])
+        shared.cohort.rows[index] = sent
+        if self._checks_now:
+            shared.cohort.unfit[mine] = torch.where(sent.isfinite().all(1).cpu(), 0, self._number)
 
-        def aggregate(rows: Tensor) -> Tensor:
-            shared.cohort.rows[index] = rows
-            inputs, bad = screened(self._inputs(context), "exclude")
+    def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
+        """Compute what the attackers send, from `rows` by slot, and write it to their rows."""
+        task, shared = self._task, self._shared
+        slots, of_attackers = torch.tensor(context.slots), torch.tensor(attackers)
+        index = to_device(slots[of_attackers], task.device)
+        attacked = AttackedRows(rows, to_device(slots[~of_attackers], task.device), attackers)
+
+        def aggregate(byzantine: Tensor) -> Tensor:
+            rows[index] = byzantine
+            inputs, bad = screened(self._inputs(context, rows), "exclude")
             if not bad and task.experiment.rule.accepts("gram"):
-                inputs.gram = attacked.gram(rows)
+                inputs.gram = attacked.gram(byzantine)
             return task.experiment.rule(inputs).update
 
-        rows, self._attack_state = task.experiment.attack.component(
+        byzantine, self._attack_state = task.experiment.attack.component(
             attacked.honest,
-            shared.cohort.rows[index],
+            rows[index],
             seed=task.experiment.seed,
             moment=context.moment,
             last=shared.server.last if self.has_last else None,
@@ -321,169 +280,211 @@ class RowAggregator:
         )
         personal = task.solver.personal_columns
         if personal.width:  # an attacker cannot send them
-            rows = rows.clone()
-            personal.write(rows, rows.new_zeros(personal.width))
-        write_attacked(task, shared, index, rows)
-        if self._checks_now:
-            finite = shared.cohort.rows[index].isfinite().all(1).cpu()
-            shared.cohort.unfit[byzantine] = torch.where(finite, 0, self._number)
+            byzantine = byzantine.clone()
+            personal.write(byzantine, byzantine.new_zeros(personal.width))
+        rows[index] = byzantine
 
-    def aggregate(self, context: AggregationContext, bad: list[int] | None = None) -> AggregationStats:
-        """Apply the rule to the rows. The first process returns the stats.
+    def aggregate(self, context: AggregationContext) -> AggregationStats:
+        """Apply the rule to the rows. Keeps the result for `server_step`. The first process returns the stats."""
+        rule, group = self._task.experiment.rule, self._group
+        self._moment = context.moment
+        if rule.linear_by_weights and group.divided:
+            return self._add_rows(context)
+        self._read_losses(context)
+        bad = self._bad(context)
+        self._workers = len(context.slots) - len(bad)
+        if rule.columnwise or (rule.by_parts and group.divided):
+            return self._aggregate_columns(context, bad)
+        rows = self.gathered(context)
+        stats = group.at_first(lambda: self._aggregate_whole_rows(context, rows, bad))
+        self._result = group.divide(self._result)
+        return stats or AggregationStats()
 
-        Args:
-            bad: positions of the rows that are not finite, if the caller knows them.
-        """
-        rule = self._task.experiment.rule
-        self._sync, self._moment = self._task.sync_in(context.moment[0]), context.moment
-        inputs, bad = self._screened(context, bad)
-        self.workers = len(inputs.updates)
+    def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
+        """A columnwise rule, in this process's blocks; in ranks also a rule of inner products, in their columns."""
+        rule, group, start = self._task.experiment.rule, self._group, self._columns.start
+        rows = group.columns_of(self._shared.cohort.rows, context.slots)
+        inputs = self._inputs(context, rows, group.reduce)
+        if self.deferred_check is not None and self._defers:
+            self.deferred_check.add(inputs.updates)
+        inputs = screen(self._task, context, inputs, bad)
         if rule.columnwise:
-            rows, shares = inputs.rows(), self._shares(context, inputs, bad)
-            self.result = [
-                (block, rule.of_columns(inputs.updates[:, block], rows, inputs, shares)) for block in self._blocks
+            lazy, shares = inputs.rows(), self._shares(context, inputs, bad)
+            self._result = [
+                (moved(block, start), rule.of_columns(inputs.updates[:, block], lazy, inputs, shares))
+                for block in self._blocks
             ]
-        elif self._first:
+        else:
             outcome = rule(inputs)
             self._state, shares = outcome.state, outcome.shares
-            self.result = [(slice(None), outcome.update)]
-        else:
-            return AggregationStats()
-        stats = _stats(context, bad, shares)
-        stats.metrics.record(inputs.metrics)
+            self._result = [(self._columns, outcome.update)]
+        return _stats(context, bad, shares, inputs)
+
+    def _aggregate_whole_rows(self, context: AggregationContext, rows: Tensor, bad: list[int]) -> AggregationStats:
+        """Any other rule, of `rows` by slot."""
+        inputs = screen(self._task, context, self._inputs(context, rows), bad)
+        outcome = self._task.experiment.rule(inputs)
+        self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
+        stats = _stats(context, bad, outcome.shares, inputs)
+        return stats.on_host() if self._group.divided else stats
+
+    def _add_rows(self, context: AggregationContext) -> AggregationStats:
+        """A linear rule, of which each rank sums its own rows.
+
+        If the server step keeps nothing, every rank gets the whole update. A rank with a row that is not finite makes
+        it NaN, and only then the ranks find out which rows those are. Otherwise each rank gets its columns.
+        """
+        task, shared, group = self._task, self._shared, self._group
+        if shared.server.states[task.sync_in(context.moment[0])]:
+            stats, total = self._sum_own_rows(context, self._bad(context))
+            self._result = [(self._columns, group.sum_columns(total))]
+            return stats
+        stats, total = self._sum_own_rows(context, [])
+        if (shared.cohort.unfit[group.here(context.slots)[1]] == self._number).any():
+            total.fill_(math.nan)
+        group.reduce(total)
+        if self._checks_now and not math.isfinite(total.sum()) and (bad := self._bad(context)):
+            stats, total = self._sum_own_rows(context, bad)
+            group.reduce(total)
+        self._result, self._complete = [(slice(0, len(total)), total)], True
         return stats
 
-    def linear_stats(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """The stats of a linear rule, from which the caller computes the result.
-
-        Args:
-            bad: positions of the rows that are not finite.
-        """
-        inputs, bad = self._screened(context, bad)
-        self.workers = len(inputs.updates)
-        return _stats(context, bad, self._shares(context, inputs, bad))
-
-    def set_result(self, context: AggregationContext, update: Tensor, bad: list[int]) -> None:
-        """Set the aggregated update [d], which the caller has computed without the rows at the positions `bad`."""
-        self.workers = len(context.slots) - len(bad)
-        self._sync, self._moment = self._task.sync_in(context.moment[0]), context.moment
-        self.result = [(slice(None), update)]
+    def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
+        """The stats of a linear rule, and this rank's part [d] of its result."""
+        no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
+        inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
+        stats = _stats(context, bad, self._shares(context, inputs, bad), inputs)
+        assert stats.shares is not None
+        self._workers = len(inputs.updates)
+        places, rows = self._group.here(context.slots)
+        shares = torch.tensor([stats.shares[place] for place in places], dtype=torch.double)
+        return stats, combine(shares, rows_at(self._shared.cohort.rows, rows))
 
     def server_step(self) -> None:
-        task, shared = self._task, self._shared
-        for block, update in self.result:
+        """Move the global row along the aggregated update."""
+        task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
+        sync, solver = task.sync_in(self._moment[0]), task.solver_at(*self._moment)
+        corrects = sync == "parameters" and solver.has("correct")
+        kept = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
+        for block, update in self._result:
             if task.keeps_last:
-                shared.server.last[block] = update
-            self._correct(update, block)
-            task.stepper_at(self._moment).step(shared.server.row[block], update, self._state_of(block))
-        self.result = []
-        self.has_last = task.keeps_last
-
-    def _correct(self, update: Tensor, block: slice) -> None:
-        """Let the client algorithm correct an update in place."""
-        shared, algorithm = self._shared, self._task.solver_at(*self._moment)
-        if self._sync == "parameters" and algorithm.has("correct"):
-            d = len(shared.server.row)
-            server = {name: kept[block] if len(kept) == d else kept for name, kept in shared.server.algorithm.items()}
-            algorithm.correct(update, server, self.workers, len(shared.data.shards))
+                server.last[block] = update
+            if corrects:
+                columns = {name: row[block] for name, row in kept.items()}
+                solver.correct(update, server.algorithm | columns, self._workers, workers)
+            task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
+        for row in (server.row, *[server.last] * task.keeps_last, *kept.values()) if not self._complete else ():
+            self._group.complete(row)
+        self._result, self._complete, self.has_last = [], False, task.keeps_last
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
-        if self._first and combines_buffers(self._task, self._shared):
-            buffers = self._shared.cohort.buffers[: len(context.slots)]
-            combine_buffers(self._task, self._shared, context, excluded, buffers)
+        """Set the global buffers to the mean of those of the cohort, weighted as rows are.
+
+        The buffers of excluded workers do not count, and with `nonfinite = "exclude"` neither do buffers with NaN or
+        infinity, which a Byzantine worker may send with a finite row. Without a worker that counts, the global buffers
+        stay as they are.
+        """
+        task, shared = self._task, self._shared
+        if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "server":
+            return
+        workers, weights = context.workers, context.weights
+        buffers = self._group.of_all(shared.cohort.buffers, context.slots)
+        if task.experiment.nonfinite == "exclude":
+            unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
+            excluded = unfit.union(excluded)
+        if excluded:
+            kept = [place for place, worker in enumerate(workers) if worker not in excluded]
+            workers, buffers = [workers[place] for place in kept], buffers[kept]
+            weights = None if weights is None else weights[kept]
+        if workers and (weights is None or weights.any()):
+            shared.server.buffers.copy_(mean(buffers, weights))
+
+    def begin_with_parameters(self) -> None:
+        """Reset the states of rule and server after the last round in which gradients are aggregated."""
+        self._state, self._attack_state, self.has_last = {}, {}, False
+        for block in self._blocks:
+            block = moved(block, self._columns.start)
+            start = self._task.experiment.server.component.start(self._shared.server.row[block])
+            for name, tensor in self._state_of("parameters", block).items():
+                tensor.copy_(start[name])
+        synchronize(self._task.device)
 
     def rule_state(self) -> dict[str, Tensor]:
+        """A copy of the state of the rule, and of that of the attack under names that begin with "attack."."""
         named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}
         return {name: tensor.clone() for name, tensor in named.items()}
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
+        """Continue with the states of the rule and of the attack."""
         self._state, self._attack_state = {}, {}
-        for name, tensor in state.items() if self._first else ():
-            of_attack = name.startswith("attack.")
-            kept = self._attack_state if of_attack else self._state
+        for name, tensor in state.items() if self._group.computes else ():
+            kept = self._attack_state if name.startswith("attack.") else self._state
             kept[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
-    def states_by_columns(self) -> dict[str, Tensor]:
-        return {}
+    def gathered(self, context: AggregationContext) -> Tensor:
+        """The rows of an aggregation, and the server's own, by slot in the first process."""
+        if self._gathered is None:
+            slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
+            self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
+        return self._gathered
 
-    def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        """Do nothing: optimizer states lie whole in the shared memory."""
+    def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
+        """The optimizer's state in these columns of the global row."""
+        place = moved(block, -self._columns.start)
+        return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
 
-    def train_losses(self) -> Tensor:
-        return self._shared.cohort.train_loss
-
-    def begin_with_parameters(self) -> None:
-        self._state, self._attack_state, self.has_last, self._sync = {}, {}, False, "parameters"
-        for block in self._blocks:
-            start = self._task.experiment.server.component.start(self._shared.server.row[block])
-            for name, tensor in self._state_of(block).items():
-                tensor.copy_(start[name])
-        synchronize(self._task.device)
-
-    def _state_of(self, block: slice) -> dict[str, Tensor]:
-        return {name: tensor[block] for name, tensor in self._shared.server.states[self._sync].items()}
-
-    def _inputs(self, context: AggregationContext) -> AggregationInputs:
-        task, shared = self._task, self._shared
-        slots = list(context.slots)
+    def _inputs(self, context: AggregationContext, rows: Tensor, reduce: Reduce = keep_own) -> AggregationInputs:
+        """The inputs of the rule, of rows by slot."""
+        task = self._task
         return AggregationInputs(
-            updates=_rows_at(shared.cohort.rows, slots),
+            updates=rows_at(rows, context.slots),
             weights=context.weights,
-            root=None if self._root_slot is None else shared.cohort.rows[self._root_slot],
-            losses=shared.cohort.losses[slots] if task.experiment.rule.accepts("losses") else None,
+            root=None if self.root_slot is None else rows[self.root_slot],
+            losses=self.losses if task.experiment.rule.accepts("losses") else None,
             workers=list(context.workers),
             seed=task.experiment.seed,
             moment=context.moment,
             state=self._state,
-            last=shared.server.last if self.has_last else None,
+            last=self._shared.server.last if self.has_last else None,
             local_lr=task.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
-            reduce=self._reduce,
+            reduce=reduce,
             weight_total=1.0 if task.experiment.weights == "inverse_probability" else None,
         )
 
+    def _read_losses(self, context: AggregationContext) -> None:
+        if self._task.experiment.rule.accepts("losses"):
+            self.losses = self._group.of_all(self._shared.cohort.losses, context.slots)
+
+    def _bad(self, context: AggregationContext) -> list[int]:
+        """The positions of the rows that are not finite."""
+        if not self._checks_now:
+            return []
+        unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
+        return (unfit == self._number).nonzero().flatten().tolist()
+
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
-        """The shares of a linear rule; those of the step before if only the weights determine them."""
+        """The shares of a linear rule."""
         if bad or not self._task.experiment.rule.linear_by_weights:
             return self._task.experiment.rule.shares(inputs)
-        weights, n, shares = self._known_shares
-        if context.weights is not weights or len(context.slots) != n:
-            shares = self._task.experiment.rule.shares(inputs)
-            self._known_shares = context.weights, len(context.slots), shares
-        return shares
-
-    def _screened(self, context: AggregationContext, bad: list[int] | None) -> tuple[AggregationInputs, list[int]]:
-        """The inputs without rows that are not finite, and the positions of these."""
-        inputs = self._inputs(context)
-        if self.deferred_check is not None and self.deferred_check.active:
-            self.deferred_check.add(inputs.updates)
-            return inputs, []
-        if bad is None and not (self._shared.cohort.unfit[list(context.slots)] == self._number).any():
-            return inputs, []
-        try:
-            return screened(inputs, self._task.experiment.nonfinite, bad)
-        except DivergedError as error:
-            raise DivergedError(error.what, error.remedy, context.moment[0]) from None
+        return self._shares_by_weights(context.weights, len(context.slots))
 
 
-def _stats(context: AggregationContext, bad: list[int], shares: Tensor | None) -> AggregationStats:
+def moved(block: slice, by: int) -> slice:
+    """The same number of columns, which begin `by` columns later."""
+    return slice(block.start + by, block.stop + by)
+
+
+def _stats(
+    context: AggregationContext, bad: list[int], shares: Tensor | None, inputs: AggregationInputs
+) -> AggregationStats:
     """Stats if the rows at the positions `bad` were excluded, and the others had these shares."""
-    excluded = [context.workers[place] for place in bad]
-    if shares is None:
-        return AggregationStats(None, excluded)
-    values = iter(shares.tolist())
-    return AggregationStats([0.0 if place in bad else next(values) for place in range(len(context.slots))], excluded)
-
-
-def _rows_at(rows: Tensor, slots: list[int]) -> Tensor:
-    """The rows at these slots; a view if the slots are consecutive."""
-    if slots == list(range(slots[0], slots[-1] + 1)):
-        return rows[slots[0] : slots[-1] + 1]
-    return _copies_of(rows, slots)
-
-
-def _copies_of(rows: Tensor, slots: list[int]) -> Tensor:
-    return rows[to_device(torch.tensor(slots, dtype=torch.int64), rows.device)]
+    stats = AggregationStats(excluded=[context.workers[place] for place in bad])
+    if shares is not None:
+        values = iter(shares.tolist())
+        stats.shares = [0.0 if place in bad else next(values) for place in range(len(context.slots))]
+    stats.metrics.record(inputs.metrics)
+    return stats
 
 
 def _runs(slots: Sequence[int]) -> list[range]:

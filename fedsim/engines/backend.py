@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.group import Group, LocalGroup
+from fedsim.engines.group import Group
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
@@ -97,7 +97,7 @@ class InProcess(Backend):
         self.executor = make(group, task, shared, make_trainer, self.states)
 
     def new_group(self, task: RunTask) -> Group:
-        return LocalGroup(ProcessContext.alone(), task.device)
+        return Group(ProcessContext.alone(), task.device)
 
     def new_states(self, task: RunTask, group: Group) -> WorkerStates:
         return WorkerStates.of(task, self.shared)

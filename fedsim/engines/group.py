@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedsim.engines.aggregator import Aggregator, RowAggregator
 from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.round_stats import AggregationContext, AggregationStats
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.sequential import Trainer
-from fedsim.system.devices import synchronize
+from fedsim.system.devices import synchronize, to_device
 
 T = TypeVar("T")
 
@@ -23,20 +18,31 @@ SLOT = 2**14  # bytes that a process of a pool sends to the others at once
 LENGTH = 8  # bytes of the length of a message
 
 
-class Group(Protocol):
-    """One process among those that compute a task. All of them call each method at the same point of a round.
+class Group:
+    """The processes that compute a task, on one machine and with the same tensors; one process is a group too.
+
+    All processes call each method at the same point of a round. Rows are addressed by slot: the number of a member in
+    the cohort, and after the cohort the server's own row. Here the rows of all members lie in memory that all processes
+    share, so most methods return what they get. `Ranks` overrides those that differ where each process has the rows of
+    its own members.
+
+    Args:
+        mailbox: bytes [count, SLOT] that all processes map; None for one process.
 
     Attributes:
-        process: its heartbeats.
+        process: its heartbeats, and its share of what the processes that share memory divide among them.
         index, count: its share of the members and of the test batches.
         computes: whether this process computes what is computed once in each memory: the first process of those that
             share memory, and every rank.
+        divided: whether each process has rows of its own, and its own columns of the optimizer's state.
     """
 
-    process: ProcessContext
-    index: int
-    count: int
-    computes: bool
+    divided = False
+
+    def __init__(self, process: ProcessContext, device: torch.device, mailbox: Tensor | None = None) -> None:
+        self.process, self.index, self.count = process, process.index, process.count
+        self.computes, self._device = process.index == 0, device
+        self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
     def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
         """The members that this process trains.
@@ -47,60 +53,81 @@ class Group(Protocol):
 
         Returns the position of each in `slots`, and the row of `SharedState.rows` that it trains.
         """
+        return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
-    def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> Aggregator:
-        """Make the aggregator; `has_root` if the server has a row of its own."""
+    def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The positions of the slots whose rows are in this memory, and the numbers of these rows."""
+        return list(range(len(slots))), list(slots)
 
-    def average_gradients(
-        self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer
-    ) -> AggregationStats | None:
-        """Train a step of synchronous SGD without rows of single workers; None if this needs rows."""
+    def columns(self, d: int) -> slice:
+        """The columns of the global row [d] whose optimizer state is in this memory."""
+        return slice(0, d)
+
+    def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
+        """The values [n, ...] of these slots, from `values` [rows, ...] of each memory; read only."""
+        return rows_at(values, slots)
+
+    def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
+        """The sum [w] of the rows at these slots, of `rows` [rows, w] in each memory."""
+        return rows[list(slots)].sum(0)
+
+    def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
+        """All rows at these slots, in the `columns` of this process; by slot."""
+        return rows
+
+    def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
+        """All rows at these slots, whole and by slot, in the first process; elsewhere the result is of no use."""
+        return rows
+
+    def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
+        """What the first process has at these slots, in the processes that write it to their rows.
+
+        Args:
+            rows: the result of `gather_rows`.
+
+        Returns the numbers of the rows to write here, and a copy of what to write.
+        """
+        mine = list(slots) if self.computes else []
+        return mine, _copies_of(rows, mine)
+
+    def at_first(self, work: Callable[[], T]) -> T | None:
+        """Do work in the first process. Returns its result there, and in ranks everywhere."""
+        return work() if self.computes else None
+
+    def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
+        """Columns, and the update in them, of those that this process moves.
+
+        Args:
+            update: all columns and the whole update in the first process, elsewhere nothing.
+        """
+        return update
+
+    def complete(self, row: Tensor) -> None:
+        """Set the columns of the other processes in a row [d] in which each process has set its `columns`."""
+
+    def reduce(self, values: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum or the maximum over processes that have different rows or columns, in place."""
+        return values
+
+    def sum_columns(self, row: Tensor) -> Tensor:
+        """The sum over such processes of rows [d], in the `columns` of this process."""
+        return row
+
+    def states_by_columns(self) -> dict[str, Tensor]:
+        """Copies [d] of the optimizer states that ranks divide by columns; empty where memory is shared."""
+        return {}
+
+    def load_columns(self, tensors: dict[str, Tensor]) -> None:
+        """Set these states from such tensors."""
 
     def barrier(self) -> None:
         """Wait until all processes have arrived, and see what they have written."""
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all processes, in their order, in each of them."""
-
-    def from_first(self, value: T) -> T:
-        """The value of the first process, in each of them; ranks have it already."""
-
-    def collect(self, values: Tensor) -> None:
-        """Give every process all rows of `values`, of which process i has computed rows i, i + count, ..."""
-
-    def describe_failure(self) -> str:
-        """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""
-
-
-class LocalGroup:
-    """The processes of one machine, which work on the same tensors; one process is a group too. See `Group`.
-
-    Args:
-        mailbox: bytes [count, SLOT] that all processes map; None for one process.
-    """
-
-    def __init__(self, process: ProcessContext, device: torch.device, mailbox: Tensor | None = None) -> None:
-        self.process, self.index, self.count = process, process.index, process.count
-        self.computes, self._device = process.index == 0, device
-        self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
-
-    def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-        return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
-
-    def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> Aggregator:
-        return RowAggregator(self.process, task, shared, len(shared.cohort.rows) - 1 if has_root else None)
-
-    def average_gradients(
-        self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer
-    ) -> AggregationStats | None:
-        return None
-
-    def barrier(self) -> None:
         if self.count > 1:
             synchronize(self._device)
         self.process.barrier.wait()
 
     def gather(self, value: T) -> list[T]:
+        """The values of all processes, in their order, in each of them."""
         if self.count == 1:
             return [value]
         data, received = pickle.dumps(value), [bytearray() for _ in self._boxes]
@@ -118,12 +145,14 @@ class LocalGroup:
         return [pickle.loads(parts) for parts in received]
 
     def from_first(self, value: T) -> T:
+        """The value of the first process, in each of them; ranks have it already."""
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
-        """Do nothing: all processes write to the same memory."""
+        """Give every process all rows of `values`, of which process i has computed rows i, i + count, ..."""
 
     def describe_failure(self) -> str:
+        """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""
         table = self.process.table
         worker = table.worker(self.index)
         return f"{worker} failed" if worker else f"failed {table.activity(self.index)}"
@@ -150,3 +179,15 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
         assignments[process].append(item)
         loads[process] += costs[item]
     return [sorted(items) for items in assignments]
+
+
+def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
+    """The rows at these slots; a view if the slots are consecutive."""
+    slots = list(slots)
+    if not slots or slots == list(range(slots[0], slots[-1] + 1)):
+        return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]
+    return _copies_of(rows, slots)
+
+
+def _copies_of(rows: Tensor, slots: list[int]) -> Tensor:
+    return rows[to_device(torch.tensor(slots, dtype=torch.int64), rows.device)]

@@ -131,10 +131,6 @@ class WorkerStates:
         if self._shared:
             self.add([worker for worker in cohort if worker not in excluded])
 
-    def sums(self, messages: State, slots: Sequence[int]) -> State:
-        """The sums [w] of the messages [n, w] at these slots."""
-        return {name: rows[slots].sum(0) for name, rows in messages.items()}
-
     def add(self, workers: Sequence[int]) -> list[int]:
         """Make room for workers that have none; those workers."""
         new = [worker for worker in workers if worker not in self._places] if self.initial else []

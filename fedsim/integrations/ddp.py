@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fedsim.aggregation import aggregate
+from fedsim.aggregation.containers import as_rows
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
 from fedsim.errors import ExperimentError
@@ -145,18 +146,13 @@ def set_gradients(
     >>> weight.grad
     tensor([2., 2.])
     """
-    parameters, rows = list(parameters), []
+    parameters, updates = list(parameters), []
     for worker, given in enumerate(gradients):
         if len(given) != len(parameters):
             raise ExperimentError(f"gradients[{worker}]: {len(parameters)} parameters need as many, not {len(given)}")
-        row = []
-        for index, (like, gradient) in enumerate(zip(parameters, given, strict=True)):
-            gradient = torch.zeros_like(like) if gradient is None else gradient
-            if gradient.shape != like.shape:
-                wanted = f"{tuple(like.shape)} like its parameter, not {tuple(gradient.shape)}"
-                raise ExperimentError(f"gradients[{worker}][{index}]: must have shape {wanted}")
-            row.append(gradient.detach().reshape(-1))
-        rows.append(torch.cat(row))
-    update = aggregate(torch.stack(rows), weights, rule, **options)
-    for parameter, part in zip(parameters, update.split([each.numel() for each in parameters]), strict=True):
-        parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        pairs = zip(parameters, given, strict=True)
+        updates.append([torch.zeros_like(like) if gradient is None else gradient for like, gradient in pairs])
+    _, form = as_rows([parameters], "parameters")
+    rows, _ = as_rows(updates, "gradients", form)
+    for parameter, gradient in zip(parameters, form.rebuild(aggregate(rows, weights, rule, **options)), strict=True):
+        parameter.grad = gradient

@@ -1,6 +1,5 @@
 """Processors: what is done to each update before it is aggregated, such as compression, clipping and noise."""
 
-from fedsim.processing import processors  # noqa: F401  (registers the processors)
-from fedsim.processing.processor import UpdateProcessor, apply_chain, initial_residuals, processor
+from fedsim.processing.processors import UpdateProcessor, apply_chain, initial_residuals, processor
 
 __all__ = ["UpdateProcessor", "apply_chain", "initial_residuals", "processor"]

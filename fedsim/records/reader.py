@@ -117,9 +117,7 @@ class Run:
         """
         history, torn = read_metrics(folder / METRICS) if is_file(folder / METRICS) else ([], False)
         experiment = read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {}
-        failure = None
-        if in_comparison and is_file(folder / ERROR):
-            failure = error_line(read_file(folder / ERROR, MOST_ERROR_BYTES).decode(errors="replace"))
+        failure = failure_in(folder) if in_comparison else None
         run = cls(folder, experiment, history, torn, failure=failure, **in_comparison)
         _ = run.environment, run.partition, run.workers  # damage in these files is an error now, and not later
         return run
@@ -266,6 +264,9 @@ def _validated(model: type[Model], path: Path, most: int) -> Model:
         raise RecordError(f"{path}: {first_problem(error)}") from None
 
 
-def error_line(text: str) -> str:
-    """The first line of a text that says why a run failed."""
+def failure_in(folder: Path) -> str | None:
+    """Return the first line of the reason why the run in a folder failed; None if it did not fail."""
+    if not is_file(folder / ERROR):
+        return None
+    text = read_file(folder / ERROR, MOST_ERROR_BYTES).decode(errors="replace")
     return printable(text.strip().partition("\n")[0])

@@ -1,4 +1,5 @@
-"""The rows of a comparison: statistics and curves over seeds, the best of each group, and the choices along axes.
+"""The rows of a comparison: statistics and curves over seeds, the best of each group, curves and
+breaking points along an axis of numbers, and the choices along axes.
 
 Along an axis, the value with the best validation result may be chosen, or the worst case. A choice leaves the runs of
 one value for each combination of the compared axes. These runs are compared as if the axis did not exist.
@@ -8,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import StrictBool
@@ -21,6 +22,7 @@ from fedsim.records.numbers import places_on
 from fedsim.records.record import Metric, Number, metric_called, score_in
 
 SEED = "seed"  # the axis over which results are averaged
+FEWEST_VALUES = 3  # of an axis of numbers, from which there is a curve over them
 TEST, VALIDATION = "test_", "validation_"  # how the names of results begin
 
 
@@ -165,11 +167,6 @@ class Group(list[Row]):
         """The best row that is significantly different from the best."""
         return next((row for row in self.ranked[1:] if row not in self.tied), None)
 
-    @property
-    def tied_text(self) -> str:
-        """How many rows are tied with the best, for a cell: `~ +2 tied`; empty if none is."""
-        return f"~ +{len(self.tied)} tied" if self.tied else ""
-
 
 def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, chosen: Iterable[str] = ()) -> list[Row]:
     """The rows of these runs, one for each combination of the values on these axes, in the order of the runs.
@@ -237,6 +234,88 @@ def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray
     points = list(zip(places_on(scale, run.progress, run.history), map(metric.read, run.history), strict=True))
     x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
     return x, y
+
+
+def is_numeric(values: Sequence[Any]) -> bool:
+    """Whether all values of an axis are finite numbers.
+
+    >>> is_numeric([1, 2.5]), is_numeric([True, 1]), is_numeric([1, float("inf")]), is_numeric(["mean"])
+    (True, False, False, False)
+    """
+    return all(
+        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) < math.inf for each in values
+    )
+
+
+def numeric_axes(axes: Mapping[str, Sequence[Any]], compared: Sequence[str]) -> list[str]:
+    """The compared axes of three or more numbers."""
+    return [key for key in compared if len(axes[key]) >= FEWEST_VALUES and is_numeric(axes[key])]
+
+
+def value_curves(rows: Iterable[Row], key: str) -> list[list[Row]]:
+    """Return the rows that differ in one of the compared axes only, in the order of its values.
+
+    There is one list for each combination of the values on the other axes.
+    """
+    curves: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        others = tuple(place for axis, place in zip(row.point, row.place, strict=True) if axis != key)
+        curves.setdefault(others, []).append(row)
+    return [sorted(curve, key=lambda row: row.point[key]) for curve in curves.values()]
+
+
+def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
+    """Return the mean of the compared number in the last round at each value of `key` where it is complete, or None."""
+    known = [(row.point[key], score.values) for row in curve if (score := row.score) and row.is_complete(score)]
+    if not known:
+        return None
+    x, values = np.array([float(value) for value, _ in known]), np.array([scores for _, scores in known]).T
+    return MeanCurve([(x, of_seed) for of_seed in values], x, values, *mean_and_half_width(values))
+
+
+class BreakingPoint(NamedTuple):
+    """Where the mean test result of the last round misses a target, along the values of an axis.
+
+    With a run that diverged, or whose result is not finite, a value misses it.
+
+    Attributes:
+        breaks_at: the smallest value from which on all means miss the target; None if that of the largest reaches it.
+        reached_at: the largest value whose mean reaches the target; None if none does.
+        missed_below: the values below `reached_at` whose means miss it: with any, the curve is not monotone.
+        no_result: the values of which a run failed; they count in none of the others.
+    """
+
+    breaks_at: float | None
+    reached_at: float | None
+    missed_below: list[float]
+    no_result: list[float]
+
+    @property
+    def text(self) -> str:
+        """`5`, `none up to 10, but missed at 1`, `0.5, the smallest value`."""
+        if self.breaks_at is not None:
+            text = f"{self.breaks_at}" + (", the smallest value" if self.reached_at is None else "")
+        else:
+            text = "unknown" if self.reached_at is None else f"none up to {self.reached_at}"
+        also = " also" if self.breaks_at is not None else ""
+        text += f", but{also} missed at {', '.join(map(str, self.missed_below))}" if self.missed_below else ""
+        return text + (f"; no result at {', '.join(map(str, self.no_result))}" if self.no_result else "")
+
+
+def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) -> BreakingPoint:
+    """Return where a curve along `key` misses a test accuracy, or a test loss of a task without accuracy."""
+    reached, missed, unknown = list[float](), list[float](), list[float]()
+    for row in curve:
+        mean = row.metrics.get(test.key)
+        reaches = mean is not None and row.is_complete(mean) and test.reaches(mean.mean, target)
+        (reached if reaches else missed if len(row.finished) == len(row.runs) else unknown).append(row.point[key])
+    reached_at = max(reached, default=None)
+    return BreakingPoint(
+        breaks_at=min((value for value in missed if reached_at is None or value > reached_at), default=None),
+        reached_at=reached_at,
+        missed_below=[value for value in missed if reached_at is not None and value < reached_at],
+        no_result=unknown,
+    )
 
 
 @dataclass(frozen=True)

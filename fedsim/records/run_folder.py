@@ -107,9 +107,9 @@ class RunFolder:
         environment = {**describe_environment(), **facts}
         if self.resumes:
             environment = self._resumed_environment(environment, len(history))
-        self._write(EXPERIMENT, to_toml(experiment).encode())
-        self._write(ENVIRONMENT, to_json(environment, indent=2).encode())
-        self._write(METRICS, "".join(map(to_line, history)).encode())
+        self.write(EXPERIMENT, to_toml(experiment).encode())
+        self.write(ENVIRONMENT, to_json(environment, indent=2).encode())
+        self.write(METRICS, "".join(map(to_line, history)).encode())
         with contextlib.suppress(OSError):
             (self.path / ERROR).unlink(missing_ok=True)  # of an earlier attempt
         try:
@@ -177,7 +177,7 @@ class RunFolder:
         `workers` names the workers of the rows, if they are a sample of a larger population.
         """
         sample = {} if workers is None else {"population": population, "workers": workers}
-        self._write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
+        self.write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
 
     def updates(self, round: int, kept: dict[str, Tensor]) -> None:
         """Write the inputs of the rule in a round, for `fedsim replay`.
@@ -185,26 +185,23 @@ class RunFolder:
         updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] if the rule
         takes them.
         """
-        self._write(UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
+        self.write(UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
 
     def model(self, model: nn.Module) -> None:
         """Write the tensors of the model's state dict: parameters and buffers."""
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        self._write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
+        self.write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def race_log(self, csv: bytes) -> None:
         """Write the order of arrivals in a race, for `clock.log`."""
-        self._write(RACE_LOG, csv)
+        self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:
         """Write the tests of single workers after a round."""
-        self._write(WORKERS.format(round=results.round), workers_csv(results).encode())
+        self.write(WORKERS.format(round=results.round), workers_csv(results).encode())
 
-    def figure(self, name: str, content: bytes, format: str) -> None:
-        """Write a figure in one format: `curve` of the history, or `workers` of the last tests of single workers."""
-        self._write(f"{name}.{format}", content)
-
-    def _write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes) -> None:
+        """Write another file, such as a figure."""
         write_atomically(self.path / name, content)
         self._written.append(self.path / name)
 

@@ -11,8 +11,7 @@ from fedsim.comparison.tables import Cell, answer, breaking_points, columns, fil
 from fedsim.core.confidence import FEWEST_FOR_BAND
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run, StoredPartition
-from fedsim.records.rows import SEED
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.rows import SEED, numeric_axes
 from fedsim.report import on_page
 
 MINUS = "\N{MINUS SIGN}"

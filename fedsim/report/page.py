@@ -16,8 +16,8 @@ from typing import Any
 
 from fedsim.comparison.results import read_records
 from fedsim.records.reader import Run
-from fedsim.report.figure import CONFIG, TEMPLATES
 from fedsim.report.grid_page import grid_page
+from fedsim.report.on_page import CONFIG, TEMPLATES
 from fedsim.report.run_page import run_page
 from fedsim.system.files import write_atomically
 from fedsim.system.packages import import_extra

@@ -16,7 +16,8 @@ from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
 from fedsim.data import Shards
-from fedsim.engines.aggregator import DeferredCheck, set_cohort_weights, weights_of
+from fedsim.engines.aggregator import Aggregator, DeferredCheck, set_cohort_weights, weights_of
+from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor, MakeTrainer
 from fedsim.engines.group import Group
@@ -59,7 +60,7 @@ class Simulation(Executor):
         experiment, self.timer = task.experiment, PhaseTimer()
         self.draw = cohorts_of(experiment, shared.data.shards)
         self.clock = RoundClock.of(task, shared) if experiment.mode == "clock" else None
-        self.aggregator = group.aggregator(task, shared, has_root=self.batch_source.root is not None)
+        self.aggregator = Aggregator(group, task, shared)
         self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
         self.loss_on_samples = SampleLosses(task, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
@@ -102,7 +103,7 @@ class Simulation(Executor):
         work = self.work_of(cohort, round)
         self.pass_time(work, sent, round)
         counted = [0 if worker in stats.excluded else samples for worker, (_, samples) in work.items()]
-        train_loss = mean_loss(self.aggregator.train_losses(), counted)
+        train_loss = mean_loss(group.of_all(shared.cohort.train_loss, whole.slots), counted)
         group.barrier()  # the tests of single workers overwrite the rows
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
@@ -167,10 +168,9 @@ class Simulation(Executor):
         of_round = GradientRoundStats(cohort)
         self.trainer.begin_gradient_round(mine)
         for step, context in enumerate(self.contexts_of_steps(cohort, round)):
-            averaged = self.group.average_gradients(self.task, step, context, self.trainer)
-            if averaged is not None:
+            if isinstance(self.trainer, ParallelTrainer):  # there are no rows of single workers
                 of_round.sent.add(len(context.slots), len(context.slots) * self.shared.server.row.nbytes)
-                of_round.add(context, averaged)
+                of_round.add(context, self.trainer.step_along_mean(step, context))
                 continue
             with self.in_precision():
                 self.trainer.gradients(step)
@@ -238,8 +238,8 @@ class Simulation(Executor):
             if solver.has("receive_gradients"):
                 self.group.barrier()
                 if self.group.computes:
-                    sums = self.states.sums({"gradient": shared.cohort.full_gradients}, range(len(cohort)))
-                    solver.receive_gradients(shared.server.algorithm, sums["gradient"] / len(cohort))
+                    total = self.group.sum_of(shared.cohort.full_gradients, range(len(cohort)))
+                    solver.receive_gradients(shared.server.algorithm, total / len(cohort))
                 self.group.barrier()
         for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
@@ -271,7 +271,7 @@ class Simulation(Executor):
                     for whole, part in zip(wholes, parts, strict=True):
                         sent_columns.write(whole, part)
             sent.add(1, nbytes, metrics)
-        self.aggregator.rows_processed([member.slot for member in mine])
+        self.aggregator.rows_changed([member.slot for member in mine])
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Give the server the messages of the workers that were not excluded."""
@@ -279,7 +279,7 @@ class Simulation(Executor):
             slots = [
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
             ]
-            sums = self.states.sums(self.shared.cohort.messages, slots)
+            sums = {name: self.group.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
             solver, workers = self.task.solver_at(*context.moment), len(self.shared.data.shards)
             solver.receive(self.shared.server.algorithm, sums, len(slots), workers)
         self.group.barrier()
@@ -385,7 +385,7 @@ class Simulation(Executor):
         """Return the members of the cohort that this process trains, and the server if it has its own row here."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
-            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.rows) - 1]
+            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]
         steps = [self.task.schedule.of(k, round).steps_for(self.batch_source.size(k)) for k in workers]
         return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
 
@@ -440,7 +440,7 @@ class Simulation(Executor):
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
         facts = {"has_last": self.aggregator.has_last, "syncs": list(self.shared.server.states), **clock}
-        return facts, rule, self.aggregator.states_by_columns()
+        return facts, rule, self.group.states_by_columns()
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
@@ -450,7 +450,7 @@ class Simulation(Executor):
         Args:
             workers: those that have state, in the order of their places.
         """
-        self.aggregator.load_columns(columns)
+        self.group.load_columns(columns)
         self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in rule.items()})
         self.aggregator.has_last = facts["has_last"]
         self.states.follow(workers)
@@ -481,12 +481,12 @@ def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
     """Mean training loss per sample.
 
     Args:
-        losses: of each member of the cohort, float64.
+        losses: of each member, float64.
         samples: the number that each member saw. Members without samples do not count.
     """
     weights = torch.tensor(samples, dtype=torch.double)
     counted = weights > 0
-    return float(weights[counted] @ losses[: len(weights)][counted] / weights.sum())
+    return float(weights[counted] @ losses[counted] / weights.sum())
 
 
 def metrics_of(results: WorkerResults | None) -> dict[str, float]:

@@ -11,12 +11,10 @@ from typing import Any
 
 from fedsim.callbacks.callback import Callback, CurrentRun, FunctionCallback, UserCallbacks
 from fedsim.callbacks.checkpoints import Checkpoints
-from fedsim.callbacks.early_stopping import StopEarly
-from fedsim.callbacks.kept_updates import KeptUpdates
+from fedsim.callbacks.early_stopping import FinalWorkerTests, StopEarly
 from fedsim.callbacks.loggers import Loggers
 from fedsim.callbacks.notebook import display_of
-from fedsim.callbacks.records import Recorder
-from fedsim.callbacks.worker_tests import FinalWorkerTests
+from fedsim.callbacks.records import KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about

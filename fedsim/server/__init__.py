@@ -1,6 +1,6 @@
 """The server: server optimizers, which move the global row by the aggregate, and cohort strategies."""
 
-from fedsim.server import availability, cohort, fedopt  # noqa: F401  (register their plugs)
+from fedsim.server import availability  # noqa: F401  (registers its strategies)
 from fedsim.server.cohort import (
     Cohort,
     CohortSampler,

@@ -47,10 +47,6 @@ class CohortStrategy(Component):
         """`sampling.strategy = "by_size"`, for errors."""
         return f"sampling.strategy = {show(self.name)}"
 
-    def known_ahead(self, *, timed: bool) -> bool:
-        """Whether a cohort does not depend on earlier rounds; `timed` if `now` are virtual seconds."""
-        return "losses" not in self.accepts and not (timed and "now" in self.accepts)
-
     def check(self, n_workers: int, size: int) -> None:
         """Raise ExperimentError if the strategy cannot choose `size` of `n_workers` workers."""
         if check := getattr(self.function, "check", None):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import shutil
 import socket
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,31 +67,16 @@ def import_torchvision() -> Any:
 def download(dataset: str, root: Path) -> None:
     """Download torchvision's data set of this class name ("MNIST", "FashionMNIST") into `root`.
 
-    Raises DataError if the download fails, and then removes what it has written.
+    They are copied there once all are downloaded. Raises DataError if that fails.
     """
     torchvision = import_torchvision()
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
-        with _removed_on_failure(root / dataset):
-            getattr(torchvision.datasets, dataset)(root, download=True)
+        with tempfile.TemporaryDirectory() as folder:
+            getattr(torchvision.datasets, dataset)(folder, download=True)
+            shutil.copytree(Path(folder) / dataset, root / dataset, dirs_exist_ok=True)
     except Exception as error:  # urllib's, the archive's and the file system's own errors alike
         raise DataError(f"the download failed ({one_line(error)})") from error
     finally:
         socket.setdefaulttimeout(before)
-
-
-@contextlib.contextmanager
-def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """If the block fails, remove what it has written to `folder`, and the folders that it has made."""
-    before = set(folder.rglob("*"))
-    made = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for path in sorted(set(folder.rglob("*")) - before, reverse=True):  # what is in a folder comes before it
-                path.rmdir() if path.is_dir() else path.unlink()
-            for path in made:
-                path.rmdir()
-        raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,11 +97,8 @@ class Precision:
 
     def facts(self) -> dict[str, Any]:
         """The precision for the run record."""
-        return {
-            "rows": _name(self.rows),
-            "forward": _name(self.autocast or self.rows),
-            "tf32": self.tf32,
-        }
+        rows, forward = (str(dtype).removeprefix("torch.") for dtype in (self.rows, self.autocast or self.rows))
+        return {"rows": rows, "forward": forward, "tf32": self.tf32}
 
 
 PRECISIONS = {
@@ -139,17 +136,14 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
             switches = [(part, "fp32_precision") for part in (cuda.matmul, cudnn.conv, cudnn.rnn)]
             before = [getattr(*switch) for switch in switches]
             value = "tf32" if allowed else "ieee"
-        _turn(switches, [value] * len(switches))
+        for switch in switches:
+            setattr(*switch, value)
     try:
         yield
     finally:
         with _without_warnings():
-            _turn(switches, before)
-
-
-def _turn(switches: Sequence[tuple[Any, str]], values: Sequence[Any]) -> None:
-    for (owner, name), value in zip(switches, values, strict=True):
-        setattr(owner, name, value)
+            for switch, earlier in zip(switches, before, strict=True):
+                setattr(*switch, earlier)
 
 
 @contextlib.contextmanager
@@ -176,7 +170,3 @@ def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensor.to(dtype)
 
     return tuple(map(cast, tensors))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import threading
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 from sklearn.cluster import MeanShift, estimate_bandwidth
 
 import fedsim
-from fedsim.aggregation import Gram
+from fedsim.aggregation import AggregationInputs, Gram, make_pipeline, resolve
 from fedsim.aggregation.mean_shift import ROUNDING, bandwidth_of, mean_shift
 from fedsim.aggregation.numerics.columns import (
     bad_rows,
@@ -20,8 +23,11 @@ from fedsim.aggregation.numerics.columns import (
     wide_blocks,
 )
 from fedsim.aggregation.numerics.gram import STRIP, stable_order
+from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.numerics.sorting import map_sorted_columns, middle, middle_places
 from fedsim.aggregation.numerics.sorting import sorted_columns as sort
+from fedsim.errors import ExperimentError
+from tests.aggregation import reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -141,15 +147,12 @@ def test_offsets_and_distances_to_a_point_are_those_of_the_rows_and_of_their_mix
 
 @pytest.mark.parametrize("outlier", [0, 1])
 def test_the_shorter_of_two_rows_is_the_central_row(outlier):
-    updates = torch.tensor([[3.0, 4.0], [1.0, 2.0]], dtype=torch.double)
+    updates = np.array([[3.0, 4.0], [1.0, 2.0]])
     updates[outlier] *= 1e12
     for steps in (1, 2, 3):
-        point = torch.zeros(2, dtype=torch.double)
-        for _ in range(steps):
-            pull = [1 / float(torch.linalg.vector_norm(row - point)) for row in updates]
-            point = (pull[0] * updates[0] + pull[1] * updates[1]) / sum(pull)
-        found = fedsim.aggregate(updates, rule="geometric_median", start="zeros", iterations=steps, tol=0.0)
-        assert torch.allclose(found, point, rtol=1e-9)
+        params = {"start": "zeros", "iterations": steps, "tol": 0.0}
+        found = fedsim.aggregate(updates, rule="geometric_median", **params)
+        assert np.allclose(found, reference.geometric_median(updates, **params), rtol=1e-9)
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -223,3 +226,112 @@ def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
             assert mean_shift(points, bandwidth).tolist() == expected.tolist(), seed
             several += expected.max() > 0
     assert several > 5
+
+
+@pytest.fixture(autouse=True)
+def properties_without_locks(monkeypatch):
+    """Until Python 3.12 a cached property is computed by one thread at a time; processes know nothing of that."""
+    for owner in (Gram, LazyRows):
+        for each in vars(owner).values():
+            if isinstance(each, cached_property) and hasattr(each, "lock"):
+                monkeypatch.setattr(each, "lock", contextlib.nullcontext())
+
+
+class Parts:
+    """Some threads that each have a part of the columns, and reduce over them all."""
+
+    def __init__(self, count):
+        self._barrier, self._given, self.count = threading.Barrier(count, timeout=5), [None] * count, count
+
+    def reduce_of(self, index):
+        def reduce(values, how):
+            self._given[index] = values.clone()
+            self._barrier.wait()
+            stacked = torch.stack(self._given)
+            self._barrier.wait()
+            return stacked.sum(0) if how == "sum" else stacked.amax(0)
+
+        return reduce
+
+    def run(self, work, rows, cuts):
+        """work(part of the rows, reduce) by each; the results in order."""
+        results = [None] * self.count
+
+        def go(index, part):
+            results[index] = work(part, self.reduce_of(index))
+
+        parts = torch.tensor_split(rows, cuts, dim=1)
+        threads = [threading.Thread(target=go, args=each) for each in enumerate(parts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def some_rows(scale=1.0, offset=0.0, n=7, d=1000):
+    rows = torch.randn(n, d, generator=torch.Generator().manual_seed(3), dtype=torch.double)
+    return rows * scale + offset
+
+
+ROWS = {
+    "ordinary": some_rows(),
+    "far from zero": some_rows(1e-6, 1e3),
+    "one outlier": torch.cat([some_rows(), some_rows(1e12, n=1)]),
+    "equal rows": some_rows()[[0, 1, 0, 2, 3, 2, 4]],
+    "zero": torch.zeros(4, 1000, dtype=torch.double),
+}
+
+
+@pytest.mark.parametrize("cuts", [[500], [1, 999], [0, 400, 1000]])
+@pytest.mark.parametrize("name", ROWS)
+def test_all_parts_get_the_distances_of_whole_rows(name, cuts):
+    rows = ROWS[name]
+
+    def work(part, reduce):
+        gram = Gram(part, reduce=reduce)
+        return gram.distances, gram.products
+
+    found = Parts(len(cuts) + 1).run(work, rows, cuts)
+    exact = Gram(rows)
+    for distances, products in found:
+        assert torch.allclose(distances, exact.distances, rtol=1e-9, atol=0)
+        assert torch.equal(distances, found[0][0])
+        assert torch.equal(products, found[0][1])
+        assert torch.equal(distances == 0, exact.distances == 0)
+
+
+@pytest.mark.parametrize(
+    "rule", ["krum", "medoid", "geometric_median", "caf", "smea", ["nnm", "median"], ["bucketing", "mda"]]
+)
+def test_rules_of_pairs_give_each_part_its_columns(rule):
+    rows, pipeline = some_rows(), make_pipeline(resolve(rule, {}, background={"f": 1}))
+    assert pipeline.by_parts
+    whole = pipeline(AggregationInputs(rows)).update
+    found = Parts(3).run(lambda part, reduce: pipeline(AggregationInputs(part, reduce=reduce)).update, rows, [300, 301])
+    assert torch.allclose(torch.cat(found), whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rule", "by_parts"),
+    [
+        ("mean", True),
+        ("krum", True),
+        ("bulyan", True),
+        ("fltrust", False),
+        ("centered_clipping", False),
+        ("cge", False),
+    ],
+)
+def test_rules_of_whole_rows_are_not_applied_by_parts(rule, by_parts):
+    assert make_pipeline(resolve(rule, {}, background={"f": 1})).by_parts is by_parts
+    assert make_pipeline(resolve(["arc", rule], {}, background={"f": 1})).by_parts is False
+
+
+def test_all_parts_refuse_rows_whose_squared_norms_overflow():
+    def work(part, reduce):
+        with pytest.raises(ExperimentError, match="squared norms overflow"):
+            Gram(part, reduce=reduce)
+        return True
+
+    assert Parts(2).run(work, some_rows(1e200), [400]) == [True, True]

@@ -1,4 +1,4 @@
-"""Rules and pre-aggregators of one's own: what they may return, and the line where they return something else."""
+"""Rules and pre-aggregators of one's own: what they may return, and how many threads they have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.aggregation import LinearCombination
+from fedsim.aggregation import AggregationInputs, LinearCombination, make_pipeline, resolve
+from fedsim.aggregation.numerics.threads import WORTH_SHARING, alone_if_small
 
 
 def sums_of_rows(updates):
@@ -82,3 +83,32 @@ def test_a_columnwise_rule_that_returns_a_number_is_an_error(tiny_experiment):
     rule = f"{__name__}:mean_of_all_numbers"
     with pytest.raises(fedsim.ExperimentError, match=rf"^{rule}: .* must return a row \[d\], .* of shape \[\]$"):
         fedsim.run({**tiny_experiment, "aggregate": rule})
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_is_restored_after_an_error():
+    with pytest.raises(KeyError), alone_if_small(1):
+        raise KeyError
+    assert torch.get_num_threads() == 2
+
+
+def test_rules_use_one_thread_for_small_updates():
+    seen = []
+
+    def counts_threads(updates):
+        seen.append(torch.get_num_threads())
+        return updates[0].clone()
+
+    pipeline = make_pipeline(resolve(counts_threads, {}))
+    for n, d in ((2, 5), (4, WORTH_SHARING // 4)):
+        updates = torch.ones(n, d)
+        fedsim.aggregate(updates, rule=counts_threads)
+        pipeline(AggregationInputs(updates))
+    assert seen == [1, 1, 2, 2]

@@ -1,22 +1,35 @@
-"""Attacks on rows are their definitions."""
+"""Attacks on rows and on data are their definitions."""
 
 from __future__ import annotations
 
 import math
+import pickle
+from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fedsim
 from fedsim.aggregation.numerics.columns import BLOCK
 from fedsim.byzantine import attack, attack_strategy
-from fedsim.byzantine.crafted import z_max
-from fedsim.byzantine.optimal import line_search
+from fedsim.byzantine.crafted import line_search, z_max
 from fedsim.core.randomness import Draws
+from fedsim.core.rows import new_rows
 from fedsim.errors import ExperimentError, SettingWarning
+
+
+@pytest.fixture
+def honest():
+    return torch.randn(7, 33, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 0.3
+
+
+@pytest.fixture
+def own_updates():
+    return torch.randn(3, 33, dtype=torch.double, generator=torch.Generator().manual_seed(1))
 
 
 def test_none_sends_the_trained_rows(honest, own_updates):
@@ -356,3 +369,234 @@ def test_a_rule_and_two_evaluations_are_required(given, message, honest):
 def test_line_search_finds_the_top_of_a_hill_and_the_edge_of_a_cliff(top):
     assert line_search(lambda x: -abs(x - top), 60) == pytest.approx(top, rel=1e-6)
     assert line_search(lambda x: x if x <= top else -1.0, 60) == pytest.approx(top, rel=1e-6)
+
+
+CORNERS = {
+    "top_left": (slice(0, 2), slice(0, 2)),
+    "top_right": (slice(0, 2), slice(5, 7)),
+    "bottom_left": (slice(7, 9), slice(0, 2)),
+    "bottom_right": (slice(7, 9), slice(5, 7)),
+}
+
+
+@pytest.fixture
+def batch():
+    inputs = torch.randn(40, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+    return inputs, torch.arange(40) % 10
+
+
+@pytest.fixture
+def draws():
+    return Draws.of(0, "poison")
+
+
+def poisoned_samples(before, after):
+    return [k for k, (a, b) in enumerate(zip(before, after, strict=True)) if not torch.equal(a, b)]
+
+
+def test_label_flipping_flips_labels(batch):
+    inputs, targets = bound("label_flipping").poison(*batch, 10)
+    assert torch.equal(inputs, batch[0])
+    assert targets.tolist() == [9 - k % 10 for k in range(40)]
+    assert targets.dtype == torch.long
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_a_backdoor_poisons_a_share_of_the_batch(corner, batch, draws):
+    backdoor = bound("backdoor", corner=corner, size=2, value=2.5, target=4, poisoned=0.25)
+    inputs, targets = backdoor.poison(*batch, 10, draws)
+    changed = poisoned_samples(batch[0], inputs)
+    assert len(changed) == 10
+    for k in range(40):
+        expected, label = batch[0][k].clone(), k % 10
+        if k in changed:
+            expected[:, CORNERS[corner][0], CORNERS[corner][1]] = 2.5
+            label = 4
+        assert torch.equal(inputs[k], expected)
+        assert targets[k] == label
+    assert targets.dtype == torch.long
+
+
+def test_the_goal_of_a_backdoor(batch):
+    inputs, wanted = bound("backdoor", size=2, value=2.5, target=4).goal(*batch, 10)
+    expected = batch[0][batch[1] != 4].clone()
+    expected[:, :, 7:, 5:] = 2.5
+    assert torch.equal(inputs, expected)
+    assert wanted.tolist() == [4] * 36
+
+
+def test_the_share_of_poisoned_samples_is_right_on_average(batch, draws):
+    backdoor = bound("backdoor", value=9.0, poisoned=0.35)
+    inputs, targets = batch[0][:5], batch[1][:5]
+    counts = [len(poisoned_samples(inputs, backdoor.poison(inputs, targets, 10, draws)[0])) for _ in range(400)]
+    assert set(counts) == {1, 2}
+    assert np.mean(counts) == pytest.approx(1.75, abs=0.1)
+    for size in (1, 7, 40):
+        all_of_them = bound("backdoor", poisoned=1.0, target=3).poison(batch[0][:size], batch[1][:size], 10, draws)
+        assert all_of_them[1].tolist() == [3] * size
+
+
+@pytest.mark.parametrize("name", ["label_flipping", "backdoor"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_poisoning_keeps_the_batch_and_its_memory_format(name, memory_format, batch):
+    inputs, targets = batch[0].contiguous(memory_format=memory_format), batch[1]
+    before = inputs.clone(), targets.clone()
+    given = {"draws": Draws.of(0, "poison")} if name == "backdoor" else {}
+    poisoned, _ = bound(name).poison(inputs, targets, 10, **given)
+    shown, _ = bound(name).goal(inputs, targets, 10)
+    assert poisoned.is_contiguous(memory_format=memory_format)
+    assert poisoned.dtype == shown.dtype == inputs.dtype
+    assert torch.equal(inputs, before[0])
+    assert torch.equal(targets, before[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "scale"), [("label_flipping", {}, 1), ("backdoor", {}, 1), ("backdoor", {"gamma": 2.5}, 2.5)]
+)
+def test_a_backdoor_scales_its_rows_and_label_flipping_does_not(name, params, scale, honest, own_updates):
+    assert torch.equal(attack(honest, 3, name, own_updates=own_updates, **params), scale * own_updates)
+    assert bound(name, **params).alters_rows == (scale != 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "shape", "message"),
+    [
+        ({"size": 8}, (4, 1, 9, 7), r"attack.size = 8: the trigger must fit into images of 9x7"),
+        ({}, (4, 10), r"a backdoor's trigger needs images .* not samples of shape \(10,\)"),
+        ({"target": 10}, (4, 1, 9, 7), "attack.target = 10: must be below the number of classes, 10"),
+    ],
+)
+def test_an_impossible_backdoor_is_refused(params, shape, message, draws):
+    backdoor = bound("backdoor", **params)
+    inputs, targets = torch.zeros(shape), torch.arange(4)
+    with pytest.raises(ExperimentError, match=message):
+        backdoor.poison(inputs, targets, 10, draws)
+    with pytest.raises(ExperimentError, match=message):
+        backdoor.goal(inputs, targets, 10)
+
+
+@pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
+def test_bound_attacks_can_be_pickled(plug):
+    there = pickle.loads(pickle.dumps(bound(plug.name)))
+    assert there.name == plug.name
+    assert (there.poison is None) == (bound(plug.name).poison is None)
+
+
+EVERY = pytest.mark.parametrize("name", attack_strategy.names())
+
+
+def median(matrix):
+    return matrix.median(0).values
+
+
+def backwards(honest: Tensor, own_updates: Tensor, *, scale: float = 1.0) -> Tensor:
+    """A user's own attack on rows."""
+    return own_updates.flip(1) * scale
+
+
+def misshapen(honest: Tensor) -> Tensor:
+    return honest
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A user's own attack on data, without a goal."""
+
+    times: float = 2.0
+
+    def __call__(self, own_updates: Tensor, honest: Tensor) -> Tensor:
+        return own_updates * self.times
+
+    def poison(self, inputs, targets, classes, rng):
+        return torch.zeros_like(inputs), targets
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_attack_returns_a_new_tensor(name, dtype, honest, own_updates):
+    honest, own_updates, last = honest.to(dtype), own_updates.to(dtype), honest[1].to(dtype)
+    before = honest.clone(), own_updates.clone(), last.clone()
+    rows = attack(honest, 3, name, own_updates=own_updates, last=last, aggregate=median)
+    assert rows.dtype == dtype
+    assert rows.shape == (3, 33)
+    rows.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(before, (honest, own_updates, last), strict=True))
+    assert rows.is_contiguous()
+
+
+@EVERY
+def test_every_attack_is_a_pure_function(name, honest):
+    global_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    one, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
+    assert torch.equal(one.nan_to_num(1.5), again.nan_to_num(1.5))
+    assert torch.equal(torch.get_rng_state(), global_state[0])
+    assert np.array_equal(np.random.get_state()[1], global_state[1])
+
+
+@EVERY
+def test_every_attack_accepts_any_number_of_columns(name, honest):
+    assert attack(honest[:, :1], 2, name, aggregate=median).shape == (2, 1)
+    assert attack(honest[:, :0], 2, name, aggregate=median).shape == (2, 0)
+    strided = new_rows(7, 33, torch.double).copy_(honest)
+    assert not strided.is_contiguous()
+    plain, from_strided = (attack(h, 2, name, aggregate=median).nan_to_num(1.5) for h in (honest, strided))
+    assert torch.allclose(plain, from_strided, rtol=0, atol=1e-12)
+
+
+@EVERY
+def test_without_attackers_or_honest_rows(name, honest, own_updates):
+    assert attack(honest[:1], 0, name).shape == (0, 33)
+    plug = attack_strategy.get(name)
+    bound = attack_strategy.bind(plug, plug.check({}))
+    given = {"aggregate": lambda rows: rows[0]}
+    if "honest" in bound.accepts and name != "sign_flipping":
+        with pytest.raises(ExperimentError, match=r"at least 1 honest row, there are 0|number of honest rows, 0"):
+            bound(own_updates[:0], own_updates, **given)
+    else:
+        assert bound(own_updates[:0], own_updates, **given)[0].shape == (3, 33)
+
+
+@pytest.mark.gpu
+@EVERY
+def test_every_attack_on_a_gpu_gives_the_result_of_the_cpu(name, honest, own_updates):
+    rows = attack(honest.cuda(), 3, name, own_updates=own_updates.cuda(), last=honest[0].cuda(), aggregate=median)
+    assert rows.is_cuda
+    expected = attack(honest, 3, name, own_updates=own_updates, last=honest[0], aggregate=median)
+    assert torch.allclose(rows.cpu(), expected, rtol=0, atol=1e-9, equal_nan=True)
+
+
+def test_an_attack_can_be_an_import_path(honest, own_updates):
+    rows = attack(honest, 3, "tests.byzantine.test_attacks:backwards", own_updates=own_updates, scale=2.0)
+    assert torch.equal(rows, own_updates.flip(1) * 2)
+    with pytest.raises(ExperimentError, match=r"must give rows of shape \(3, 33\) or \(33,\), not \(7, 33\)"):
+        attack(honest, 3, "tests.byzantine.test_attacks:misshapen")
+
+
+def test_a_dataclass_with_poison_is_an_attack_on_data(honest, own_updates):
+    plug = attack_strategy.get("tests.byzantine.test_attacks:Blank")
+    bound = attack_strategy.bind(plug, plug.check({"times": 3.0}))
+    assert torch.equal(bound(honest, own_updates)[0], own_updates * 3)
+    assert bound.poison(torch.ones(2), torch.arange(2), 2, None)[0].tolist() == [0, 0]
+    assert bound.goal is None
+
+
+HONEST = torch.zeros(7, 33)
+
+
+@pytest.mark.parametrize(
+    ("honest", "n_byzantine", "given", "message"),
+    [
+        *((bad, 2, {}, r"honest: must be a floating tensor \[n, d\] with n >= 1, not a list") for bad in ([[1.0]], [])),
+        (torch.zeros(3), 2, {}, r"honest: .*, not torch.float32 \(3,\)"),
+        *((HONEST, bad, {}, "n_byzantine = .*: must be a whole number >= 0") for bad in (-1, 1.0, True, "2")),
+        (HONEST, 3, {"own_updates": torch.zeros(2, 33)}, r"own_updates: must be torch.float32 \(3, 33\) .*\(2, 33\)"),
+        (HONEST, 3, {"last": torch.zeros(1, 33)}, r"last: must be torch.float32 \(33,\) .*\(1, 33\)"),
+        (HONEST, 3, {"aggregate": 3}, "aggregate = 3: must be a callable of the matrix of all rows"),
+        (HONEST, 3, {"name": "aile"}, 'attack.name = "aile": no such attack; did you mean "alie"'),
+        (HONEST, 3, {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); did you mean \"z\""),
+    ],
+)
+def test_a_wrong_argument_is_an_error(honest, n_byzantine, given, message):
+    with pytest.raises(ExperimentError, match=f"^{message}") as caught:
+        attack(honest, n_byzantine, **given)
+    assert len(caught.value.lines) == 1

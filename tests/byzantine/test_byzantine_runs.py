@@ -15,7 +15,7 @@ from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.models import logistic
 from tests import plugs
-from tests.textbook import Federation
+from tests.textbook import Federation, finished
 
 
 @pytest.fixture
@@ -25,12 +25,8 @@ def tables(tiny_experiment):
 
 def updates_of(tables):
     """The global row, and each worker's update [workers, d] in the first round without an attack."""
-    start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
-    rows = []
-    for worker in range(tables["workers"]):
-        weights = [float(other == worker) for other in range(tables["workers"])]
-        rows.append(fedsim.run({**tables, "aggregate": {"rule": "mean", "weights": weights}}).global_row - start)
-    return start, torch.stack(rows)
+    run = finished({**tables, "rounds": 1})
+    return run.start, run.updates
 
 
 @pytest.mark.parametrize(
@@ -110,6 +106,7 @@ def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sy
     """The model has several blocks of columns, which processes share."""
     tables = {**tables, "workers": 3, "model": "2nn", "local": {"steps": 1, "batch_size": 16, "lr": 0.1}}
     start, updates = updates_of({**tables, "precision": "float64", "sync": sync})
+    updates = updates if sync == "parameters" else -0.1 * updates
     change = {"aggregate": rule, "precision": "float64", "sync": sync, "engine": engine}
     moment = {"parameters": lambda round: (round,), "gradients": lambda round: (round, 0)}[sync]
     drawn = [np.asarray(DRAWN[rule](*moment(round))) for round in (1, 2)]
@@ -120,28 +117,15 @@ def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sy
         assert record["coefficients"] == pytest.approx(expected.tolist(), abs=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
-def test_rows_of_noise_are_a_function_of_seed_and_round(engine, tables):
+def test_rows_of_noise_are_a_function_of_seed_and_round(tables):
     """Worker 1 has weight 0, so the global row moves by the mean of two rows of noise in each round."""
-    tables = {**tables, "workers": 3, "precision": "float64", "engine": engine, "processes": 1, "seed": 5}
+    tables = {**tables, "workers": 3, "precision": "float64", "seed": 5}
     start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
     noise = {"attack": {"name": "gaussian", "workers": [0, 2], "s": 0.5}}
     noise["aggregate"] = {"rule": "mean", "weights": [1.0, 0.0, 1.0]}
     found = fedsim.run({**tables, **noise, "rounds": 2}).global_row
     rows = [Draws.of(5, "attack", round).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
     assert torch.allclose(found, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("rule", ["mean", "median", "krum"])
-def test_rows_that_are_not_finite_stop_the_run_or_are_excluded(rule, tables):
-    attacked = {**tables, "attack": {"name": "nan", "workers": [2, 5]}}
-    with pytest.raises(ExperimentError, match=r"round 1: 2 of 7 updates hold NaN or infinity \(rows of workers 2, 5\)"):
-        fedsim.run({**attacked, "aggregate": {"rule": rule}})
-    record = fedsim.run({**attacked, "aggregate": {"rule": rule, "nonfinite": "exclude"}}).history[0]
-    assert record["excluded"] == [2, 5]
-    assert np.isfinite(record["test_loss"])
-    if record["coefficients"]:
-        assert record["coefficients"][2] == record["coefficients"][5] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.callbacks.display import Display, announcement, columns_of, progress_bar, table_header, table_line
+from fedsim.callbacks.display import Display, announcement, columns_of, table_header, table_line
 from fedsim.callbacks.records import draw_curve
 from fedsim.comparison import displays as of_comparisons
 from fedsim.records.record import RoundRecord
@@ -26,19 +26,6 @@ def watched(monkeypatch):
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     return terminal
-
-
-def test_the_bar_shows_the_time_left_where_somebody_watches(monkeypatch):
-    terminal = watched(monkeypatch)
-    for there in (True, False):
-        terminal.isatty = lambda there=there: there
-        shown = terminal.getvalue()
-        with progress_bar(4, quiet=False) as bar:
-            bar.update(2)
-            bar.refresh()
-        assert "2 of 4 rounds" in terminal.getvalue()
-    assert " left" in terminal.getvalue()
-    assert terminal.getvalue() == shown
 
 
 def test_the_time_left_of_a_resumed_run_does_not_count_earlier_rounds(monkeypatch, tiny_experiment, tmp_path):

@@ -19,31 +19,25 @@ WORDS = [
     ("roundz=3", 'roundz = 3: unknown key; did you mean "rounds"?'),
     ("wandb=true", """unknown key; write records.loggers='["wandb"]'"""),
     ("nnm=true", """unknown key; write aggregate.rule='["nnm","mean"]'"""),
-    ("learning-rate=0.1", 'did you mean "local.lr" or "server.lr"?'),
     ("partition.alpha=0.1", "alpha goes with dirichlet, dirichlet_workers, virtual"),
     ("optimizer=adam", 'did you mean "local.solver" or "server.optimizer"?'),
-    ("model.lr=0.1", 'did you mean "local.lr" or "server.lr"?'),
     ("byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
     ("local.workers=8", "workers is a top-level key"),
     ("checkpoint=true", "checkpoint = true: must be a table; its keys are every, keep"),
     ("xyzzy=3", f"xyzzy = 3: unknown key; {ALLOWED}name, seed, rounds"),
     # names
     ("aggregate.rule=medain", 'no such aggregation rule; did you mean "median"?'),
-    ("aggregate=trimmed", 'did you mean "trimmed_mean"?'),
     ("aggregate=fedbuff", "no such aggregation rule; write policy.name=fedbuff"),
     ("partition=noniid", 'did you mean "dirichlet"?'),
     ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or your own as "package.module:name"'),
-    ("data=emnist", 'write a function that returns it, data="package.module:function"'),
     # options that are keys
     ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),
     ("--lr=0.1", "--lr: no such option; did you mean local.lr=0.1 or server.lr=0.1?"),
-    ("--batch-size 3", "did you mean local.batch_size=3?"),
     ("--dryrun", 'did you mean "--dry-run"?'),
     ("-v", f"{ALLOWED}--out, --resume"),
     # what a shell takes apart
     ("rounds 3", '"rounds 3": write rounds=3, without spaces'),
     ("rounds = 3", '"rounds = 3": write rounds=3, without spaces'),
-    ("rounds:3", '"rounds:3": write rounds=3, without spaces'),
     ("rounds", "this key needs a value"),
     ("attack.workers=[0, 1]", "put it in quotes, as in 'attack.workers=[0, 1]'"),
     ("aggregate.rule=[nnm,median]", """names in it need double quotes, and a shell single ones around it: '["nnm","""),
@@ -51,14 +45,10 @@ WORDS = [
     ("seed=0, 1, 2", '"1,": expected key=value; several values are written seed=0,1,2'),
     ("seed=0..3", "must be a valid integer; with fedsim compare write 0,1,2,3"),
     ("mode=hogwild", "mode=race policy=hogwild"),
-    ("mode=sync", "write mode=rounds"),
-    ("task=l1", "task=regression task.loss=l1"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare, for a list write ["nnm","median"]'),
-    ("attack.workers=0,1", 'attack.workers = "0,1": must be a list; write [0,1]'),
     ("data.augment=flip,shift", 'must be a list; write ["flip","shift"]'),
     # plugs of one's own
     ("model=./my_model.py:Net", "write my_model:Net, without slashes and .py"),
-    ("model=my_model.py", "write my_model:NAME, without slashes and .py"),
     ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add that folder to PYTHONPATH"),
     ("model=my_model.Net", "write my_model:Net, with a colon"),
     ("aggregate=tests.plugs:misplaced", "the argument value is not one that fedsim passes (updates, weights, gram,"),
@@ -81,8 +71,6 @@ FILES = [
 COMPARED = [
     ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
     ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
-    ("aggregate=mean,median seed=0..2", "write seed=0,1,2"),
-    ("local.lr=0.1", "every key has one value; write several with commas, such as seed=0,1,2"),
     ("seed=0 1 2", '"1": expected key=value; several values are written seed=0,1,2'),
     ("", "nothing to compare"),
 ]
@@ -90,11 +78,6 @@ COMPARED = [
 FOLDERS = [
     ("--out afile", "afile: cannot be a run folder: File exists; a file is in the way"),
     ("--out afile/run", "a file is in the way: name another place with --out"),
-    ("--out .", ".: is not empty, and not a run folder (no experiment.toml); name another folder"),
-    (
-        "--resume .",
-        ".: is not a run folder (no experiment.toml); to start a new run there, name an experiment file too",
-    ),
     ("--resume x --out y", "omit --out"),
 ]
 

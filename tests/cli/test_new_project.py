@@ -91,8 +91,3 @@ def test_a_name_that_cannot_be_used_is_refused_in_one_line(cli, tmp_path, name, 
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.rglob("*")] == ["taken"]
-
-
-def test_a_path_gives_a_folder_there(cli, tmp_path):
-    assert cli("new", "studies/my study").exit_code == 0
-    assert (tmp_path / "studies" / "my_study" / "my_study.py").is_file()

@@ -24,6 +24,7 @@ class Workers(Federation):
 
     def __init__(self):
         super().__init__(partial(models.sized, hidden=(6,)), plugs.tiny, WORKERS, BATCH, "tests.plugs:uneven")
+        self.start, self.personal = self.row, {}
 
     def cohorts(self):
         return [sample_cohort(0, round, WORKERS, COHORT).tolist() for round in range(1, ROUNDS + 1)]
@@ -36,29 +37,87 @@ class Workers(Federation):
         return self.gradient(row, self.train.gather(self.shards[worker]))
 
 
-def sgd(fed, lr):
-    for round, cohort in enumerate(fed.cohorts(), 1):
-        rows = {}
-        for k in cohort:
-            x = fed.row
-            for batch in fed.batches(round, k):
-                x = x - lr * fed.gradient(x, batch)
-            rows[k] = x
-        fed.row = fed.average(rows)
-    return {}
+def averaged(train):
+    """The loop of an algorithm that averages the rows that `train(fed, worker, batches, **params)` returns.
+
+    The loop returns what each worker keeps, its personal model.
+    """
+
+    def loop(fed, *, beta=1, **params):
+        for round, cohort in enumerate(fed.cohorts(), 1):
+            rows = {k: train(fed, k, fed.batches(round, k), **params) for k in cohort}
+            fed.row = (1 - beta) * fed.row + beta * fed.average(rows)
+        return fed.personal
+
+    return loop
 
 
-def fedsam(fed, lr, rho):
-    for round, cohort in enumerate(fed.cohorts(), 1):
-        rows = {}
-        for k in cohort:
-            x = fed.row
-            for batch in fed.batches(round, k):
-                g = fed.gradient(x, batch)
-                x = x - lr * fed.gradient(x + rho * g / g.norm(), batch)
-            rows[k] = x
-        fed.row = fed.average(rows)
-    return {}
+@averaged
+def sgd(fed, k, batches, lr):
+    x = fed.row
+    for batch in batches:
+        x = x - lr * fed.gradient(x, batch)
+    return x
+
+
+@averaged
+def fedsam(fed, k, batches, lr, rho):
+    x = fed.row
+    for batch in batches:
+        g = fed.gradient(x, batch)
+        x = x - lr * fed.gradient(x + rho * g / g.norm(), batch)
+    return x
+
+
+@averaged
+def ditto(fed, k, batches, lr, lam, personal_steps=None):
+    x, v = fed.row, fed.personal.setdefault(k, fed.start)
+    for step, batch in enumerate(batches):
+        x = x - lr * fed.gradient(x, batch)
+        if personal_steps is None or step < personal_steps:
+            v = v - lr * (fed.gradient(v, batch) + lam * (v - fed.row))
+    fed.personal[k] = v
+    return x
+
+
+@averaged
+def pfedme(fed, k, batches, lr, eta, lam, inner_steps):
+    x = fed.row
+    for batch in batches:
+        theta = x
+        for _ in range(inner_steps):
+            theta = theta - lr * (fed.gradient(theta, batch) + lam * (theta - x))
+        x = x - eta * lam * (x - theta)
+    fed.personal[k] = theta
+    return x
+
+
+def apfl(fed, lr, alpha, adaptive=False):
+    own, alphas = dict.fromkeys(range(WORKERS), fed.row), dict.fromkeys(range(WORKERS), alpha)
+
+    @averaged
+    def mixed(fed, k, batches):
+        x, v, share = fed.row, own[k], alphas[k]
+        for batch in batches:
+            g = fed.gradient(share * v + (1 - share) * x, batch)
+            change = (v - x) @ g
+            x, v = x - lr * fed.gradient(x, batch), v - lr * share * g
+            if adaptive:
+                share = float((share - lr * change).clamp(0, 1))
+        own[k], alphas[k] = v, share
+        return x
+
+    mixed(fed)
+    return {k: alphas[k] * own[k] + (1 - alphas[k]) * fed.row for k in range(WORKERS)}
+
+
+@averaged
+def per_fedavg(fed, k, batches, lr, inner_lr):
+    x = fed.row
+    for first, second in zip(batches[::2], batches[1::2], strict=False):
+        ahead = x - inner_lr * fed.gradient(x, first)
+        x = x - lr * fed.gradient(ahead, second)
+    return x
 
 
 def mimelite(fed, lr, beta, corrects=False):
@@ -81,67 +140,6 @@ def mimelite(fed, lr, beta, corrects=False):
 
 def mime(fed, lr, beta):
     return mimelite(fed, lr, beta, corrects=True)
-
-
-def ditto(fed, lr, lam, personal_steps=None):
-    personal = dict.fromkeys(range(WORKERS), fed.row)
-    for round, cohort in enumerate(fed.cohorts(), 1):
-        w, rows = fed.row, {}
-        for k in cohort:
-            x, v = w, personal[k]
-            for step, batch in enumerate(fed.batches(round, k)):
-                x = x - lr * fed.gradient(x, batch)
-                if personal_steps is None or step < personal_steps:
-                    v = v - lr * (fed.gradient(v, batch) + lam * (v - w))
-            rows[k], personal[k] = x, v
-        fed.row = fed.average(rows)
-    return personal
-
-
-def pfedme(fed, lr, eta, lam, inner_steps, beta):
-    personal = dict.fromkeys(range(WORKERS), fed.row)
-    for round, cohort in enumerate(fed.cohorts(), 1):
-        rows = {}
-        for k in cohort:
-            x = fed.row
-            for batch in fed.batches(round, k):
-                theta = x
-                for _ in range(inner_steps):
-                    theta = theta - lr * (fed.gradient(theta, batch) + lam * (theta - x))
-                x = x - eta * lam * (x - theta)
-            rows[k], personal[k] = x, theta
-        fed.row = (1 - beta) * fed.row + beta * fed.average(rows)
-    return personal
-
-
-def apfl(fed, lr, alpha, adaptive=False):
-    own, alphas = dict.fromkeys(range(WORKERS), fed.row), dict.fromkeys(range(WORKERS), alpha)
-    for round, cohort in enumerate(fed.cohorts(), 1):
-        rows = {}
-        for k in cohort:
-            x, v, share = fed.row, own[k], alphas[k]
-            for batch in fed.batches(round, k):
-                g = fed.gradient(share * v + (1 - share) * x, batch)
-                change = (v - x) @ g
-                x, v = x - lr * fed.gradient(x, batch), v - lr * share * g
-                if adaptive:
-                    share = float((share - lr * change).clamp(0, 1))
-            rows[k], own[k], alphas[k] = x, v, share
-        fed.row = fed.average(rows)
-    return {k: alphas[k] * own[k] + (1 - alphas[k]) * fed.row for k in range(WORKERS)}
-
-
-def per_fedavg(fed, lr, inner_lr):
-    for round, cohort in enumerate(fed.cohorts(), 1):
-        rows = {}
-        for k in cohort:
-            x, batches = fed.row, list(fed.batches(round, k))
-            for first, second in zip(batches[::2], batches[1::2], strict=False):
-                ahead = x - inner_lr * fed.gradient(x, first)
-                x = x - lr * fed.gradient(ahead, second)
-            rows[k] = x
-        fed.row = fed.average(rows)
-    return {}
 
 
 def scaffold(fed, lr, option=2, weight_decay=0.0):

@@ -1,14 +1,16 @@
-"""Client algorithms in whole runs: against plain loops, in simple forms, resumed, and refused."""
+"""Client algorithms in whole runs: against plain loops and a known optimum, in simple forms, resumed, and refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import fedsim
 from fedsim.clients import solver
 from fedsim.config.plugs import describe_plug
 from fedsim.core.randomness import sample_cohort
+from fedsim.data import TensorData
 from fedsim.records.reader import Run
 from fedsim.runs.setup import check_run
 from tests.clients import plain_loops
@@ -59,7 +61,8 @@ def test_the_rows_are_those_of_a_plain_loop(variant, engine):
     personal = getattr(plain_loops, name)(federation, **params)
     run = finished(tables_of(name, params, **engine))
     torch.testing.assert_close(run.row, federation.row, rtol=0, atol=1e-10)
-    for worker, expected in personal.items():
+    for worker in range(WORKERS) if personal else ():
+        expected = personal.get(worker, federation.start)
         mine = run.solver.personal_rows(run.row, run.states.get(worker, run.initial))
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10)
 
@@ -129,3 +132,62 @@ def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
 def test_a_race_trains_rows_by_whole_row_steps():
     tables = tables_of("per_fedavg", {}, mode="race", policy="fedasync", cohort=None, rounds=1, engine="spawn")
     assert fedsim.run(tables).global_row.isfinite().all()
+
+
+N, SAMPLES, D = 4, 6, 3  # workers, samples of each, inputs
+
+
+def data(root):
+    """Samples of four workers, one worker after another; their inputs and their targets differ."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(N, SAMPLES, D, generator=generator, dtype=torch.double)
+    inputs *= torch.tensor([0.5, 1.0, 1.5, 2.0]).view(-1, 1, 1)
+    targets = torch.randint(0, 10, (N, SAMPLES), generator=generator).float()
+    train = TensorData(inputs.flatten(0, 1).float(), targets.flatten())
+    return train, train
+
+
+class Line(nn.Linear):
+    """A linear function that is 0 at first."""
+
+    def __init__(self) -> None:
+        super().__init__(D, 1, bias=False)
+        nn.init.zeros_(self.weight)
+
+
+REGRESSIONS = {  # half of the squared error; in each step a worker uses all its samples
+    **{"task": {"name": "regression", "loss": "huber", "delta": 1e9}, "model": f"{__name__}:Line"},
+    **{"data": f"{__name__}:data", "partition": "tests.plugs:in_blocks", "workers": N, "aggregate": "mean"},
+    **{"precision": "float64", "engine": "serial"},
+}
+
+
+def distance(local, **changes):
+    """How far the final row is from the minimum of the mean of the workers' losses."""
+    train, _ = data(None)
+    inputs, targets = train.inputs.double(), train.targets.double()
+    optimum = torch.linalg.lstsq(inputs, targets.unsqueeze(1)).solution.squeeze(1)
+    local = {"batch_size": SAMPLES, "steps": 10, "lr": 0.1, **local}
+    return (fedsim.run({**REGRESSIONS, "local": local, **changes}).global_row - optimum).norm().item()
+
+
+@pytest.mark.parametrize(
+    ("local", "rounds", "most"),
+    [
+        ({"solver": "scaffold"}, 40, 2e-4),
+        pytest.param({"solver": "feddyn", "alpha": 1.0}, 40, 2e-4, marks=pytest.mark.slow),
+        pytest.param({"solver": "mime", "beta": 0.5, "lr": 0.02}, 60, 1e-6, marks=pytest.mark.slow),
+        pytest.param({"solver": "scaffold", "option": 1, "lr": 0.05}, 100, 1e-8, marks=pytest.mark.slow),
+    ],
+)
+def test_corrected_steps_approach_the_optimum(local, rounds, most):
+    assert distance(local, rounds=rounds) < most
+
+
+@pytest.mark.parametrize(
+    ("local", "rounds"),
+    [({"solver": "scaffold", "lr": 0.05}, 60), ({"solver": "feddyn", "alpha": 1.0, "lr": 0.05}, 300)],
+)
+@pytest.mark.slow
+def test_corrected_steps_reach_the_optimum_with_partial_cohorts(local, rounds):
+    assert distance(local, cohort=2, rounds=rounds) < 1e-3

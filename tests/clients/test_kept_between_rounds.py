@@ -1,18 +1,27 @@
-"""What workers keep between their rounds, in every engine: momentum, optimizer states, residuals, personal models."""
+"""What workers keep between their rounds: momentum, optimizer states, residuals, personal models."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fedsim
+from fedsim.clients import SGD
+from fedsim.core.randomness import sample_cohort
+from fedsim.core.rows import Layout
+from fedsim.models import logistic
+from tests import plugs
+from tests.clients.test_definitions import in_pytorch
 from tests.lethal import order
+from tests.textbook import Federation, finished
 
-TABLES = {
-    **{"rounds": 4, "workers": 7, "cohort": 3, "model": "logistic", "data": "tests.plugs:tiny", "precision": "float64"},
-    **{"partition": "tests.plugs:uneven", "records": {"curve": False}},
-}
-HALF = {"name": "tests.processing.test_error_feedback:half", "error_feedback": True}
+PLAIN = {"rounds": 4, "model": "logistic", "data": "tests.plugs:tiny", "precision": "float64", "engine": "serial"}
+PLAIN |= {"records": {"curve": False}}
+TABLES = {**PLAIN, "workers": 7, "cohort": 3, "partition": "tests.plugs:uneven"}
+HALF = {"name": "tests.processing.test_processing:half", "error_feedback": True}
 AT_WORKER = {"batch_size": 16, "lr": 0.5, "steps": 3, "momentum": 0.9, "dampening": 0.9, "momentum_at": "worker"}
 ALIE = {"attack": {"name": "alie", "workers": [4], "z": 1.5}, "aggregate": {"rule": "median", "nonfinite": "exclude"}}
 OWN_BUFFERS = {"model": "tests.models:Normalised", "buffers": "local"}
@@ -35,7 +44,7 @@ CASES = {
 
 
 def run(case, out=None, engine="serial", session=None, **changes):
-    tables = {**TABLES, "engine": engine, **CASES[case], **changes}
+    tables = {**TABLES, **CASES[case], "engine": engine, **changes}
     resume = {"resume": True} if out else {}
     return fedsim.run(tables, out, session=session, **resume).global_row
 
@@ -72,3 +81,110 @@ def test_a_round_that_lost_a_process_is_repeated_with_what_was_kept_before(case,
         result = fedsim.run({**tables, "engine": engine, "processes": 2}, on_round=kill_in_round_2)
     serial = fedsim.run({**tables, "engine": "serial"})
     assert torch.allclose(result.global_row, serial.global_row, rtol=0, atol=1e-9 if engine == "batched" else 0)
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "beta1": 0.8, "amsgrad": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}),
+}
+
+
+def with_kept_state(solver="adam", **changes):
+    local = {"batch_size": 16, "keep_state": True, "solver": solver, **OPTIMIZERS[solver][1]}
+    return {**PLAIN, "workers": 5, "cohort": 2, "local": local, **changes}
+
+
+@pytest.mark.parametrize("solver", OPTIMIZERS)
+def test_each_worker_s_optimizer_lives_on_between_its_rounds(solver):
+    """Plain PyTorch: one model and one optimizer for each worker, of which only the model begins again."""
+    result = fedsim.run(with_kept_state(solver, rounds=6))
+    federation = Federation(logistic, plugs.tiny, 5, 16)
+    models = [logistic().double() for _ in range(5)]
+    layout = Layout.of(models[0])
+    make = in_pytorch(*OPTIMIZERS[solver]) if solver != "sgd" else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizers = [make(model.parameters()) for model in models]
+    for round in range(1, 7):
+        rows = {}
+        for worker in sample_cohort(0, round, 5, 2).tolist():
+            model, optimizer = models[worker], optimizers[worker]
+            layout.write(federation.row, model)
+            for x, y in federation.epoch(round, worker):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            rows[worker] = layout.read(model)
+        federation.row = federation.average(rows)
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
+
+
+def test_a_run_on_the_clock_is_resumed_to_the_bit(tmp_path):
+    changes = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}, "checkpoint": {"every": 1}}
+    whole = fedsim.run(with_kept_state(**changes))
+    fedsim.run(with_kept_state(**changes, rounds=2), tmp_path / "run")
+    resumed = fedsim.run(with_kept_state(**changes), tmp_path / "run", resume=True)
+    assert torch.equal(resumed.global_row, whole.global_row)
+
+
+def with_momentum(engine="serial", local=(), **changes):
+    tables = {**PLAIN, "rounds": 3, "workers": 5, "sync": "gradients", "engine": engine, **changes}
+    return {**tables, "local": {**AT_WORKER, **dict(local)}}
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.9])
+def test_partial_cohorts_follow_a_loop_in_plain_pytorch(dampening):
+    """Workers that are not in the cohort keep their momentum, and their batches go on by their own shard."""
+    local = {"momentum": 0.9, "dampening": dampening, "weight_decay": 0.01}
+    result = fedsim.run(with_momentum(workers=6, cohort=2, rounds=6, aggregate="mean", local=local))
+    federation, momenta = Federation(logistic, plugs.tiny, 6, 16), {}
+    for round in range(1, 7):
+        cohort = sample_cohort(0, round, 6, 2).tolist()
+        batches = {worker: federation.batches(round, worker) for worker in cohort}
+        for _ in range(3):
+            for worker in cohort:
+                gradient = federation.gradient(federation.row, next(batches[worker]))
+                momenta[worker] = 0.9 * momenta.get(worker, 0.0) + (1 - dampening) * gradient
+            mean = torch.stack([momenta[worker] for worker in cohort]).mean(0)
+            federation.row = federation.row - 0.5 * (mean + 0.01 * federation.row)
+    assert len(momenta) > 2
+    assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.9])
+def test_only_with_a_linear_rule_is_it_the_momentum_of_the_server(dampening):
+    far = {}
+    for rule in ("mean", "median"):
+        at_worker, at_server = (
+            fedsim.run(with_momentum(aggregate=rule, local={"momentum_at": at, "dampening": dampening})).global_row
+            for at in ("worker", "server")
+        )
+        far[rule] = float((at_worker - at_server).abs().max())
+    assert far["mean"] < 1e-12
+    assert far["median"] > 1e-4
+
+
+def test_dampened_momentum_begins_at_zero():
+    """Unlike PyTorch's, whose first step is not dampened; from equal states the steps are the same."""
+    solver, row = SGD(lr=1.0, momentum=0.9, dampening=0.5), torch.zeros(1)
+    state = solver.start(row)
+    for expected in (-0.5, -1.45):
+        solver.step(row, torch.ones(1), state)
+        assert row.item() == pytest.approx(expected)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, dampening=0.5)
+    theirs.state[parameter]["momentum_buffer"] = torch.zeros(1)
+    for _ in range(2):
+        parameter.grad = torch.ones(1)
+        theirs.step()
+    assert parameter.item() == row.item()
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_an_excluded_worker_keeps_the_momentum_of_before(engine):
+    """Worker 2 has one sample. Its gradient is not finite, so the worker is always excluded."""
+    changes = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "workers": 3}
+    aggregate = {"rule": "median", "nonfinite": "exclude"}
+    run = finished(with_momentum(engine, aggregate=aggregate, processes=1, rounds=2, **changes))
+    assert run.row.isfinite().all()
+    assert [record.excluded for record in run.records] == [[2], [2]]
+    assert {worker: bool(kept["momentum"].any()) for worker, kept in run.states.items()} == {0: True, 1: True}

@@ -1,4 +1,4 @@
-"""Local work that differs between workers and rounds, against plain PyTorch loops."""
+"""Local work that differs between workers and rounds, and epochs of whole batches, against plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from torch import nn
 
 import fedsim
 from fedsim.engines.schedule import DrawnAmount, Schedule
+from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
-from tests.clients.test_drop_last import zero
 from tests.textbook import Federation
 
 BATCH, LR, ROUNDS, WORKERS = 4, 0.1, 3, 4
+
+
+def zero() -> nn.Module:
+    module = nn.Linear(6, 3)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    return module
+
 
 EXPERIMENT = {
     "rounds": ROUNDS,
     "workers": WORKERS,  # of 15 samples each, so batches of 4, 4, 4 and 3
     "engine": "serial",
     "precision": "float64",
-    "model": {"name": "tests.clients.test_drop_last:zero"},
+    "model": {"name": "tests.clients.test_local_work:zero"},
     "data": "tests.asynchronous.test_clock_runs:points",
     "aggregate": "mean",
 }
@@ -48,35 +56,24 @@ def averaged(steps_of, train_round):
     return federation.row
 
 
-def sgd_round(model, batches, round):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+def round_of(*, accumulate=1, clip_norm=None, gamma=1.0, per="step", **of_sgd):
+    """A worker's round by PyTorch: `gamma` is the factor of its learning rate after each step, or after each round."""
 
+    def train(model, batches, round):
+        lr = LR * gamma ** (round - 1) if per == "round" else LR
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, **of_sgd)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma if per == "step" else 1.0)
+        for start in range(0, len(batches), accumulate):
+            optimizer.zero_grad()
+            group = batches[start : start + accumulate]
+            for inputs, targets in group:
+                (F.cross_entropy(model(inputs), targets) / len(group)).backward()
+            if clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            scheduler.step()
 
-def clipped_round(model, batches, round):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5, weight_decay=0.1)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-
-
-def accumulated_round(model, batches, round):
-    """Momentum, clipping and a learning rate that changes with each step of the optimizer."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for start in range(0, len(batches), 3):
-        optimizer.zero_grad()
-        group = batches[start : start + 3]
-        for inputs, targets in group:
-            (F.cross_entropy(model(inputs), targets) / len(group)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        scheduler.step()
+    return train
 
 
 def drawn(values):
@@ -96,20 +93,23 @@ def drawn(values):
 )
 def test_each_worker_takes_its_own_number_of_steps(local, steps_of, engine):
     result = fedsim.run({**of_local(**local), **ENGINES[engine]})
-    assert torch.allclose(result.global_row, averaged(steps_of, sgd_round), rtol=0, atol=1e-12)
+    assert torch.allclose(result.global_row, averaged(steps_of, round_of()), rtol=0, atol=1e-12)
     sizes = [4, 4, 4, 3]
     for record in result.history:
         steps = [steps_of(worker, record["round"]) for worker in range(WORKERS)]
         assert record["samples"] == [sum(sizes[step % 4] for step in range(count)) for count in steps]
 
 
-CLIPPED = of_local(epochs=2, momentum=0.5, weight_decay=0.1, clip_norm=0.5)
+CLIPPING = {"momentum": 0.5, "weight_decay": 0.1, "clip_norm": 0.5}
+CLIPPED = of_local(epochs=2, **CLIPPING)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_are_clipped_as_by_pytorch(engine):
     result = fedsim.run({**CLIPPED, **ENGINES[engine]})
-    assert torch.allclose(result.global_row, averaged(lambda worker, round: 8, clipped_round), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        result.global_row, averaged(lambda worker, round: 8, round_of(**CLIPPING)), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -139,7 +139,8 @@ def test_a_step_takes_the_mean_gradient_of_several_batches(local, batches, engin
     schedule = {"name": "exponential", "gamma": 0.5, "per": "step"}
     tables = of_local(**local, accumulate=3, clip_norm=0.5, momentum=0.5, schedule=schedule)
     result = fedsim.run({**tables, **ENGINES[engine]})
-    expected = averaged(lambda worker, round: batches[worker], accumulated_round)
+    train_round = round_of(accumulate=3, clip_norm=0.5, momentum=0.5, gamma=0.5)
+    expected = averaged(lambda worker, round: batches[worker], train_round)
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
     sizes = [4, 4, 4, 3]
     assert result.history[0]["samples"] == [sum(sizes[step % 4] for step in range(n)) for n in batches]
@@ -169,3 +170,82 @@ def test_the_longest_round_of_a_worker_is_checked():
     schedule = Schedule(batch_size=4, steps=DrawnAmount((1, 4), seed=0))
     assert schedule.longest(0).smallest_batch(13) == 1
     assert Schedule(batch_size=4, steps=(1, 4)).longest(0).smallest_batch(13) == 4
+
+
+MODES = {
+    "parameters": {},
+    "gradients": {"sync": "gradients"},
+    "parameters in stacks": STACKED,
+    "gradients in stacks": {"sync": "gradients", **STACKED},
+    "one worker on the clock": {"workers": 1, "mode": "clock", "policy": "asgd"},
+}
+
+
+def expected_row(workers, *, each_step):
+    """The global row of federated averaging, or of synchronous SGD, on the full batches of two epochs."""
+    federation = Federation(zero, points, workers, BATCH)
+    for round in range(1, ROUNDS + 1):
+        epochs = [[*federation.epoch(round, k), *federation.epoch(round, k, 1)] for k in range(workers)]
+        full = [[batch for batch in batches if len(batch[1]) == BATCH] for batches in epochs]
+        rows = [federation.row] * workers
+        for of_step in zip(*full, strict=True):
+            gradients = [federation.gradient(row, batch) for row, batch in zip(rows, of_step, strict=True)]
+            if each_step:
+                gradients = [sum(gradients) / workers] * workers
+            rows = [row - LR * gradient for row, gradient in zip(rows, gradients, strict=True)]
+        federation.row = sum(rows) / workers
+    return federation.row
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_epochs_have_whole_batches_only(mode):
+    tables = {**of_local(epochs=2, drop_last=True), **MODES[mode]}
+    if mode.endswith("clock"):
+        del tables["aggregate"]
+    result = fedsim.run(tables)
+    workers = tables["workers"]
+    expected = expected_row(workers, each_step=not mode.startswith("parameters"))
+    assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
+    per_epoch = {4: 12, 1: 60}[workers]
+    assert [record["samples"] for record in result.history] == [[2 * per_epoch] * workers] * ROUNDS
+
+
+def test_a_shard_smaller_than_a_batch_is_one_batch():
+    schedule = Schedule(BATCH, epochs=3, drop_last=True)
+    for size, steps, samples in ((1, 3, 3), (3, 3, 9), (4, 3, 12), (5, 3, 12), (7, 3, 12), (8, 6, 24)):
+        assert (schedule.steps_for(size), schedule.samples_for(size)) == (steps, samples), size
+        sizes = [schedule.batch_size_at(step, size) for step in range(steps + 1)]
+        assert (sum(sizes), sizes[-1]) == (samples, 0)
+    record = fedsim.run(of_local(batch_size=100, drop_last=True)).history[0]
+    assert record["samples"] == [15] * 4
+    assert record["train_loss"] > 0
+
+
+@pytest.fixture
+def normalised(tiny_experiment):
+    """Worker 0 has 65 samples, so one more than four batches of 16."""
+    partition = {"strategy": "tests.plugs:same_last", "first": 65}
+    return {**tiny_experiment, "model": "tests.models:Normalised", "partition": partition, "rounds": 1}
+
+
+LAST_BATCH = (
+    r"^local.batch_size = 16: the last batch of worker 0 \(65 samples\) has one sample, on which the model cannot be "
+    r"trained \(ValueError: Expected more than 1 value per channel.*\); set local.drop_last = true$"
+)
+
+
+@pytest.mark.parametrize(("engine", "sync"), [({}, "parameters"), (STACKED, "gradients")], ids=["serial", "batched"])
+def test_a_last_batch_of_one_sample_with_batchnorm_is_an_error_before_the_run(normalised, engine, sync):
+    tables = {**normalised, **engine, "sync": sync}
+    with pytest.raises(ExperimentError, match=LAST_BATCH):
+        fedsim.run(tables)
+    result = fedsim.run({**tables, "local": {**tables["local"], "drop_last": True}})
+    assert result.history[0]["samples"] == [64, 80, 48]
+
+
+def test_a_shard_of_one_sample_with_batchnorm_is_an_error_that_names_the_worker(normalised):
+    tables = {**normalised, "partition": "tests.plugs:ending_in_one", "local": {"batch_size": 16, "drop_last": True}}
+    with pytest.raises(
+        ExperimentError, match=r"^partition.strategy = .*: worker 2 has one sample, on which the model "
+    ):
+        fedsim.run(tables)

@@ -6,13 +6,12 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 import fedsim
 from fedsim.errors import ExperimentError
 from fedsim.runs.setup import task_of
-from tests.clients.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, averaged, of_local
+from tests.clients.test_local_work import BATCH, ENGINES, EXPERIMENT, LR, averaged, of_local, round_of
 
 SCHEDULES = {
     "step": ({"name": "step", "step_size": 2}, lambda o: lr_scheduler.StepLR(o, 2)),
@@ -73,31 +72,14 @@ def test_the_rate_grows_linearly_in_the_warm_up():
     assert [constant.local_lr_at(round) for round in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3], rel=1e-12)
 
 
-def exponential_round(per):
-    def train(model, batches, round):
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        optimizer.zero_grad()  # of the worker before, so that the first steps only count
-        for _ in range(round - 1 if per == "round" else 0):
-            optimizer.step()
-            scheduler.step()
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            if per == "step":
-                scheduler.step()
-
-    return train
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("per", ["round", "step"])
 def test_training_equals_a_loop_of_pytorch(per, engine):
     schedule = {"name": "exponential", "gamma": 0.5, "per": per}
     tables = of_local(steps=[3, 1, 5, 4], momentum=0.5, schedule=schedule)
     row = fedsim.run({**tables, **ENGINES[engine]}).global_row
-    expected = averaged(lambda worker, round: [3, 1, 5, 4][worker], exponential_round(per))
+    train_round = round_of(momentum=0.5, gamma=0.5, per=per)
+    expected = averaged(lambda worker, round: [3, 1, 5, 4][worker], train_round)
     assert torch.allclose(row, expected, rtol=0, atol=1e-12)
 
 

@@ -1,19 +1,24 @@
-"""Personal parameters against plain PyTorch loops, and what is not sent of them."""
+"""Personal parameters and models against plain PyTorch loops, what is not sent of them, and MOON."""
 
 from __future__ import annotations
 
 import copy
+from copy import deepcopy
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fedsim
 from fedsim.core.randomness import sample_cohort
+from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import ColumnSpans, Layout
+from fedsim.data import ListedShards, hold_out
+from fedsim.records.reader import Run
 from tests import models, plugs
 from tests.matrix import in_turn
-from tests.textbook import Federation, finished
+from tests.textbook import Federation, finished, start_of
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 SGD = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01}
@@ -194,3 +199,208 @@ def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables)
     tables["local"] |= {"solver": "local_only"}
     with pytest.raises(fedsim.ExperimentError, match=f"^{next(iter(changes))}.*local_only"):
         fedsim.run({**tables, **changes})
+
+
+PAIR, SHORT, LR = 2, 3, 0.1  # workers of a cohort, rounds
+TABLES = {
+    **{"workers": WORKERS, "cohort": PAIR, "rounds": SHORT, "model": "tests.models:Normalised"},
+    **{"data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}, "partition": "shards", "precision": "float64"},
+    **{"evaluation": {"fine_tune": 1}, "records": {"curve": False}},
+}
+ENGINES = {
+    "serial": {"engine": "serial"},
+    "batched": {"engine": "batched", "processes": 1, "batched": {"width": 3}},
+    "spawn": {"engine": "spawn", "processes": 2},
+}
+
+
+class Workers(Federation):
+    """The workers of `TABLES`: their batches, their test samples, and their cohorts."""
+
+    def __init__(self):
+        super().__init__(models.Normalised, plugs.tiny, WORKERS, BATCH, "shards")
+        trains, self.tests = hold_out(ListedShards.of_arrays([shard.numpy() for shard in self.shards]), 0.25, seed=0)
+        self.shards = [trains.of(worker) for worker in range(WORKERS)]
+        self.cohorts = [sample_cohort(0, round, WORKERS, PAIR).tolist() for round in range(1, SHORT + 1)]
+
+    def test_loss(self, model, worker):
+        inputs, targets = self.train.gather(self.tests.of(worker))
+        with torch.no_grad():
+            return F.cross_entropy(deepcopy(model).eval()(inputs), targets).item()
+
+
+@pytest.fixture(scope="module")
+def workers():
+    return Workers()
+
+
+def losses_of(local, out, session=None, **changes):
+    """The test losses of the workers' personal models, and of those after local training."""
+    local = {"batch_size": BATCH, "lr": LR, **local}
+    fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
+    found = Run.read(out).workers
+    assert found.workers == list(range(WORKERS))
+    return [found.loss["personal"], found.loss["fine_tuned"]]
+
+
+def sgd_step(model, batch):
+    model.zero_grad()
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= LR * parameter.grad
+
+
+def alone(workers):
+    """The losses of one model for each worker, which nothing but the worker's batches changes."""
+    personal = [start_of(models.Normalised) for _ in range(WORKERS)]
+    for round, cohort in enumerate(workers.cohorts, 1):
+        for k in cohort:
+            for batch in workers.epoch(round, k):
+                sgd_step(personal[k], batch)
+    losses = [[workers.test_loss(model, k) for k, model in enumerate(personal)]]
+    for k, model in enumerate(personal):
+        for batch in workers.epoch(SHORT, k):
+            sgd_step(model, batch)
+    return [*losses, [workers.test_loss(model, k) for k, model in enumerate(personal)]]
+
+
+ALONE = {
+    "local_only": {"solver": "local_only"},
+    "ditto": {"solver": "ditto", "lam": 0.0},
+    "apfl": {"solver": "apfl", "alpha": 1.0},
+}
+
+
+@in_turn(("name", "engine"), ALONE, ENGINES)
+@pytest.mark.parametrize("buffers", ["average", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
+    name, engine, buffers, workers, tmp_path, session
+):
+    found = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
+    assert found == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
+
+
+def pfedme(workers, eta, lam, inner_steps):
+    """Each theta has statistics of its own, from all of its passes; that of a new worker begins as the global model."""
+    server, thetas = start_of(models.Normalised), {}
+
+    def train(k, theta, batches):
+        x = deepcopy(server).train()
+        for batch in batches:
+            with torch.no_grad():
+                x(batch[0])  # changes the statistics of x
+                for ours, start in zip(theta.parameters(), x.parameters(), strict=True):
+                    ours.copy_(start)
+            for _ in range(inner_steps):
+                pulls = [lam * (a - b).detach() for a, b in zip(theta.parameters(), x.parameters(), strict=True)]
+                sgd_step(theta, batch)
+                with torch.no_grad():
+                    for parameter, pull in zip(theta.parameters(), pulls, strict=True):
+                        parameter -= LR * pull
+            with torch.no_grad():
+                for ours, near in zip(x.parameters(), theta.parameters(), strict=True):
+                    ours -= eta * lam * (ours - near)
+        return x
+
+    for round, cohort in enumerate(workers.cohorts, 1):
+        states, sizes = [], [len(workers.shards[k]) for k in cohort]
+        for k in cohort:
+            theta = thetas.setdefault(k, deepcopy(server))
+            states.append(train(k, theta, workers.epoch(round, k)).state_dict())
+        for name, mean in server.state_dict().items():
+            mean.copy_(sum(n * state[name] for n, state in zip(sizes, states, strict=True)) / sum(sizes))
+    assert len(thetas) < WORKERS
+    personal = [thetas.get(k, deepcopy(server)) for k in range(WORKERS)]
+    losses = [[workers.test_loss(theta, k) for k, theta in enumerate(personal)]]
+    for k, theta in enumerate(personal):
+        train(k, theta, workers.epoch(SHORT, k))
+    return [*losses, [workers.test_loss(theta, k) for k, theta in enumerate(personal)]]
+
+
+@in_turn(("inner_steps", "engine"), [1, 3], list(ENGINES)[:2])
+def test_theta_of_pfedme_is_tested_with_its_own_statistics(inner_steps, engine, workers, tmp_path):
+    params = {"eta": 0.1, "lam": 2.0, "inner_steps": inner_steps}
+    found = losses_of({"solver": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
+    assert found == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
+
+
+MU, T = 2.0, 0.5
+
+
+@pytest.fixture
+def moon_tables():
+    return {
+        **{"rounds": ROUNDS, "workers": WORKERS, "cohort": COHORT, "engine": "serial", "precision": "float64"},
+        **{"model": "tests.models:WithFeatures", "data": "tests.plugs:tiny"},
+        "local": {"solver": "moon", "mu": MU, "batch_size": BATCH, "lr": 0.1, "momentum": 0.5},
+    }
+
+
+def moon_reference(factory, features):
+    """The global row after a run of MOON by hand; `features(model, inputs)` are those of a model."""
+    federation = Federation(factory, plugs.tiny, WORKERS, BATCH)
+    model, at_start, before = all_three = [federation.model, *(factory().double() for _ in range(2))]
+    layout = Layout.of(model)
+    previous = dict.fromkeys(range(WORKERS), federation.row)
+    for round in range(1, ROUNDS + 1):
+        cohort = sample_cohort(0, round, WORKERS, COHORT).tolist()
+        for worker in cohort:
+            layout.write(federation.row, model)
+            layout.write(federation.row, at_start)
+            layout.write(previous[worker], before)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+            for x, y in federation.epoch(round, worker):
+                z, received, old = (features(each, x) for each in all_three)
+                positive = (F.cosine_similarity(z, received.detach()) / T).exp()
+                negative = (F.cosine_similarity(z, old.detach()) / T).exp()
+                optimizer.zero_grad()
+                (F.cross_entropy(model(x), y) - MU * (positive / (positive + negative)).log().mean()).backward()
+                optimizer.step()
+            previous[worker] = layout.read(model)
+        federation.row = federation.average({worker: previous[worker] for worker in cohort})
+    return federation.row
+
+
+@pytest.mark.parametrize(
+    ("model", "factory", "features"),
+    [
+        ("tests.models:WithFeatures", models.WithFeatures, lambda model, x: model.features(x)),
+        (
+            {"name": "tests.models:sized", "hidden": [8]},
+            lambda: models.sized(hidden=(8,)),
+            lambda model, x: model[:2](x),
+        ),
+    ],
+)
+def test_moon_is_the_plain_loop(model, factory, features, moon_tables):
+    row = fedsim.run({**moon_tables, "model": model}).global_row
+    assert torch.allclose(row, moon_reference(factory, features), rtol=0, atol=1e-12)
+    plain = fedsim.run({**moon_tables, "model": model, "local": {**moon_tables["local"], "mu": 0.0}}).global_row
+    assert not torch.allclose(row, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
+def test_a_model_without_features_is_an_error_in_one_line(engine, moon_tables):
+    with pytest.raises(fedsim.ExperimentError, match="has no features") as caught:
+        fedsim.run({**moon_tables, **engine, "model": "tests.models:Convolved", "rounds": 1})
+    assert len(caught.value.lines) == 1
+
+
+def test_features_are_those_of_a_module_of_this_name():
+    model = nn.Sequential()
+    model.features, model.last = nn.Conv2d(1, 2, 3), nn.Flatten()
+    with recorded_features(model) as recorded:
+        outputs = model(torch.zeros(4, 1, 3, 3))
+    assert torch.equal(recorded.of(4), outputs)
+
+
+def test_the_module_is_as_before_when_features_have_been_recorded():
+    model = models.WithFeatures()
+    before = dict(vars(model))
+    with recorded_features(model) as recorded:
+        model(torch.zeros(4, 1, 28, 28))
+    assert recorded.of(4).shape == (4, 6)
+    assert vars(model) == before
+    with pytest.raises(fedsim.ExperimentError, match=r"must be \[5, ...\], not \(4, 6\)"):
+        recorded.of(5)

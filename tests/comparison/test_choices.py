@@ -13,8 +13,8 @@ import pytest
 import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.grid import plan_grid
+from fedsim.comparison.on_paper import draw_tuning
 from fedsim.comparison.tables import summary_csv, summary_text, tuning_csv
-from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.errors import ExperimentError, SettingWarning
 from tests.comparison.made_up import compared
 
@@ -202,24 +202,6 @@ def test_a_setting_names_an_axis_by_either_key_of_its_plug(setting, name, serial
     found = plan_grid(tables, axes, (), ComparisonSettings(**{setting: value})).settings
     expected = {"heatmap": "local.solver,partition.strategy"}.get(setting, "local.solver")
     assert found == plan_grid(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
-
-
-def test_choices_are_stored_and_merged_from_shards(cli, serial, tmp_path):
-    words = ["rounds=1", "workers=5", "model=logistic", "data=tests.plugs:tiny", "data.validation=0.2"]
-    words += ["engine=serial", "attack.workers=[0]", "attack.name=none,inf", "aggregate.nonfinite=exclude"]
-    words += ["--tune", "local.lr=0.01,0.1", "--worst", "attack.name", "--out", "grid"]
-    for shard in ("0/2", "1/2"):
-        assert cli("compare", *words, "--shard", shard).exit_code == 0
-    merged = cli("compare", "grid", "--allow-imports")
-    assert merged.exit_code == 0
-    assert "tuned local.lr  worst attack.name" in merged.stdout
-    assert (tmp_path / "grid" / "tuning.csv").is_file()
-    assert (tmp_path / "grid" / "tuning.png").is_file()
-    assert cli("report", "grid").exit_code == 0
-    page = (tmp_path / "grid" / "report.html").read_text()
-    assert "worst attack.name" in page
-    again = cli("compare", "grid", "--allow-imports", "--tune", "attack.name", "--worst", "local.lr", "--out", "other")
-    assert "tuned attack.name  worst local.lr" in again.stdout
 
 
 @pytest.mark.parametrize(

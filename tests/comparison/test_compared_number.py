@@ -22,7 +22,7 @@ from fedsim.config.schema import DIRECTIONS
 from fedsim.core.metrics import metric
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
-from fedsim.records.record import METRICS, metric_called
+from fedsim.records.record import METRICS, OF_PLUGS, metric_called
 from fedsim.report.grid_page import grid_page
 from tests.comparison.made_up import compared
 
@@ -103,12 +103,6 @@ def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
 
 HIGHER = {"test_accuracy", "validation_accuracy"}  # of all other numbers of a round but these a lower one is better
 NEITHER = {"asynchronous.updates", "asynchronous.arrivals", "asynchronous.buffered"}
-BETTER_OF_PLUGS = {  # of every number that plugs of fedsim record
-    "available_workers": None,
-    "clipped_share": None,
-    "kept_energy": "higher",
-    "weiszfeld_iterations": None,
-}
 BETTER_OF_METRICS = {
     "top_k": "higher",
     "macro_f1": "higher",
@@ -133,11 +127,11 @@ def test_every_number_of_a_round_says_which_value_is_better():
 def test_every_number_of_a_plug_says_which_value_is_better():
     sources = {path: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
     recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
-    assert recorded == BETTER_OF_PLUGS.keys()
+    assert recorded == OF_PLUGS.keys()
     unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # by the line above
     found = [path.name for path, text in sources.items() if re.search(unseen, text)]
     assert found == ["evaluation.py"], "plugs write metrics[NAME] = ...; only the metrics of tests are added together"
-    assert {name: metric_called(f"metrics.{name}").better for name in recorded} == BETTER_OF_PLUGS
+    assert {name: metric_called(f"metrics.{name}").better for name in recorded} == OF_PLUGS
 
 
 def test_every_metric_of_fedsim_says_which_value_is_better():

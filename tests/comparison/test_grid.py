@@ -234,14 +234,6 @@ def test_variants_differ_in_several_tables_at_once(variants):
     assert (sync.clock.noise.params, buffered.clock.noise.params) == ({"sigma": 0.1}, {"sigma": 0.2})
 
 
-def test_a_policy_axis_takes_names_and_tables():
-    grid = plan_grid({"mode": "clock"}, words=['policy=sync,{name="ssp",s=1},{name="fedbuff",k=2}'])
-    assert [run.id for run in grid.runs] == ["sync", "ssp,s=1", "fedbuff,k=2"]
-    policies = [run.experiment.policy for run in grid.runs]
-    assert [policy.name for policy in policies] == ["sync", "ssp", "fedbuff"]
-    assert (policies[1].params["s"], policies[2].params["k"]) == (1, 2)
-
-
 @pytest.mark.parametrize(
     ("variant", "message"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -161,20 +160,3 @@ def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):
     with pytest.raises(ExperimentError, match=rf"^heatmap = .*: {message}") as caught:
         plan_grid({**serial, "partition": "dirichlet"}, axes)
     assert len(caught.value.lines) == 1
-
-
-def test_the_command_keeps_the_axes_for_shards_and_a_merge(cli, tmp_path):
-    words = ["model=logistic", "data=tests.plugs:tiny", "engine=serial", "rounds=1", "workers=4", "local.steps=1"]
-    words += ["aggregate.rule=mean,median", "local.lr=0.1,0.2", "local.momentum=0.0,0.5"]
-    for shard in ("0/2", "1/2"):
-        done = cli("compare", *words, "--heatmap", "local.lr, local.momentum", "--shard", shard, "--out", "grid")
-        assert done.exit_code == 0, done.output
-    assert cli("compare", "grid", "--allow-imports").exit_code == 0
-    folder = tmp_path / "grid"
-    assert json.loads((folder / "grid.json").read_text())["heatmap"] == "local.lr,local.momentum"
-    rows = list(csv.DictReader(io.StringIO((folder / "heatmap.csv").read_text())))
-    places = [(row["local.lr"], row["local.momentum"]) for row in rows]
-    assert places == [("0.1", "0.0"), ("0.1", "0.5"), ("0.2", "0.0"), ("0.2", "0.5")]
-    assert (folder / "heatmap.png").is_file()
-    assert cli("report", "grid").exit_code == 0
-    assert "Best rule by learning rate and local momentum" in (folder / "report.html").read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from fedsim.errors import ExperimentError
 from fedsim.records.rows import ComparisonSettings
 from tests.comparison.made_up import results_of
 
+WORDS = ["rounds=1", "workers=5", "data=tests.plugs:tiny", "model=logistic"]
 SKIP = ComparisonSettings(skip_invalid=True)
-WORDS = ["rounds=1", "workers=5", "engine=serial", "data=tests.plugs:tiny", "model=logistic", "local.batch_size=16"]
 AXES = {"aggregate.rule": ["krum", "median"], "attack.workers": [[0], [0, 1]]}  # krum needs n >= 2f + 3
 NAMES = [("krum", [0]), ("median", [0]), ("median", [0, 1])]
 
@@ -72,23 +70,3 @@ def test_figures_show_each_line_as_in_the_legend_and_an_empty_cell():
     texts = [text.get_text() for text in draw_heatmap(grid).axes[0].texts]
     assert texts.count("0.6000") == 3
     assert "failed" not in texts
-
-
-def test_a_comparison_with_invalid_combinations_runs_continues_and_merges(cli, tmp_path):
-    (tmp_path / "sweep.toml").write_text(
-        "[grid]\nskip_invalid = true\n"
-        '"aggregate.rule" = ["krum", "median"]\n"attack.workers" = [[0], [0, 1]]\n"attack.name" = ["sign_flipping"]\n'
-    )
-    command = ("compare", "sweep.toml", *WORDS, "--allow-imports", "--jobs", 1, "--out", "sweep")
-    for part in ("0/2", "1/2"):
-        assert cli(*command, "--shard", part).exit_code == 0
-    merged = cli("compare", "sweep", "--allow-imports")
-    assert merged.exit_code == 0
-    assert "left out: " in merged.stdout
-    again = cli(*command)
-    assert again.exit_code == 0
-    assert "left out: " in again.stdout
-    with (tmp_path / "sweep" / "summary.csv").open() as file:
-        assert [row["aggregate.rule"] for row in csv.DictReader(file)] == ["krum", "median", "median"]
-    assert json.loads((tmp_path / "sweep" / "grid.json").read_text())["skip_invalid"] is True
-    assert cli("report", "sweep").exit_code == 0

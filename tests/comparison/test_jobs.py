@@ -122,6 +122,7 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, serial, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
     data = {"dataset": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}

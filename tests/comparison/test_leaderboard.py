@@ -12,13 +12,13 @@ import pytest
 from scipy import stats
 
 from fedsim.comparison.leaderboard import (
-    draw_leaderboard,
     friedman,
     leaderboard_csv,
     leaderboard_text,
     nemenyi,
     ranks_of,
 )
+from fedsim.comparison.on_paper import draw_leaderboard
 from tests.comparison.made_up import compared
 
 RULES = ["mean", "median", "krum"]

@@ -10,14 +10,24 @@ import pytest
 import fedsim
 from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import Shard
-from fedsim.comparison.merging import merge
+from fedsim.comparison.runner import merge
 
 WORDS = ["rounds=1", "engine=serial", "data=tests.plugs:tiny", "model=logistic", "local.batch_size=16"]
 GRID = """
+    [data]
+    validation = 0.2
+    [attack]
+    name = "sign_flipping"
+    workers = [0]
     [grid]
     target = 0.2
-    seed = [0, 1]
-    variant = [{ label = "plain" }, { label = "m", aggregate = "median" }]
+    tune = "variant"
+    heatmap = "workers, local.lr"
+    skip_invalid = true
+    "aggregate.rule" = ["mean", "krum"]
+    workers = [4, 5]
+    local.lr = [0.1, 0.2]
+    variant = [{ label = "plain" }, { label = "m", local.momentum = 0.5 }]
 """
 
 
@@ -57,7 +67,7 @@ def result_of_base(folder):
     return base
 
 
-def test_merged_shards_have_the_results_of_one_comparison(cli, tmp_path):
+def test_merged_shards_have_the_results_and_the_settings_of_one_comparison(cli, tmp_path):
     (tmp_path / "grid.toml").write_text(GRID)
     compare = ("compare", "grid.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")
     for part in ("1/2", "0/2"):
@@ -67,14 +77,25 @@ def test_merged_shards_have_the_results_of_one_comparison(cli, tmp_path):
     assert not (tmp_path / "sweep" / "results.csv").exists()
     result = cli("compare", "sweep", "--allow-imports")
     assert result.exit_code == 0, result.stderr
-    assert "20 percent" in result.stdout
+    for text in ("20 percent", "tuned variant", "left out: aggregate.rule=krum workers=4"):
+        assert text in result.stdout
     assert result.stdout.rstrip().endswith("\nsweep")
     assert cli(*compare, "whole").exit_code == 0
     shards = ("sweep/shards/0-of-2", "sweep/shards/1-of-2")
     assert cli("compare", *shards, "--out", "other", "-q", "--allow-imports").exit_code == 0
-    for name in ("results.csv", "summary.csv"):
+    for name in ("results.csv", "summary.csv", "tuning.csv", "heatmap.csv"):
         for merged in ("sweep", "other"):
             assert rows(tmp_path / merged / name) == rows(tmp_path / "whole" / name)
+    assert {"tuning.png", "heatmap.png"} <= {path.name for path in (tmp_path / "sweep").iterdir()}
+    stored = json.loads((tmp_path / "sweep" / "grid.json").read_text())
+    settings = {"target": 0.2, "skip_invalid": True, "tune": "variant", "heatmap": "workers,local.lr"}
+    assert settings.items() <= stored.items()
+    places = [(row["workers"], row["local.lr"]) for row in rows(tmp_path / "sweep" / "heatmap.csv")]
+    assert places == [("4", "0.1"), ("4", "0.2"), ("5", "0.1"), ("5", "0.2")]
+    assert cli("report", "sweep").exit_code == 0
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "tuned variant" in page
+    assert "Best rule by workers and learning rate" in page
     again = cli(*compare, "sweep")  # all runs are finished
     assert (again.exit_code, again.stdout.split()) == (0, ["sweep"])
 

@@ -10,17 +10,23 @@ from matplotlib.figure import Figure
 
 from fedsim.callbacks.records import draw_curve
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.leaderboard import draw_leaderboard
-from fedsim.comparison.on_paper import MOST_PANELS, draw_curves, draw_heatmap, draw_values, draw_worker_comparison
+from fedsim.comparison.on_paper import (
+    MOST_PANELS,
+    draw_curves,
+    draw_heatmap,
+    draw_leaderboard,
+    draw_tuning,
+    draw_values,
+    draw_worker_comparison,
+)
 from fedsim.comparison.tables import summary_text
-from fedsim.comparison.tuned_values import draw_tuning
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
-from fedsim.data.picture import draw_partition
+from fedsim.data import draw_partition
 from fedsim.engines.worker_evaluation import WorkerResults
-from fedsim.records.value_curves import numeric_axes
+from fedsim.records.rows import numeric_axes
 from fedsim.records.worker_results import draw_workers, workers_csv
-from tests.comparison.made_up import grid_of, on_the_clock, results_of
+from tests.comparison.made_up import compared, grid_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
 
@@ -67,7 +73,6 @@ def test_labels_and_names_are_no_formulas():
     tuned = replace(grid, settings=ComparisonSettings(by="metrics.$x^{$", tune="local.lr"))
     figures = [
         draw_curves(replace(tuned, runs=runs)),
-        draw_heatmap(replace(tuned, runs=runs)),
         draw_heatmap(replace(grid, runs=runs), over=("attack.name", "local.lr")),
         draw_values(replace(grid, runs=runs), "local.lr"),
         draw_tuning(replace(tuned, runs=runs)),
@@ -137,38 +142,37 @@ def test_runs_of_different_length_are_drawn_as_far_as_they_go():
 def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
     """The mean of 0.8230 and 0.8239 is 0.82345, and float sums of it lie on both sides of that."""
     finals = [0.8230, 0.8239, 0.82345]
-    grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))})
-    runs = results_of(grid, lambda point: [finals[point["seed"]]] if point["attack.name"] == "none" else None)
-    mean, *beside, failed = texts_of(draw_heatmap(replace(grid, runs=runs)))
+    comparison = compared(
+        {"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))},
+        lambda point: [finals[point["seed"]]] if point["attack.name"] == "none" else None,
+    )
+    mean, *beside, failed = texts_of(draw_heatmap(comparison))
     assert (mean, "".join(beside), failed) == ("0.8235" if seeds > 1 else "0.8230", spread, "failed")
-    assert " ".join([mean, *beside]) in summary_text(replace(grid, runs=runs))
+    assert " ".join([mean, *beside]) in summary_text(comparison)
 
 
 def test_a_cell_of_a_small_number_has_as_many_digits_as_the_table():
-    grid = grid_of({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": [0, 1]})
-    runs = results_of(grid, rising)
-    for run in runs:
+    comparison = compared({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": [0, 1]}, rising)
+    for run in comparison.runs:
         run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=2e-5)
-    assert texts_of(draw_heatmap(replace(grid, runs=runs)))[0] == "0.00002000"
-    assert "0.00002000" in summary_text(replace(grid, runs=runs))
+    assert texts_of(draw_heatmap(comparison))[0] == "0.00002000"
+    assert "0.00002000" in summary_text(comparison)
 
 
 @pytest.mark.parametrize(("seeds", "lines", "bands"), [(1, 1, 0), (2, 3, 0), (3, 4, 0), (4, 1, 1)])
 def test_up_to_three_seeds_are_thin_lines_and_four_have_a_band(seeds, lines, bands):
-    grid = grid_of({"workers": [5, 10, 15], "seed": list(range(seeds))})
-    runs = results_of(grid, rising)
+    comparison = compared({"workers": [5, 10, 15], "seed": list(range(seeds))}, rising)
     for axes in (
-        draw_curves(replace(grid, runs=runs)).axes[0],
-        draw_values(replace(grid, runs=runs), "workers").axes[0],
+        draw_curves(comparison).axes[0],
+        draw_values(comparison, "workers").axes[0],
     ):
         count = 3 if axes.get_xlabel() == "round" else 1
         assert (len(axes.lines), len(axes.collections)) == (count * lines, count * bands)
 
 
 def test_titles_name_the_axes():
-    grid = grid_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1], "seed": [0, 1]})
-    runs = results_of(grid, rising)
-    accuracy, heatmap = draw_curves(replace(grid, runs=runs)), draw_heatmap(replace(grid, runs=runs))
+    comparison = compared({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1], "seed": [0, 1]}, rising)
+    accuracy, heatmap = draw_curves(comparison), draw_heatmap(comparison)
     assert accuracy.get_suptitle().startswith("Test accuracy by rule, attack and learning rate\n")
     assert accuracy.axes[0].get_title() == "attack: none, learning rate: 0.1"
     assert (heatmap.axes[0].get_xlabel(), heatmap.axes[0].get_ylabel()) == ("attack", "rule")
@@ -199,10 +203,9 @@ def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_v
 
 
 def test_a_row_of_the_figure_of_workers_holds_those_of_all_seeds_from_their_newest_tables(tmp_path):
-    grid = grid_of({"local.solver": ["sgd", "ditto"], "seed": [0, 1]})
-    runs = results_of(grid, lambda point: [0.5, 0.6])
-    assert draw_worker_comparison(replace(grid, runs=runs)) is None
-    for index, run in enumerate(runs):
+    comparison = compared({"local.solver": ["sgd", "ditto"], "seed": [0, 1]}, lambda point: [0.5, 0.6])
+    assert draw_worker_comparison(comparison) is None
+    for index, run in enumerate(comparison.runs):
         folder = tmp_path / run.id
         folder.mkdir()
         for round in (1, 2, 3):  # the run has two rounds: a table of the third is not its own
@@ -210,8 +213,8 @@ def test_a_row_of_the_figure_of_workers_holds_those_of_all_seeds_from_their_newe
             accuracy |= {"personal": [0.9, 0.8]} if index > 1 else {}
             results = WorkerResults(round, [0, 1], [5, 5], {model: [1.0, 1.0] for model in accuracy}, accuracy)
             (folder / f"workers-{round:05}.csv").write_text(workers_csv(results))
-        runs[index] = replace(run, folder=folder)
-    figure = draw_worker_comparison(replace(grid, runs=runs))
+        comparison.runs[index] = replace(run, folder=folder)
+    figure = draw_worker_comparison(replace(comparison))  # whose rows are not cached
     strokes = [sorted(line.get_xdata()) for line in figure.axes[0].lines if line.get_marker() == "|"]
     expected = [[0.2, 0.2, 0.2, 0.21], [0.2, 0.2, 0.22, 0.23], [0.8, 0.8, 0.9, 0.9]]
     assert np.array(strokes) == pytest.approx(np.array(expected))

@@ -1,8 +1,9 @@
-"""Random draws: the methods of Draws, and the counter-based generator below them."""
+"""Random draws: generators by purpose, the methods of Draws, and the counter-based generator below them."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -22,7 +23,16 @@ from fedsim.core.philox import (
     to_uniform,
     words,
 )
-from fedsim.core.randomness import WORDS_AHEAD, Draws, draw_key
+from fedsim.core.randomness import (
+    WORDS_AHEAD,
+    Draws,
+    draw_key,
+    numpy_generator,
+    preserve_random_state,
+    sample_cohort,
+    seed_everything,
+    torch_generator,
+)
 
 CALLS = {
     "uniform": lambda draws: draws.uniform(5, 3),
@@ -31,6 +41,11 @@ CALLS = {
     "permutation": lambda draws: draws.permutation(9),
     "choice": lambda draws: draws.choice(30, 6),
     "choice of few": lambda draws: draws.choice(1000, 6),
+}
+MANY = {  # as many words as are drawn ahead, and more
+    f"{count} of {dtype}": lambda draws, count=count, dtype=dtype: draws.normal(count, dtype=dtype)
+    for count in (1, WORDS_AHEAD // 2 - 3, WORDS_AHEAD // 2, WORDS_AHEAD // 2 + 1, 3 * WORDS_AHEAD)
+    for dtype in (torch.float32, torch.float64)
 }
 
 
@@ -69,11 +84,11 @@ def test_each_method_reads_the_next_stream():
     assert draws.choice(320, 5).tolist() == sorted(list(dict.fromkeys(integers))[:5])
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", [*CALLS.values(), *MANY.values()], ids=[*CALLS, *MANY])
 def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
     def expected(step, calls):
-        fresh = Draws.of(0, "x", 7).steps()(step)
-        return [call(fresh) for _ in range(calls)]
+        alone = Draws(torch.tensor(draw_key(0, "x", 7)), step)
+        return [call(alone) for _ in range(calls)]
 
     at = Draws.of(0, "x", 7).steps()
     seen = []
@@ -82,17 +97,7 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
         found = [call(draws), call(draws)]
         assert all(map(torch.equal, found, expected(step, 2)))
         seen += found[: 1 + (step != 0)]
-    assert len({str(numbers.tolist()) for numbers in seen}) == len(seen) - 1, "step 0 came twice"
-
-
-@pytest.mark.parametrize("count", [1, 7, WORDS_AHEAD // 2 - 3, WORDS_AHEAD // 2, WORDS_AHEAD // 2 + 1, 3 * WORDS_AHEAD])
-def test_drawing_ahead_does_not_change_numbers(count):
-    at = Draws.of(1, "x").steps()
-    at(0).uniform(count)
-    for step in (0, 1):
-        ahead, alone = at(step), Draws(torch.tensor(draw_key(1, "x")), step)
-        for dtype in (torch.float32, torch.float64):
-            assert torch.equal(ahead.normal(count, dtype=dtype), alone.normal(count, dtype=dtype))
+    assert len({numbers.numpy().tobytes() for numbers in seen}) == len(seen) - 1, "step 0 came twice"
 
 
 def test_types_and_shapes_are_those_of_pytorch():
@@ -223,3 +228,57 @@ def test_permutations_one_after_another_are_those_side_by_side(monkeypatch):
             assert (of_entry[begin : begin + size] == row).all()
             begin += size + size % 2
         assert begin == len(found) == len(of_entry)
+
+
+def test_a_key_is_a_pure_function_of_all_its_arguments():
+    assert draw_key(1, "batches", 2, 3) == draw_key(1, "batches", 2, 3)
+    variants = {draw_key(1, "batches", 2, 3), draw_key(2, "batches", 2, 3), draw_key(1, "cohort", 2, 3)}
+    variants |= {draw_key(1, "batches", 3, 2), draw_key(1, "batches", 23), draw_key(1, "batches", 2)}
+    assert len(variants) == 6
+    assert draw_key(0, "model") == 5784575990485341678  # on every machine
+
+
+def test_generators_repeat_and_do_not_touch_global_state():
+    before_torch, before_numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
+    assert np.array_equal(numpy_generator(1, "x", 2).permutation(50), numpy_generator(1, "x", 2).permutation(50))
+    a, b = (torch.rand(5, generator=torch_generator(1, "x", 2)) for _ in range(2))
+    assert torch.equal(a, b)
+    assert torch.equal(before_torch, torch.get_rng_state())
+    assert np.array_equal(before_numpy, np.random.get_state()[1])
+
+
+def test_seeding_repeats_whatever_a_model_may_draw_from():
+    draws = []
+    with preserve_random_state(torch.device("cpu")):
+        for worker in (3, 3, 4):
+            seed_everything(torch.device("cpu"), 0, "forward", 1, worker)
+            mask = torch.nn.functional.dropout(torch.ones(100))
+            draws.append([*mask.tolist(), np.random.rand(), random.random()])
+    assert draws[0] == draws[1]
+    assert not {*draws[0][-2:]} & {*draws[2][-2:]}
+    assert draws[0][:100] != draws[2][:100]
+
+
+def test_the_global_random_state_is_put_back_even_after_an_error():
+    def states():
+        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+    def draw_and_fail():
+        with preserve_random_state(torch.device("cpu")):
+            seed_everything(torch.device("cpu"), 5, "x")
+            raise ZeroDivisionError
+
+    before = states()
+    with pytest.raises(ZeroDivisionError):
+        draw_and_fail()
+    assert states() == before
+
+
+@pytest.mark.parametrize(("n", "size"), [(10, 3), (10, 10), (1, 1), (1_000_000, 5)])
+def test_a_cohort_is_distinct_workers_in_ascending_order(n, size):
+    cohort = sample_cohort(0, 1, n, size)
+    assert len(set(cohort.tolist())) == size
+    assert np.array_equal(cohort, np.sort(cohort))
+    assert cohort.min() >= 0
+    assert cohort.max() < n
+    assert size == n or cohort.tolist() != sample_cohort(0, 2, n, size).tolist()

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedsim
 from fedsim import DataError, ExperimentError, TensorData
-from fedsim.core.learning_task import Binary, Classification, NextToken, regression
+from fedsim.core.learning_task import NextToken, regression
 from fedsim.records.record import metrics_in
 from tests.matrix import in_turn
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
@@ -94,14 +94,6 @@ def test_a_step_is_that_of_plain_pytorch(engine, tables, loss, correct, tiny_exp
     assert result.test_accuracy == accuracy
 
 
-@pytest.mark.parametrize("task", [Classification(label_smoothing=0.2), Binary()])
-def test_the_mean_loss_is_the_mean_of_the_samples(task):
-    outputs, targets = torch.randn(6, 1 if isinstance(task, Binary) else 3).double(), torch.tensor([0, 1, 1, 0, 1, 0])
-    losses = task.loss(outputs, targets, "none")
-    assert losses.shape == (6,)
-    assert torch.allclose(losses.mean(), task.loss(outputs, targets))
-
-
 SHORT = {"workers": 4, "rounds": 2, "engine": "serial", "partition": "iid", "local": {"lr": 0.05, "batch_size": 16}}
 THEIRS = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": lambda x, y: F.huber_loss(x, y, delta=0.5)}
 
@@ -137,7 +129,7 @@ def test_the_test_counts_each_token_once(monkeypatch):
     test = counting(None)[1]
     expected = {}
     for size in (7, 1000):
-        monkeypatch.setattr("fedsim.engines.task.TEST_BATCH_ON_CPU", size)
+        monkeypatch.setattr("fedsim.engines.shared_state.TEST_BATCH_ON_CPU", size)
         result = fedsim.run({**SHORT, **NEXT_TOKEN, "metrics": ["perplexity"], "precision": "float64"})
         with torch.no_grad():
             outputs = result.model(test.inputs)
@@ -259,8 +251,6 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
             r"shape of the targets, \[8\] or \[batch, 1\], not \(8, 2\)",
         ),
         ({**NEXT_TOKEN, "model": lambda: Bigrams(5)}, ExperimentError, "Embedding|index out of range"),
-        ({**REGRESSION, "partition": "dirichlet"}, ExperimentError, "needs class labels.*such as iid or contiguous"),
-        ({**NEXT_TOKEN, "partition": "shards"}, ExperimentError, "each target has 6 numbers; .*such as iid"),
         (
             {**REGRESSION, "attack.name": "label_flipping", "attack.fraction": 0.3},
             ExperimentError,

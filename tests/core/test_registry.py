@@ -1,3 +1,5 @@
+"""Plugs, their parameters, and tables that name them."""
+
 from __future__ import annotations
 
 import pickle
@@ -6,10 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.gradient_updates import Hogwild
+from fedsim.core.base_table import PlugTable
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 from tests import plugs
@@ -34,6 +37,7 @@ def registry():
         """
         return value * times
 
+    registry("other")(lambda value, *, lots: value)
     return registry
 
 
@@ -47,6 +51,7 @@ def test_keyword_only_parameters_are_the_configuration(registry):
     ("values", "message"),
     [
         ({"times": 1, "lound": True}, r'x.lound = true: unknown key \(the gadget is double\); did you mean "loud"\?'),
+        ({"times": 1, "lots": 1}, r"x.lots = 1: unknown key \(the gadget is double\); lots goes with other"),
         ({"times": 0}, "x.times = 0: must be greater than or equal to 1"),
         ({}, "x.times: is required"),
     ],
@@ -55,14 +60,6 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
     with pytest.raises(ExperimentError, match=message) as caught:
         registry.get("double").check(values, "x")
     assert len(caught.value.lines) == 1
-
-
-def test_a_parameter_of_other_plugs_names_them(registry):
-    registry("other")(lambda value, *, lots: value)
-    with pytest.raises(
-        ExperimentError, match=r"x.lots = 1: unknown key \(the gadget is double\); lots goes with other"
-    ):
-        registry.get("double").check({"times": 1, "lots": 1}, "x")
 
 
 class Patterned:
@@ -92,6 +89,13 @@ def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
         tamed.check({"momentum": "none"})
 
 
+def test_the_decorator_sets_the_traits_of_a_kind_and_no_others():
+    registry = Registry("gadget", traits=("loud",))
+    assert registry("a", loud=True)(lambda: 1).loud
+    with pytest.raises(TypeError, match="the gadget 'b' has no trait lound; allowed: .'loud',."):
+        registry("b", lound=True)
+
+
 def test_a_name_with_a_colon_imports(registry):
     plug = registry.get("tests.plugs:times")
     assert plug.check({"factor": 2.0}) == {"factor": 2.0}
@@ -106,11 +110,6 @@ def test_a_plug_takes_only_the_inputs_that_it_declares():
     assert plug.target(**plug.given(value=5, other=6, third=7)) == (5, 7, 2)
 
 
-def test_unknown_positional_parameters_are_refused(registry):
-    with pytest.raises(ExperimentError, match=r"the argument factor is not one that fedsim passes \(value\)"):
-        registry.get("tests.plugs:misplaced", "x")
-
-
 def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(registry):
     plug = registry.get("tests.plugs:typed")
     checked = plug.check({"sizes": [1, 2], "folder": "a/b", "level": "high"})
@@ -121,9 +120,68 @@ def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(regis
 
 
 @pytest.mark.parametrize(
-    "path", ["tests.plugs:missing", "no.such.module:f", "tests.plugs:TINY_TEST", ":f", "tests.plugs:"]
+    ("path", "reason"),
+    [
+        *((f"tests.plugs:{name}", "") for name in ("missing", "TINY_TEST", "")),
+        *((path, "") for path in ("no.such.module:f", ":f")),
+        ("tests.plugs:misplaced", r": the argument factor is not one that fedsim passes \(value\)"),
+    ],
 )
-def test_a_failed_import_is_one_clear_line(registry, path):
-    with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be (imported|used)') as caught:
+def test_a_failed_import_is_one_clear_line(registry, path, reason):
+    with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be (imported|used){reason}') as caught:
         registry.get(path, "x")
     assert len(caught.value.lines) == 1
+
+
+oven = Registry("oven")
+
+
+@oven("gas")
+def gas(*, degrees: float = 180.0, fan: bool = False):
+    """One with a flame."""
+    return degrees, fan
+
+
+class Bake(PlugTable):
+    place, named_by, registry = "bake", "oven", oven
+
+    oven: str = "gas"
+    minutes: int = 30
+
+
+def test_a_bare_string_names_the_plug():
+    assert Bake.model_validate("gas") == Bake(oven="gas") == Bake()
+
+
+def test_the_key_name_names_the_plug_in_every_table():
+    assert Bake(name="gas", minutes=10) == Bake(oven="gas", minutes=10)
+    assert Bake(name="gas").model_dump() == Bake().model_dump()
+
+
+def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
+    bake = Bake(minutes=10, fan=True)
+    assert (bake.minutes, bake.params) == (10, {"degrees": 180.0, "fan": True})
+    assert bake.component() == (180.0, True)
+    assert bake.model_dump() == {"oven": "gas", "minutes": 10, "degrees": 180.0, "fan": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
+        ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a key of every [bake]; give the parameter of"),
+        ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
+    ],
+)
+def test_wrong_keys_of_a_plug_table_are_one_line(keys, line):
+    with pytest.raises((ExperimentError, ValidationError)) as caught:
+        Bake(**keys)
+    assert line in str(caught.value)
+
+
+def hasty(*, minutes: int = 1):
+    """Its parameter is called as a key of the table is."""
+
+
+def vague(*, turns: int | None = 2):
+    """Its parameter may be None, but is not so by itself."""

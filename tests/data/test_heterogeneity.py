@@ -1,10 +1,15 @@
+"""Statistics of partitions, and their pictures."""
+
 from __future__ import annotations
 
+import io
 import math
 from itertools import combinations
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
 import fedsim
 from fedsim.errors import ExperimentError
@@ -19,15 +24,17 @@ def test_label_counts():
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "message"),
+    ("call", "message"),
     [
-        ([0, 5], 5, "classes = 5: must be more than the highest label, 5"),
-        ([0, 0.5], None, "labels: must be whole numbers >= 0"),
+        (lambda: fedsim.label_counts([0, 5], [[0], [1]], 5), "classes = 5: must be more than the highest label, 5"),
+        (lambda: fedsim.label_counts([0, 0.5], [[0], [1]]), "labels: must be whole numbers >= 0"),
+        (lambda: fedsim.heterogeneity(np.array([[1, 2], [0, 0]])), "counts: worker 1 holds no sample"),
+        (lambda: fedsim.heterogeneity(np.array([1, 2])), r"counts: must be \[n_workers, .*, not of shape \(2,\)"),
     ],
 )
-def test_impossible_labels_are_an_error(labels, classes, message):
+def test_impossible_labels_and_counts_are_an_error(call, message):
     with pytest.raises(ExperimentError, match=message):
-        fedsim.label_counts(labels, [[0], [1]], classes)
+        call()
 
 
 @pytest.mark.parametrize("n_workers", [1, 9])
@@ -52,13 +59,31 @@ def test_the_distance_of_nearly_equal_histograms_is_exact():
     assert figures.mean_hellinger == pytest.approx(1e-9 / math.sqrt(8), rel=1e-6)
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, to look at what is in them."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    return figures
+
+
 @pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ([[1, 2], [0, 0]], "counts: worker 1 holds no sample"),
-        ([1, 2], r"counts: must be \[n_workers, classes\], none negative, not of shape \(2,\)"),
-    ],
+    ("n_workers", "n_classes", "as_bars"),
+    [(2, 2, True), (31, 10, False), (5, 21, False)],
 )
-def test_impossible_counts_are_an_error(counts, message):
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.heterogeneity(np.array(counts))
+def test_few_workers_are_bars_and_many_are_a_heat_map(n_workers, n_classes, as_bars, drawn):
+    counts = np.random.default_rng(0).integers(0, 50, (n_workers, n_classes)) + 1
+    png = fedsim.draw_partition(counts, "a title")
+    picture = Image.open(io.BytesIO(png))
+    assert picture.format == "PNG"
+    assert picture.width > picture.height > 300
+    (figure,) = drawn
+    assert figure.get_suptitle().startswith("a title\n")
+    if as_bars:
+        (axes,) = figure.axes
+        heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+        assert np.array_equal(np.array(heights).T, counts)
+        assert max(bar.get_y() + bar.get_height() for bar in axes.patches) == counts.sum(1).max()
+    else:
+        (image,) = figure.axes[1].images
+        assert np.allclose(image.get_array(), (counts / counts.sum(1, keepdims=True)).T)

@@ -10,7 +10,7 @@ import fedsim
 from fedsim.byzantine import attack_strategy
 from fedsim.core.randomness import Draws
 from fedsim.data.augmentation import augmentation
-from fedsim.data.partitions import GaussianNoise
+from fedsim.data.partitions.features import GaussianNoise
 from tests.core.test_draws import CALLS
 from tests.device.pretend import GPU, download, upload
 from tests.device.test_aggregation_counts import DRAW

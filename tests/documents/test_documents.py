@@ -1,4 +1,4 @@
-"""What documents say of tests is so."""
+"""What documents say of files and tests is so, and the example of CONTRIBUTING.md runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ended, start
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted((ROOT / "docs" / "explanation").glob("reliability*.md"))
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 TESTS = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -26,3 +29,18 @@ def test_every_test_that_holds_a_promise_exists(document):
         assert any(pattern.match(test) for test in TESTS), name
     for file in re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)", text):
         assert any((folder / file).is_file() for folder in files), file
+
+
+def test_the_plug_of_the_guide_ignores_a_distant_row(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    script = tmp_path / "example.py"  # in a process of its own, since the plug is registered there
+    script.write_text(f"{example}\nprint(*fedsim.aggregate(updates, rule='softmedian', temperature=0.1).tolist())\n")
+    _, [out], _ = ended([start(script, cwd=tmp_path)])
+    numbers = [float(word) for word in out.splitlines()[-1].split()]
+    assert numbers == pytest.approx([0.0, 1.0], abs=0.15)
+
+
+def test_the_files_of_the_guide_exist():
+    named = re.findall(r"`((?:tests|fedsim)/[\w/]+(?:\.py|/))`", GUIDE)
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]

@@ -259,11 +259,11 @@ TOGETHER = (  # cases that one experiment has, by default; each of them alone is
 )
 
 
-def merged(*names):
+def merged(*names, cases=ALL_CASES):
     """The tables of several cases as one experiment; of what two of them set, the last stays."""
     tables = {}
     for name in names:
-        for key, value in ALL_CASES[name].items():
+        for key, value in cases[name].items():
             both = isinstance(value, dict) and isinstance(tables.get(key), dict)
             tables[key] = {**tables[key], **value} if both else value
     return tables

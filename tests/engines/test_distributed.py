@@ -11,18 +11,7 @@ import fedsim
 from fedsim.config.validation import warnings_about
 from fedsim.runs.rule_replay import load_round
 from tests.commands import ROOT, ended, start_ranks
-from tests.engines.sampled_cases import SAMPLED
-from tests.engines.test_contract import (
-    ALGORITHMS,
-    CASES,
-    CHAIN,
-    PROCESSED,
-    ROUNDING,
-    TASKS,
-    WORK,
-    assert_close,
-    without_times,
-)
+from tests.engines.test_contract import ALL_CASES, CHAIN, ROUNDING, assert_close, merged, without_times
 from tests.engines.torch_post_local import TABLES
 
 PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
@@ -36,7 +25,6 @@ TINY = {
 DIVERGING = {"workers": 7, "attack": {"name": "inf", "workers": [2], "start_round": 2}}
 
 FURTHER = {
-    "regression": TASKS["regression"],
     "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
     "trimmed mean": {"workers": 5, "aggregate": {"rule": "trimmed_mean", "f": 1}},
     "multi_krum of mixed rows": {
@@ -48,11 +36,14 @@ FURTHER = {
     "an attack with a state": {
         **{"workers": 6, "attack": {"name": "mimic", "workers": [1, 4], "warmup": 2}, "aggregate": "trimmed_mean"},
     },
-    "feddyn and a rule on columns": {
-        **CASES["feddyn"],
-        "aggregate": {"rule": "trimmed_mean", "f": 1},
+    "an attack tuned to losses": {
+        **{"workers": 6, "model": "logistic", "attack": {"name": "opt_alie", "fraction": 0.3}},
+        "aggregate": {"rule": "qfedavg", "lr": 0.05},
     },
-    "feddyn and an adaptive server": {**CASES["feddyn"], "server": "adam"},
+    "data of the server's own, and workers that do not report": {
+        **{"workers": 5, "cohort": 4, "rounds": 3, "worker_dropout": 0.4},
+        "aggregate": {"rule": "fltrust", "root_samples": 20},
+    },
     "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
     "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
     "a linear rule that draws on the device": {"aggregate": "tests.plugs:drawn_on_device"},
@@ -60,13 +51,11 @@ FURTHER = {
     "draws at test time": {"model": "tests.models:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
     "a forward pass that writes to parameters": {"model": "tests.models:Renormalised", "data": "tests.plugs:tokens"},
     "an empty part of the columns": {"model": "tests.models:Few", "data": "tests.plugs:few", "aggregate": "median"},
-    "processed updates": {"processors": CHAIN, "workers": 5, "partition": "tests.plugs:uneven"},
-    "updates quantized after an attack": PROCESSED["updates quantized after an attack"],
-    **{name: WORK[name] for name in ("drawn local work", "clipped gradients", "learning rates by round")},
     "personal parameters under attack": {
         **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": "tests.plugs:clipped_mean"},
         **{"local": {"solver": "fedper", "personal": ["*.bias"]}, "processors": CHAIN},
     },
+    "a run that diverges": {**DIVERGING, "aggregate": {"rule": "mean", "nonfinite": "stop"}},
     "a run that diverges, by columns": {**DIVERGING, "aggregate": {"rule": "median", "nonfinite": "stop"}},
     "a run that diverges, by whole rows": {**DIVERGING, "aggregate": {"rule": "bulyan", "nonfinite": "stop"}},
     "an attacker whose message is NaN": {
@@ -76,59 +65,62 @@ FURTHER = {
     },
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
     "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
-    **SAMPLED,
-}
-OF_TWO = (
-    *("uneven shards", "dropout", "worker state of rows left out", "mime", "ditto with BatchNorm"),
-    *("scaffold with full gradients", "fednova", "feddyn of rows left out"),
-    *("personal parameters first", "personal normalisation layers", "features of three models"),
-    *("a rule on whole rows", "gradients first, then parameters", "buffers averaged", "buffers kept by workers"),
-    *("a rule by distances, under attack", "pre-aggregators", "a rule with a state"),
-    *("a rule that starts where it ended", "a rule that draws", "a rule with data of the server's own"),
-    *("an attack tuned to the rule", "an attack tuned to a rule by distances of clipped rows"),
-    *("an attack that remembers", "rows left out of a rule by distances"),
-    *("buffers of rows left out", "a server that broadcasts something else", "an adaptive server"),
-    "virtual shards of uneven sizes, under attack",
-)
-OF_FOUR = (
-    *("one worker", "uneven shards", "partial cohorts of uneven shards", "a rule by distances, under attack"),
-    *("a rule with data of the server's own", "an adaptive server", "plain averaging", "adam", "given weights"),
-    *("worker state and messages", "scaffold", "feddyn", "personal parameters", "a rule on columns", "rows left out"),
-    *("a rule that asks for losses", "an attack on data"),
-)
-GRADIENTS = (  # averaged during the backward pass
-    *("uneven shards", "partial cohorts of uneven shards", "adam", "dropout", "given weights", "buffers averaged"),
-    *("buffers kept by workers", "state that no row holds", "shared and unused parameters"),
-)
-FURTHER_GRADIENTS = {
-    "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
     "another layer for each batch": {"workers": 5, "model": "tests.models:Branching"},
     "references beside parameters": {"model": "tests.models:Recurrent"},
     "several buckets": {"model": {"name": "tests.models:sized", "hidden": [400, 330]}, "rounds": 1},
     "all that PowerSGD can tell apart": {
-        **{"model": "logistic", "distributed": {"hook": {"name": "powersgd", "matrix_approximation_rank": 10}}},
+        "model": "logistic",
+        "distributed": {
+            "hook": {
+                **{"name": "powersgd", "matrix_approximation_rank": 10},
+                **{"min_compression_rate": 0.0, "start_powerSGD_iter": 2},
+            }
+        },
     },
-}
-FURTHER_GRADIENTS["all that PowerSGD can tell apart"]["distributed"]["hook"] |= {
-    "min_compression_rate": 0.0,
-    "start_powerSGD_iter": 2,
-}
-ROWS_OF_GRADIENTS = {  # averaged, or aggregated otherwise, as rows of single workers
-    "a rule by distances, under attack": CASES["a rule by distances, under attack"],
     "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
-    "buffers of rows left out": CASES["buffers of rows left out"],
-    "a run that diverges": {**DIVERGING, "aggregate": {"rule": "mean", "nonfinite": "stop"}},
     "steps of attackers alone": {
         **{"workers": 5, "partition": "tests.plugs:uneven", "aggregate": "mean"},
         **{"attack": {"name": "ipm", "workers": [4]}},
     },
-    "a linear rule that draws": FURTHER["a linear rule that draws"],
-    "stacked in each rank": FURTHER["stacked in each rank"],
-    "another loss": {"task": "tests.plugs:Smoothed"},
-    "next token": TASKS["next token"],
-    "processed gradients": PROCESSED["processed gradients"],
-    **SAMPLED,
 }
+BY_PARAMETERS = (  # on two ranks, several cases in one experiment; in a slow test each of them alone, on four ranks
+    *(("uneven shards",), ("an adaptive server",), ("trimmed mean",), ("geometric median, weighted",)),
+    ("worker state of rows left out", "drawn local work", "buffers kept by workers"),
+    *(("scaffold with full gradients", "processed updates"), ("fednova", "clipped gradients"), ("mime",)),
+    *(("feddyn of rows left out",), ("feddyn", "an adaptive server"), ("ditto with BatchNorm",)),
+    *(("gradients first, then parameters",), ("buffers averaged", "a rule on whole rows", "learning rates by round")),
+    *(("a rule by distances, under attack", "draws at test time"), ("pre-aggregators", "buffers of rows left out")),
+    *(("a rule with a state", "an attack that remembers"), ("a rule that starts where it ended",)),
+    *(("a rule that draws", "rows left out"), ("rows left out of a rule by distances",)),
+    *(("data of the server's own, and workers that do not report",), ("multi_krum of mixed rows",)),
+    *(("an attack tuned to a rule by distances of clipped rows",), ("an attack tuned to losses",)),
+    *(("rows of equal workers",), ("an attack with a state",), ("updates quantized after an attack",)),
+    *(("a server that broadcasts something else",), ("virtual shards of uneven sizes, under attack",)),
+    *(("a cohort smaller than the ranks",), ("stacked in each rank",), ("an empty part of the columns",)),
+    *(("a linear rule that draws on the device",), ("a linear rule that asks for losses", "dropout")),
+    *(("personal parameters under attack",), ("an attacker whose message is NaN",)),
+    *(("a run that diverges, by columns",), ("a run that diverges, by whole rows",), ("updates kept",)),
+    *(("workers tested",), ("workers with the highest losses",)),
+    ("unbiased weights, and workers that do not report",),
+)
+AVERAGED = (  # the same of gradients that are averaged during the backward pass
+    *(("uneven shards",), ("partial cohorts of uneven shards", "dropout"), ("adam", "given weights")),
+    *(("buffers averaged",), ("buffers kept by workers",), ("state that no row holds",)),
+    *(("shared and unused parameters",), ("a cohort smaller than the ranks",), ("another layer for each batch",)),
+    *(("references beside parameters",), ("several buckets",), ("all that PowerSGD can tell apart",)),
+)
+ROWS_OF_GRADIENTS = (
+    *(("a rule by distances, under attack",), ("rows that may be left out",), ("buffers of rows left out",)),
+    *(("a run that diverges",), ("steps of attackers alone",), ("a linear rule that draws",)),
+    *(("stacked in each rank",), ("another loss",), ("next token",), ("processed gradients",)),
+    *(("workers with the highest losses",), ("unbiased weights, and workers that do not report",)),
+)
+ALONE = (  # on four ranks only
+    *("one worker", "plain averaging", "worker state and messages", "scaffold", "personal parameters", "regression"),
+    *("personal parameters first", "personal normalisation layers", "features of three models", "an attack on data"),
+    *("a rule on columns", "a rule with data of the server's own", "a rule that asks for losses"),
+    *("an attack tuned to the rule", "a forward pass that writes to parameters", "a linear rule that draws"),
+)
 LEARNING = {
     **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.plugs:tiny", "sync": "gradients"},
     "local": {"batch_size": 10, "lr": 0.1, "epochs": 2},
@@ -144,18 +136,22 @@ NOT_FINITE = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:end
 
 def cases_of(count):
     """The experiments of a group of ranks, by name."""
-    names = {1: OF_FOUR[:2], 2: OF_TWO, 4: OF_FOUR}[count]
-    cases = {name: {**TINY, **{**CASES, **ALGORITHMS}[name]} for name in names}
-    if count > 1:
-        cases |= {name: {**TINY, **case} for name, case in FURTHER.items()}
-        cases |= {
-            f"{name}, by gradients": {**TINY, **tables, "sync": "gradients"} for name, tables in gradients().items()
-        }
-    return {name: {**tables, "precision": "float64"} for name, tables in cases.items()}
+    by_parameters, by_gradients = BY_PARAMETERS, (*AVERAGED, *ROWS_OF_GRADIENTS)
+    if count == 1:
+        by_parameters, by_gradients = BY_PARAMETERS[:2], ()
+    if count == 4:
+        names = dict.fromkeys((*(name for names in BY_PARAMETERS for name in names), *ALONE))
+        by_parameters = [(name,) for name in names]
+    cases = {" and ".join(names): case_of(names) for names in by_parameters}
+    return cases | {name_by_gradients(names): {**case_of(names), "sync": "gradients"} for names in by_gradients}
 
 
-def gradients():
-    return {**{name: CASES[name] for name in GRADIENTS}, **FURTHER_GRADIENTS, **ROWS_OF_GRADIENTS}
+def case_of(names):
+    return {**TINY, **merged(*names, cases={**ALL_CASES, **FURTHER}), "precision": "float64"}
+
+
+def name_by_gradients(names):
+    return f"{' and '.join(names)}, by gradients"
 
 
 def others_of(count):
@@ -239,9 +235,10 @@ def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(count, g
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_averaged_in_one_row_unless_rows_are_needed(count, groups):
     left = groups(count)[0][0]
-    for name in (*GRADIENTS, *FURTHER_GRADIENTS):
-        assert left[f"{name}, by gradients"]["how"]["gradients"].startswith("averaged during the backward pass"), name
-    reasons = {name: left[f"{name}, by gradients"]["how"]["gradients"] for name in ROWS_OF_GRADIENTS}
+    for names in AVERAGED:
+        how = left[name_by_gradients(names)]["how"]["gradients"]
+        assert how.startswith("averaged during the backward pass"), names
+    reasons = {name: left[name_by_gradients([name])]["how"]["gradients"] for (name,) in ROWS_OF_GRADIENTS}
     assert (
         reasons["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
     )
@@ -334,10 +331,6 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
     [
         ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
         ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
-        (
-            {"sync": "gradients", "distributed": {"hook": {"name": "powersgd", "start_powerSGD_iter": 1}}},
-            "distributed.hook.start_powerSGD_iter = 1: must be 2 at least with use_error_feedback or warm_start",
-        ),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedsim.engines.executor import Executor
-from fedsim.engines.group import LocalGroup, balance_load
+from fedsim.engines.group import Group, balance_load
 from fedsim.engines.pool.process_context import Barrier, HeartbeatTable, ProcessContext
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
@@ -62,7 +62,7 @@ def executors(prepared):
     table = HeartbeatTable(2)
     executors = [
         Executor(
-            LocalGroup(ProcessContext(k, 2, table, Barrier(table, k)), task.device),
+            Group(ProcessContext(k, 2, table, Barrier(table, k)), task.device),
             *(task, shared, RowTrainer, WorkerStates.of(task, shared)),
         )
         for k in range(2)

@@ -1,4 +1,4 @@
-"""Ranks that are started again continue from the newest checkpoint."""
+"""Ranks that are started again continue from the newest checkpoint, with the state that workers keep."""
 
 from __future__ import annotations
 
@@ -6,54 +6,76 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import ROOT, ended, start_python, start_ranks
+import fedsim
+from fedsim.records.reader import Run
+from tests.commands import ROOT, ended, start_ranks, start_torchrun
 
 WORDS = (
-    *("run_experiment.py", "tiny.toml", "engine=distributed", "rounds=5", "checkpoint.every=1", "server=adam"),
-    *("distributed.timeout=20", "aggregate.rule=foolsgold", "data=tests.plugs:tiny", "workers=4"),
-    "local.batch_size=16",
+    *("engine=distributed", "data=tests.plugs:tiny", "rounds=5", "checkpoint.every=1", "server=adam"),
+    *("aggregate.rule=foolsgold", "workers=4", "local.batch_size=16", "distributed.timeout=60"),
 )
+KEPT = {
+    "momentum of workers": ("sync=gradients", "local.momentum_at=worker", "aggregate.rule=median"),
+    "error feedback": ('processors=[{name="top_k",k=500,error_feedback=true}]',),
+    "state and buffers": ("model=tests.models:Normalised", "buffers=local", "local.keep_state=true"),
+    "personal models": (
+        *("model=tests.models:Normalised", "local.solver=ditto", "local.lam=0"),
+        *("data.worker_test=0.25", "evaluation.fine_tune=1"),
+    ),
+    "personal parameters": (
+        *("model=tests.models:Normalised", "local.solver=lg_fedavg", 'local.personal=["layers.[12].*"]'),
+        *("data.worker_test=0.25", "evaluation.fine_tune=1"),
+    ),
+}
 
 
-def ranks(count, program, *words, cwd):
+def ranks(count, *words, cwd, start=start_ranks):
     """A group of ranks, to its end: what all wrote to stdout and to stderr."""
     (cwd / "tiny.toml").write_text('name = "tiny"\n')
-    codes, outs, errors = ended(start_ranks(count, ROOT / program, *words, cwd=cwd), 150)
-    assert codes == [0] * count, errors
+    processes = start(count, str(ROOT / "run_experiment.py"), "tiny.toml", *words, "--resume", "run", cwd=cwd)
+    codes, outs, errors = ended(processes, 150)
+    assert not any(codes), errors
     return "".join(outs), "".join(errors)
 
 
-def torchrun(count, program, *words, cwd, restarts):
-    """The same under PyTorch's launcher."""
-    (cwd / "tiny.toml").write_text('name = "tiny"\n')
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
-    options = ("--max-restarts", str(restarts), str(ROOT / program))
-    process = start_python(*launcher, *options, *words, cwd=cwd, OMP_NUM_THREADS="1")
-    out, errors = process.communicate(timeout=150)
-    assert process.returncode == 0, errors
-    return out, errors
+def alone(*words, cwd):
+    """The folder of the same experiment, run in this process."""
+    words = [word for word in words if not word.startswith("distributed.")]
+    result = fedsim.run(fedsim.load_experiment(cwd / "tiny.toml", [*words, "engine=serial"]), out=cwd / "alone")
+    return result.folder
 
 
-def model_of(folder):
+def row_of(folder):
     return torch.cat([tensor.flatten() for tensor in load_file(folder / "model.safetensors").values()])
+
+
+@pytest.mark.parametrize("kept", [pytest.param(k, marks=[pytest.mark.slow] * (k != "state and buffers")) for k in KEPT])
+def test_two_ranks_keep_the_state_of_workers_and_resume(kept, tmp_path):
+    words = (*WORDS, "model=logistic", "server=sgd", "aggregate.rule=weighted_mean", "workers=5", "cohort=3")
+    words += ("local.steps=3", "local.lr=0.1", "local.momentum=0.9", "precision=float64", *KEPT[kept])
+    ranks(2, *words, "rounds=2", cwd=tmp_path)
+    out, _ = ranks(2, *words, "worker_state_memory=10000", cwd=tmp_path)
+    assert "continuing after round 2 of 5" in out
+    folder = alone(*words, cwd=tmp_path)
+    assert torch.allclose(row_of(tmp_path / "run"), row_of(folder), rtol=0, atol=1e-9)
+    if "evaluation.fine_tune=1" in words:
+        run, whole = (Run.read(of).workers.loss for of in (tmp_path / "run", folder))
+        assert run.keys() == whole.keys() == {"global", "personal", "fine_tuned"}
+        assert all(run[model] == pytest.approx(whole[model], abs=1e-9) for model in run)
+    out, _ = ranks(2, *words, "worker_state_memory=10000", cwd=tmp_path)
+    assert "after 5 rounds, 0 of them in this session" in out, "all rounds are on record, by the first rank"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
 def test_torchrun_restarts_a_killed_rank_to_the_same_model(kept, tmp_path):
-    fails = ("model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *kept)
-    out, errors = torchrun(2, *WORDS, *fails, "--resume", "run", cwd=tmp_path, restarts=1)
+    words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *kept)
+    out, errors = ranks(2, *words, cwd=tmp_path, start=start_torchrun)
     assert "ended without a word" in errors
     assert "continuing after round 2 of 5" in out
-    ranks(2, *WORDS, *fails, "model.rank=9", "--resume", "whole", cwd=tmp_path)
-    assert torch.equal(model_of(tmp_path / "run"), model_of(tmp_path / "whole"))
-
-
-def test_a_finished_run_of_ranks_can_be_resumed(tmp_path):
-    """All rounds are on record then, by the first rank."""
-    for _ in range(2):
-        out, _ = ranks(2, *WORDS, "model=logistic", "--resume", "run", cwd=tmp_path)
-    assert "after 5 rounds, 0 of them in this session" in out
+    (tmp_path / "whole").mkdir()
+    ranks(2, *words, "model.rank=9", cwd=tmp_path / "whole")
+    assert torch.equal(row_of(tmp_path / "run"), row_of(tmp_path / "whole" / "run"))
 
 
 @pytest.mark.slow
@@ -66,17 +88,16 @@ def test_a_finished_run_of_ranks_can_be_resumed(tmp_path):
 )
 def test_another_number_of_ranks_continues_to_the_same_numbers(rule, solver, tmp_path):
     words = (*WORDS, f"aggregate.rule={rule}", "precision=float64", "model=logistic", f"local.solver={solver}")
-    ranks(3, *words, "rounds=3", "--resume", "run", cwd=tmp_path)
-    ranks(2, *words, "--resume", "run", cwd=tmp_path)
-    ranks(1, *words, "--resume", "whole", cwd=tmp_path)
-    assert torch.allclose(model_of(tmp_path / "run"), model_of(tmp_path / "whole"), rtol=0, atol=1e-9)
+    ranks(3, *words, "rounds=3", cwd=tmp_path)
+    ranks(2, *words, cwd=tmp_path)
+    assert torch.allclose(row_of(tmp_path / "run"), row_of(alone(*words, cwd=tmp_path)), rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow
 def test_powersgd_starts_its_state_again_and_warns(tmp_path):
-    words = (*WORDS, "model=logistic", "sync=gradients", "server=sgd", "aggregate.rule=mean", "--resume", "run")
-    hook = ("distributed.hook=powersgd", "distributed.hook.start_powerSGD_iter=3")
-    ranks(2, *words, *hook, "rounds=2", cwd=tmp_path)
-    out, errors = ranks(2, *words, *hook, cwd=tmp_path)
+    words = (*WORDS, "model=logistic", "sync=gradients", "server=sgd", "aggregate.rule=mean")
+    words += ("distributed.hook=powersgd", "distributed.hook.start_powerSGD_iter=3")
+    ranks(2, *words, "rounds=2", cwd=tmp_path)
+    out, errors = ranks(2, *words, cwd=tmp_path)
     assert "continuing after round 2 of 5" in out
     assert errors.count('distributed.hook = "powersgd": its state is in no checkpoint and starts again') == 1

@@ -41,27 +41,18 @@ def _namespace():
 
 
 def outcomes(*commands, mounts, cwd):
-    """The outcomes of command lines after file systems are mounted: `mounts` is a list of (folder, options).
+    """The outcomes of command lines, run in one process, after file systems are mounted as (folder, options).
 
-    A string among the commands is run by a shell, such as a further mount.
+    A string among the commands is run by a shell, such as a further mount; it has no outcome.
     """
     prefix = _namespace()
     if prefix is None:
         pytest.skip("needs a table of mounts of its own (unshare --mount), which this system does not give")
     for folder, _ in mounts:
         folder.mkdir(exist_ok=True)
+    given = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
     script = [f"mount -t tmpfs -o {options} none {shlex.quote(str(folder))}" for folder, options in mounts]
-    files, batch = [], []
-    for command in [*commands, ":"]:
-        if isinstance(command, str):
-            if batch:
-                files.append(cwd / f"outcomes{len(files)}")
-                words = [sys.executable, "-m", "tests.environment.probe", json.dumps(batch)]
-                script.append(f"{shlex.join(words)} > {shlex.quote(str(files[-1]))}")
-            script.append(command)
-            batch = []
-        else:
-            batch.append([str(word) for word in command])
+    script.append(shlex.join([sys.executable, "-m", "tests.environment.probe", json.dumps(given)]))
     done = subprocess.run(
         [*prefix, "sh", "-ec", "\n".join(script)],
         capture_output=True,
@@ -71,7 +62,7 @@ def outcomes(*commands, mounts, cwd):
         env=surroundings(OMP_NUM_THREADS="1"),
     )
     assert done.returncode == 0, done.stderr
-    return [outcome for file in files for outcome in json.loads(file.read_text())], done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def surroundings(**more):

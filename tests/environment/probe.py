@@ -1,12 +1,13 @@
 """Runs command lines in one process, one after another: `python -m tests.environment.probe JSON`.
 
-JSON is a list of lists of words; the outcome of each is printed as JSON: [exit code, stdout, stderr], with the
-traceback, if any, in place of the exit code.
+JSON is a list of lists of words, and of strings, which a shell runs. The outcomes of the lists are printed as JSON:
+[exit code, stdout, stderr], with the traceback, if any, in place of the exit code.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import traceback
 
@@ -25,4 +26,10 @@ def outcome(words):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([outcome(words) for words in json.loads(sys.argv[1])]))
+    results = []
+    for command in json.loads(sys.argv[1]):
+        if isinstance(command, str):
+            subprocess.run(["sh", "-ec", command], check=True)
+        else:
+            results.append(outcome(command))
+    print(json.dumps(results))

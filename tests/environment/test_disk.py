@@ -16,63 +16,78 @@ from fedsim.errors import RecordError
 from fedsim.loggers import LoggedRun, tensorboard
 from fedsim.system import files
 from fedsim.system.files import append_atomically, require_space
-from tests.environment.confined import QUICK, limited, one_line_of_error, outcomes
+from tests.environment.confined import QUICK, limited, outcomes
 
 NO_CURVE = ["records.curve=false"]
 NO_MODEL = ["records.model=false", *NO_CURVE]
 
 
-def test_a_full_disk_is_one_line_and_keeps_the_records(tmp_path):
-    run, keep = ["run", *QUICK], tmp_path / "kept"
-    small = {name: tmp_path / name for name in ("metrics", "board", "model", "updates", "grid", "curve")}
+FULL = {  # the size of the disk, and the command, which writes to the folder named so
+    "metrics": ("28k", ["run", *QUICK, *NO_MODEL, "rounds=200", "--out"]),
+    "model": ("24k", ["run", *QUICK, "rounds=100000", "--out"]),
+    "curve": ("52k", ["run", *QUICK, "rounds=2", "--out"]),
+    "grid": ("60k", ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out"]),
+}
+READ_ONLY = {  # commands, and how their error begins
+    ("run", *QUICK, "rounds=2", "--out", "new"): "new: cannot be a run folder: ",
+    ("run", *QUICK, "rounds=2", "--out", "empty"): "empty/experiment.toml: cannot be written: ",
+    ("compare", *QUICK, "rounds=2", "seed=0,1", "--out", "grid"): "grid: cannot be the folder of a comparison: ",
+    ("report", "run"): "run/report.html: cannot be written: ",
+}
+WRITTEN_LAST = {"metrics": "metrics.jsonl", "curve": "curve.png", "report": "report.html"}
+
+
+@pytest.fixture(scope="module")
+def confined(tmp_path_factory):
+    """A folder with what full disks hold in the end, and the outcomes by what was confined."""
+    folder = tmp_path_factory.mktemp("confined")
+    place, made = folder / "place", folder / "made"
+    tables = {"engine": "serial", "model": "logistic", "data": "tests.plugs:tiny", "rounds": 2}
+    fedsim.run({**tables, "records": {"model": False, "curve": False}}, made)
+    mounts = [(folder / name, f"size={size}") for name, (size, _) in FULL.items()]
+    full = [[*words, folder / name / "x"] for name, (_, words) in FULL.items()]
+    copies = "; ".join(f"cp -r {folder / name} {folder}/kept" for name in FULL)
     commands = [
-        [*run, *NO_MODEL, "rounds=200", "--out", small["metrics"] / "run"],
-        [*run, *NO_MODEL, "rounds=200", "records.tensorboard=true", "--out", small["board"] / "run"],
-        [*run, "rounds=100000", "--out", small["model"] / "run"],
-        [*run, *NO_MODEL, "rounds=100000", "records.updates=[1,2]", "--out", small["updates"] / "run"],
-        ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out", small["grid"] / "grid"],
-        [*run, "rounds=2", "--out", small["curve"] / "run"],
-        ["report", small["metrics"] / "run"],
+        *full,
+        ["report", folder / "metrics" / "x"],
+        f"mkdir {folder}/kept; {copies}",
+        f"cp -r {made} {place}/run; mkdir {place}/empty; mount -o remount,ro {place}",
+        *([*words[:-1], place / words[-1]] for words in READ_ONLY),
+        "mount -t tmpfs -o size=4k none /proc",
+        ["run", *QUICK, *NO_MODEL, "rounds=1", "--out", folder / "without_proc"],
     ]
-    sizes = {"metrics": "28k", "board": "40k", "model": "24k", "updates": "24k", "grid": "60k", "curve": "52k"}
-    copies = [f"cp -r {folder} {keep / name}" for name, folder in small.items()]
-    mounts = [(folder, f"size={sizes[name]}") for name, folder in small.items()]
-    found, _ = outcomes(*commands, f"mkdir {keep}", *copies, mounts=mounts, cwd=tmp_path)
-    metrics, board, model, updates, grid, curve, report = found
-    for code, _, error in (metrics, board, model, updates, curve, report):
-        assert code == 2, code
-        assert one_line_of_error(error), error
+    found = outcomes(*commands, mounts=[*mounts, (place, "size=1m")], cwd=folder)
+    return folder, dict(zip([*FULL, "report", *READ_ONLY, "proc"], found, strict=True))
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
+    folder, found = confined
+    kept, remedy = folder / "kept", "make room, or name another place with --out\n"
     full = r"cannot be written: No space left on device: [\d.]+ k?B are free there where [\d.]+ [kM]?B are needed; "
-    remedy = "make room, or name another place with --out\n"
-    assert re.match(rf"error: \S+/run/metrics.jsonl: {full}{remedy}$", metrics[2]), metrics[2]
-    assert re.match(rf"error: \S+/run/(metrics.jsonl|events.out.\S+): {full}{remedy}$", board[2]), board[2]
-    assert re.match(rf"error: \S+/run/curve.png: {full}{remedy}$", curve[2]), curve[2]
-    assert re.match(rf"error: \S+/run/report.html: {full}{remedy}$", report[2]), report[2]
-    too_large = rf"error: \S+/run: [\d.]+ kB are free there, and what this run keeps needs [\d.]+ kB; {remedy}$"
-    for code_and_texts in (model, updates):  # told before the first of 100,000 rounds
-        assert re.match(too_large, code_and_texts[2]), code_and_texts[2]
-        assert "    1 " not in code_and_texts[1]
+    lines = {name: rf"/{file}: {full}" for name, file in WRITTEN_LAST.items()}
+    lines["model"] = r": [\d.]+ kB are free there, and what this run keeps needs [\d.]+ kB; "
+    for name, line in lines.items():
+        code, out, error = found[name]
+        assert code == 2, code
+        assert re.fullmatch(rf"error: \S+/x{line}{remedy}", error), error
+    assert "    1 " not in found["model"][1], "told before the first of 100,000 rounds"
+    assert list((kept / "model").iterdir()) == [], "what never began leaves nothing"
+    assert (kept / "curve" / "x" / "model.safetensors").is_file(), "the model comes before its picture"
+    text = (kept / "metrics" / "x" / "metrics.jsonl").read_text()
+    rounds = [json.loads(line)["round"] for line in text.splitlines()]  # every line is whole
+    assert rounds == list(range(1, len(rounds) + 1)), "what was recorded before is there"
+    assert 1 < len(rounds) < 200
+    assert text.endswith("\n")
+    assert not list((kept / "metrics" / "x").glob(".*.part"))
+    assert f"{len(rounds)} of 200 rounds are in" in found["metrics"][1]
 
-    for name in ("metrics", "board"):
-        folder = keep / name / "run"
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        rounds = [json.loads(line)["round"] for line in lines]  # every line is whole
-        assert rounds == list(range(1, len(rounds) + 1)), "what was recorded before is there"
-        assert 1 < len(rounds) < 200
-        assert (folder / "metrics.jsonl").read_text().endswith("\n")
-        assert not list(folder.glob(".*.part"))
-    assert f"{len(read_history(keep / 'metrics' / 'run'))} of 200 rounds are in" in metrics[1]
-    assert (keep / "curve" / "run" / "model.safetensors").is_file(), "the model comes before its picture"
-    assert list((keep / "model").iterdir()) == [], "what never began leaves nothing"
-
-    code, out, error = grid
+    code, out, error = found["grid"]
     assert code in (1, 2)
     assert "No space left on device" in error
     assert "Traceback" not in error
-    assert json.loads((keep / "grid" / "grid" / "grid.json").read_text())["axes"] == {"seed": [0, 1, 2, 3]}
-    finished = [each.name for each in (keep / "grid" / "grid" / "runs").iterdir() if len(read_history(each)) == 20]
+    finished = [each.name for each in (kept / "grid" / "x" / "runs").iterdir() if len(read_history(each)) == 20]
     assert finished, out
-    _goes_on_where_there_is_room(keep / "grid" / "grid", tmp_path / "larger", finished)
+    _goes_on_where_there_is_room(kept / "grid" / "x", tmp_path / "larger", finished)
 
 
 def _goes_on_where_there_is_room(grid, folder, finished):
@@ -84,25 +99,17 @@ def _goes_on_where_there_is_room(grid, folder, finished):
     assert {name: (folder / "runs" / name / "metrics.jsonl").read_bytes() for name in finished} == before
 
 
-def test_a_folder_that_can_only_be_read_is_one_line_that_says_so(tiny_experiment, tmp_path):
-    place = tmp_path / "place"
-    words = {
-        "run": ["run", *QUICK, "rounds=2", "--out", place / "new"],
-        "empty": ["run", *QUICK, "rounds=2", "--out", place / "empty"],
-        "compare": ["compare", *QUICK, "rounds=2", "seed=0,1", "--out", place / "grid"],
-        "report": ["report", place / "run"],
-    }
-    fedsim.run({**tiny_experiment, "records": {"model": False, "curve": False}}, tmp_path / "made")
-    prepared = f"cp -r {tmp_path}/made {place}/run; mkdir {place}/empty; mount -o remount,ro {place}"
-    found, _ = outcomes(prepared, *words.values(), mounts=[(place, "size=1m")], cwd=tmp_path)
+def test_a_folder_that_can_only_be_read_is_one_line_that_says_so(confined):
+    folder, found = confined
     remedy = "Read-only file system; make the place writable, or name another place with --out\n"
-    starts = {
-        "run": f"error: {place}/new: cannot be a run folder: ",
-        "empty": f"error: {place}/empty/experiment.toml: cannot be written: ",
-        "compare": f"error: {place}/grid: cannot be the folder of a comparison: ",
-        "report": f"error: {place}/run/report.html: cannot be written: ",
-    }
-    assert [(code, error) for code, _, error in found] == [(2, start + remedy) for start in starts.values()]
+    for words, start in READ_ONLY.items():
+        code, _, error = found[words]
+        assert (code, error) == (2, f"error: {folder}/place/{start}{remedy}")
+
+
+def test_a_system_without_proc_runs_experiments(confined):
+    code, _, error = confined[1]["proc"]
+    assert (code, error) == (0, "")
 
 
 def test_a_file_that_may_not_grow_further_keeps_its_whole_lines(tiny_experiment, tmp_path):

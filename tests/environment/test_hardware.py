@@ -51,11 +51,3 @@ def test_a_missing_gpu_is_one_line_and_auto_uses_the_cpu(monkeypatch):
         message = rf'^device = "cuda:1": this PyTorch sees no such device{why}; allowed here: auto, cpu$'
         with pytest.raises(ExperimentError, match=message):
             devices.resolve_device("cuda:1")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_an_experiment_for_a_missing_gpu_ends_with_one_line(cli):
-    result = cli("run", "device=cuda")
-    assert result.exit_code == 2
-    assert result.stderr.startswith('error: device = "cuda": this PyTorch sees no such device')
-    assert result.stderr.count("\n") == 1

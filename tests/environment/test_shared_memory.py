@@ -28,7 +28,7 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
         ["run", *words, "engine=spawn", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
     ]
     shm = devices.SHARED_MEMORY
-    found, _ = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
+    found = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
     assert [(code, error) for code, _, error in found] == [(0, "")] * 3
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import fedsim
 from fedsim.comparison.folder import read_history
 from fedsim.data.sources import default_root
 from tests.commands import start_python
-from tests.environment.confined import QUICK, outcomes
+from tests.environment.confined import QUICK
 
 RUN = ["-m", "fedsim", "run", *QUICK, "rounds=2"]
 NO_PICTURES = ["records.curve=false", "records.model=false"]
@@ -67,20 +66,6 @@ def test_a_user_without_a_home_folder_can_load_data(monkeypatch):
         Path.home()
     assert default_root() == Path(".cache/fedsim/data")
     assert len(fedsim.load_dataset("mnist5k")[0]) == 4000
-
-
-def test_a_system_without_proc_runs_experiments(tmp_path):
-    found, _ = outcomes(["run", *QUICK, "rounds=1", *NO_PICTURES], mounts=[(Path("/proc"), "size=4k")], cwd=tmp_path)
-    assert found[0][0] == 0, found
-    assert found[0][2] == ""
-
-
-def test_a_closed_pipe_gives_no_error(tmp_path):
-    command = f"{sys.executable} -m fedsim list rules | head -n 1"
-    done = subprocess.run(
-        ["sh", "-c", command], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120
-    )
-    assert (done.stdout, done.stderr) == ("rules (aggregate.rule)\n", "")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import load_comparison
-from fedsim.errors import FedsimError, warnings_as_lines
+from fedsim.errors import FedsimError, show_warnings_as_lines
 from tests.commands import free_port, start
 from tests.engines.test_rendezvous import GREETINGS, impostor
 from tests.faults.ways import POOLS, RANKS, WAYS, FaultError, Trial, Wholes
@@ -151,7 +152,12 @@ def foreign_files(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
     if of_checkpoints and not result.exit_code and trial.way not in RANKS:
         trial.compare_with(whole.parent)
     for read in (fedsim.load_run, load_comparison):
-        with bounded(f"{read.__name__} with changed {names}"), warnings_as_lines(), contextlib.suppress(FedsimError):
+        with (
+            bounded(f"{read.__name__} with changed {names}"),
+            warnings.catch_warnings(),
+            contextlib.suppress(FedsimError),
+        ):
+            show_warnings_as_lines()
             repr(getattr(read(folder), "model", None))
 
 

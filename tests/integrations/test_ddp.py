@@ -82,6 +82,6 @@ def test_gradients_that_do_not_fit_the_parameters_are_an_error():
     with pytest.raises(fedsim.ExperimentError, match=r"^gradients\[1\]: 1 parameters need as many, not 0$"):
         set_gradients([weight], [[torch.ones(2)], []])
     with pytest.raises(
-        fedsim.ExperimentError, match=r"^gradients\[0\]\[0\]: must have shape \(2,\) like its parameter"
+        fedsim.ExperimentError, match=r"^gradients\[0\]\[0\]: must have shape \(2,\) as in parameters\[0\]\[0\]"
     ):
         set_gradients([weight], [[torch.ones(3)]])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
 from fedsim.comparison.results import read_records
-from fedsim.records.rows import rows_of
 from fedsim.report import write_report
-from tests.report.folders import invent_run, timed_grid, write_points
+from tests.report.folders import add_to_rounds, invent_run, on_the_clock, write_points
 from tests.report.test_page import evil_grid, evil_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -79,85 +79,87 @@ def wait_until(page, condition):
     raise AssertionError("the condition did not become true")
 
 
-def test_the_controls_of_a_run_change_its_curves(show, run_folder):
-    page = show(run_folder)
-    for chart in ("curves-chart", "weights-chart", "partition-chart", "time-chart"):
-        assert page.locator(f"#{chart} .main-svg").count() > 0, chart
-    accuracies = [record.test_accuracy for record in read_records(run_folder).history]
-    assert lines(page) == {"test accuracy": accuracies}
+def test_the_controls_of_a_comparison_choose_what_is_drawn(show, tmp_path):
+    """Of a comparison on the clock whose accuracy is 1 / workers, after 0.5."""
 
-    page.get_by_label("Smoothing").fill("0.5")
-    weights = [0.125, 0.25, 0.5, 1]
-    expected = sum(weight * value for weight, value in zip(weights, accuracies, strict=True)) / sum(weights)
-    assert lines(page)["test accuracy"][-1] == pytest.approx(expected)
-    assert len(plotted(page)) == 2  # the recorded values stay visible
-    page.get_by_label("Smoothing").fill("0")
+    def make(path, point):
+        invent_run(path, [0.5, 1 / point["workers"]], mode="clock")
+        add_to_rounds(path, on_the_clock(10.0))
+        add_to_rounds(path, lambda record: {"coefficients": [0.25, 0.75]})
+        (path / "partition.json").write_text(json.dumps({"byzantine": [0] if point["seed"] else []}))
 
-    page.get_by_label("Metric").select_option(label="Test and train loss")
-    assert set(lines(page)) == {"test loss", "train loss"}
-    page.get_by_label("Values").select_option(label="logarithmic")
-    assert layout(page, "yaxis.type") == "log"
-    page.locator("#curves-chart .legendtoggle").first.click()
-    wait_until(page, lambda: set(lines(page)) == {"train loss"})
-    page.get_by_label("Values").select_option(label="linear")
-    assert set(lines(page)) == {"train loss"}  # a hidden line stays hidden
-
-    buttons = "[...document.querySelectorAll('#curves-chart .modebar-btn')].map((button) => button.dataset.title)"
-    titles = [title.lower() for title in page.evaluate(buttons)]
-    assert titles == ["download plot", "zoom", "pan", "reset axes"]  # none sends data
-
-
-def test_the_controls_of_a_grid_choose_lines_cells_and_runs(show, grid_folder):
-    page = show(grid_folder)
-    combined = rows_of(read_records(grid_folder).runs, ["aggregate.rule", "local.lr"])
-    final = {each.place: each.score.mean for each in combined}
-    assert {name: values[-1] for name, values in lines(page).items()} == {
-        "mean · 0.01": pytest.approx(final[0, 0], abs=6e-5),
-        "weighted_mean · 0.01": pytest.approx(final[1, 0], abs=6e-5),
-    }
-    assert len(plotted(page)) == 2 * (1 + 3)  # a thin line for each of three seeds
-    page.get_by_label("Spread").select_option(label="hidden")
-    assert len(plotted(page)) == 2
-    curves = page.locator("#curves")
-    curves.get_by_label("learning rate").select_option(label="all")
-    assert len(lines(page)) == 4
-    curves.get_by_label("rule").select_option(label="weighted_mean")
-    assert set(lines(page)) == {"weighted_mean · 0.01", "weighted_mean · 0.1"}
-
-    cells = "document.getElementById('heat-map-chart').data[0].z"
-    assert page.evaluate(cells) == [[pytest.approx(final[row, column]) for column in (0, 1)] for row in (0, 1)]
-    page.locator("#heat-map select").select_option(label="Final test loss")
-    assert layout(page, "coloraxis.colorbar.title.text", "heat-map-chart") == "final test loss"
-
-    workers = "document.getElementById('weights-chart').data[0].y"
-    assert page.evaluate(workers)[0] == "0 (B)"
-    page.locator("#run select").select_option(label="weighted_mean · 0.1 · seed 2")
-    assert page.evaluate(workers)[0] == "0"
-
-    column = "[...document.querySelectorAll('#summary tbody tr')].map((row) => Number(row.cells[2].dataset.sort))"
-    page.get_by_role("button", name="test accuracy", exact=True).click()
-    falling = page.evaluate(column)
-    assert falling == sorted(falling, reverse=True)
-    page.get_by_role("button", name="test accuracy", exact=True).click()
-    assert page.evaluate(column) == falling[::-1]
-
-
-def test_menus_choose_the_lines_over_the_values_of_a_setting(show, tmp_path):
     axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [1, 2, 5], "workers": [2, 4, 8], "seed": [0, 1]}
-    page = show(write_points(tmp_path / "grid", axes, lambda path, point: invent_run(path, [1 / point["workers"]])))
+    page = show(write_points(tmp_path / "grid", axes, make))
+    light = layout(page, "font.color")
+    page.emulate_media(color_scheme="dark")
+    wait_until(page, lambda: layout(page, "font.color") != light)
+
+    curves = page.locator("#curves")
+    assert layout(page, "xaxis.title.text") == "virtual seconds"
+    curves.get_by_label("Against").select_option(label="rounds")
+    assert layout(page, "xaxis.title.text") == "round"
+    assert lines(page) == {"mean · 1 · 2": [0.5, 0.5], "krum · 1 · 2": [0.5, 0.5]}
+    assert len(plotted(page)) == 2 * (1 + 2)  # a thin line for each of two seeds
+    curves.get_by_label("Spread").select_option(label="hidden")
+    assert len(plotted(page)) == 2
+    curves.get_by_label("workers").select_option(label="all")
+    assert len(lines(page)) == 6
+    curves.get_by_label("rule").select_option(label="krum")
+    curves.get_by_label("workers").select_option(label="8")
+    assert lines(page) == {"krum · 1 · 8": [0.5, 0.125]}
+    curves.get_by_label("Smoothing").fill("0.5")
+    assert lines(page)["krum · 1 · 8"][-1] == pytest.approx((0.5 * 0.5 + 0.125) / 1.5)
+    assert len(plotted(page)) == 2  # the recorded values stay visible
+    curves.get_by_label("Smoothing").fill("0")
+
+    curves.get_by_label("Metric").select_option(label="Test and train loss")
+    assert set(lines(page)) == {"krum · 1 · 8 · test", "krum · 1 · 8 · train"}
+    curves.get_by_label("Values").select_option(label="logarithmic")
+    assert layout(page, "yaxis.type") == "log"
+    curves.locator(".legendtoggle").first.click()
+    wait_until(page, lambda: set(lines(page)) == {"krum · 1 · 8 · train"})
+    curves.get_by_label("Values").select_option(label="linear")
+    assert set(lines(page)) == {"krum · 1 · 8 · train"}  # a hidden line stays hidden
+
     values = page.locator("#values")
-    drawn = [("mean · 2", [0.5] * 3), ("krum · 2", [0.5] * 3)]
-    assert [trace for trace in plotted(page, "values-chart") if trace[0] in dict(drawn)] == drawn
-    assert len(plotted(page, "values-chart")) == 2 * (1 + 2)  # a thin line for each of two seeds
+    assert plotted(page, "values-chart", named=True) == [("mean · 2", [0.5] * 3), ("krum · 2", [0.5] * 3)]
     values.get_by_label("Spread").select_option(label="hidden")
-    values.locator(".legendtoggle").first.click()
-    wait_until(page, lambda: plotted(page, "values-chart") == drawn[1:])
     values.get_by_label("Against").select_option(label="workers")
     assert plotted(page, "values-chart")[0] == ("mean · 1", [0.5, 0.25, 0.125])
     values.locator("[name=axis1]").select_option(label="5")
     assert [name for name, _ in plotted(page, "values-chart")] == ["mean · 5", "krum · 5"]
 
+    cells, heat_map = "document.getElementById('heat-map-chart').data[0].z", page.locator("#heat-map")
+    heat_map.get_by_label("workers").select_option(label="4")
+    assert page.evaluate(cells) == [[0.25] * 3] * 2
+    heat_map.locator("[name=value]").select_option(label="Final test loss")
+    assert layout(page, "coloraxis.colorbar.title.text", "heat-map-chart") == "final test loss"
 
+    workers = "document.getElementById('weights-chart').data[0].y"
+    assert page.evaluate(workers)[0] == "0"
+    page.locator("#run select").select_option(label="krum · 5 · 8 · seed 1")
+    assert page.evaluate(workers)[0] == "0 (B)"
+
+    column = "[...document.querySelectorAll('#summary tbody tr')].map((row) => Number(row.cells[3].dataset.sort))"
+    page.get_by_role("button", name="test accuracy", exact=True).click()
+    falling = [0.5] * 6 + [0.25] * 6 + [0.125] * 6
+    assert page.evaluate(column) == falling
+    page.get_by_role("button", name="test accuracy", exact=True).click()
+    assert page.evaluate(column) == falling[::-1]
+
+
+@pytest.mark.slow
+def test_all_charts_of_a_run_are_drawn_and_no_button_sends_data(show, run_folder):
+    page = show(run_folder)
+    for chart in ("curves-chart", "weights-chart", "partition-chart", "time-chart"):
+        assert page.locator(f"#{chart} .main-svg").count() > 0, chart
+    assert lines(page) == {"test accuracy": [record.test_accuracy for record in read_records(run_folder).history]}
+    buttons = "[...document.querySelectorAll('#curves-chart .modebar-btn')].map((button) => button.dataset.title)"
+    titles = [title.lower() for title in page.evaluate(buttons)]
+    assert titles == ["download plot", "zoom", "pan", "reset axes"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["run", "grid"])
 def test_the_page_fits_a_narrow_screen_and_its_controls_have_labels(show, run_folder, grid_folder, kind):
     page = show(run_folder if kind == "run" else grid_folder, width=400)
@@ -171,18 +173,8 @@ def test_the_page_fits_a_narrow_screen_and_its_controls_have_labels(show, run_fo
     assert page.evaluate(f"{controls}.filter((control) => !control.labels.length).length") == 0
 
 
-def test_a_comparison_on_the_clock_opens_with_virtual_seconds_and_follows_the_colour_scheme(show, tmp_path):
-    page = show(timed_grid(tmp_path / "grid"))
-    light = layout(page, "font.color")
-    page.emulate_media(color_scheme="dark")
-    wait_until(page, lambda: layout(page, "font.color") != light)
-    assert layout(page, "xaxis.title.text") == "virtual seconds"
-    page.get_by_label("Against").select_option(label="rounds")
-    assert layout(page, "xaxis.title.text") == "round"
-    assert lines(page)["sync"] == [0.2, 0.9, 0.95]
-
-
-@pytest.mark.parametrize("make", [pytest.param(evil_run, marks=pytest.mark.slow), evil_grid])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [evil_run, evil_grid])
 def test_names_with_markup_are_shown_as_text(show, tmp_path, make):
     page = show(make(tmp_path / "evil"))
     assert page.locator("img").count() == 0
@@ -191,6 +183,7 @@ def test_names_with_markup_are_shown_as_text(show, tmp_path, make):
     page.locator("#curves-chart .drag").first.hover()  # the hover text has the names, too
 
 
+@pytest.mark.slow
 def test_a_page_with_little_data_is_drawn(show, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -83,6 +83,7 @@ def continued(tables, start, session):
         for name, value in task.experiment.server.component.start(shared.server.row).items():
             shared.server.states["parameters"][name].copy_(value)
         loop = SynchronousLoop(task, engine)
+        loop.resume(loop.state())  # so that all processes know which workers have state
         for round in range(SWITCH + 1, ROUNDS + 1):
             loop.run_round(round)
             after.append(world(engine))

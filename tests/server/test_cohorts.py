@@ -17,7 +17,7 @@ from fedsim.server import CohortSampler, CohortStrategy
 from fedsim.server.cohort import inclusion_probabilities
 
 SIZES = (30, 1, 9, 5, 5, 10)
-ROUNDS = 2000
+ROUNDS = 800
 
 
 def shards_of(sizes):

@@ -10,6 +10,7 @@ from torch import nn
 import fedsim
 from fedsim.core.randomness import batch_order
 from fedsim.system.precision import PRECISIONS, cast_for_autocast, tf32_allowed
+from tests.matrix import in_turn
 from tests.plugs import tiny
 
 CPU = torch.device("cpu")
@@ -26,15 +27,13 @@ def switches_kept():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("before", [(False, True), (True, False), (True, True), (False, False)])
-def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, allowed, switches_kept):
+def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, switches_kept):
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    with tf32_allowed(allowed):
-        assert switches() == (allowed, allowed)
-        with tf32_allowed(not allowed):
-            assert switches() == (not allowed, not allowed)
-        assert switches() == (allowed, allowed)
+    with tf32_allowed(True):
+        with tf32_allowed(False):
+            assert switches() == (False, False)
+        assert switches() == (True, True)
     assert switches() == before
 
 
@@ -131,8 +130,7 @@ def test_bf16_is_autocast_with_float32_rows(engine, tiny_experiment):
     assert torch.allclose(found.global_row, autocast_run(tables), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("model", ["2nn", "net", "tests.models:Normalised", "tests.models:Tied"])
+@in_turn(("model", "sync"), ["2nn", "net", "tests.models:Normalised", "tests.models:Tied"], ["parameters", "gradients"])
 def test_in_bf16_stacked_rows_differ_from_serial_ones_no_more_than_from_float32(model, sync, tiny_experiment):
     tables = {**tiny_experiment, "model": model, "sync": sync, "local": {"batch_size": 13, "momentum": 0.5}}
     full = fedsim.run(tables).global_row

@@ -11,10 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
-from fedsim.aggregation.numerics.covariance import least_covariance
-from fedsim.aggregation.numerics.diameter import least_diameter
 from fedsim.aggregation.numerics.gram import TIED, Gram, stable_order
 from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_columns
+from fedsim.aggregation.numerics.subset_search import least_covariance, least_diameter
 from fedsim.aggregation.rule import Count, LinearCombination, average_of, require, rule
 from fedsim.aggregation.rules.order_statistics import median
 from fedsim.errors import ExperimentError

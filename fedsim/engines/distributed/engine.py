@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -16,106 +15,37 @@ from fedsim.engines.backend import InProcess
 from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
 from fedsim.engines.distributed.preflight import Preflight
 from fedsim.engines.distributed.process_group import RankGroup, no_heartbeats
-from fedsim.engines.distributed.rank_aggregator import RankAggregator, RankWorkerStates, RowPlacement
+from fedsim.engines.distributed.ranks import Ranks, RankWorkerStates
 from fedsim.engines.distributed.rendezvous import RankInfo
 from fedsim.engines.distributed.watchdog import TERMINATED
 from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.group import Group, T, balance_load
+from fedsim.engines.group import Group
 from fedsim.engines.named import one_by_one
-from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.sequential import Trainer
 from fedsim.engines.trainers.stacked import StackTrainer, stack_width
 from fedsim.engines.worker_states import WorkerStates, initial_worker_state
 from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
-class Ranks:
-    """One rank among others; see `Group`. Its members' rows are its own, in the order of their slots.
-
-    Args:
-        n_rows: number of rows in all ranks.
-    """
-
-    computes = True
-    rank_aggregator: RankAggregator
-
-    def __init__(self, group: RankGroup, n_rows: int) -> None:
-        self.process, self.index, self.count = ProcessContext.alone(), group.index, group.count
-        self._group, self._n_rows = group, n_rows
-
-    def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-        assignments = balance_load(steps, self.count, most=-(-len(slots) // self.count))
-        self.rank_aggregator.placement = RowPlacement(assignments)
-        return [(place, row) for row, place in enumerate(assignments[self.index])]
-
-    def aggregator(self, task: RunTask, shared: SharedState, *, has_root: bool) -> RankAggregator:
-        root_slot = self._n_rows - 1 if has_root else None
-        self.rank_aggregator = RankAggregator(self._group, task, shared, self._n_rows, root_slot)
-        return self.rank_aggregator
-
-    def average_gradients(
-        self, task: RunTask, step: int, context: AggregationContext, trainer: Trainer
-    ) -> AggregationStats | None:
-        if task.experiment.gradient_hook is None:
-            return None
-        assert isinstance(trainer, ParallelTrainer)
-        aggregator = self.rank_aggregator
-        shares = aggregator.linear_shares(context)
-        with task.precision.training(task.device):
-            mean = trainer.mean_gradient(step, aggregator.own_values(context, shares))
-            if task.experiment.nonfinite != "keep" and not math.isfinite(mean.sum()):
-                aggregator.refuse(context, trainer.not_finite(step))
-        aggregator.move_along(context.moment, mean)
-        return AggregationStats(shares, [])
-
-    def barrier(self) -> None:
-        """Do nothing: ranks wait for each other by what they send."""
-
-    def gather(self, value: T) -> list[T]:
-        return self._group.gather_objects(value)
-
-    def from_first(self, value: T) -> T:
-        return value
-
-    def collect(self, values: Tensor) -> None:
-        own = values[self.index :: self.count].clone()
-        values.zero_()
-        values[self.index :: self.count] = own
-        self._group.all_reduce(values)
-
-    def describe_failure(self) -> str:
-        worker = self.process.table.worker(0)
-        return f"{worker} failed (rank {self.index})" if worker else f"rank {self.index} failed"
-
-
 class InRank(InProcess):
-    """This process as one of several ranks.
-
-    Attributes:
-        n_rows: number of rows in all ranks; set it before a task begins.
-    """
-
-    n_rows: int
+    """This process as one of several ranks."""
 
     def __init__(self, group: RankGroup, threads: int) -> None:
         super().__init__(threads)
         self._group, self.processes = group, group.count
 
     def new_group(self, task: RunTask) -> Ranks:
-        ranks = Ranks(self._group, self.n_rows)
+        ranks = Ranks(self._group, task, self.shared)
         self._group.heartbeats = lambda: ranks.process.heartbeats
         return ranks
 
     def new_states(self, task: RunTask, group: Group) -> WorkerStates:
         assert isinstance(group, Ranks)
         initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
-        placement = lambda: group.rank_aggregator.placement  # noqa: E731
-        return RankWorkerStates(initial, self._group, placement, limit, task.scratch_folder)
+        return RankWorkerStates(initial, group, self._group, limit, task.scratch_folder)
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
         return self.run(_gathered_rows, cohort, round)[0]
@@ -179,7 +109,6 @@ class DistributedEngine(Engine):
         super().__init__(InRank(self._group, threads), self._trainers_of, threads)
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
-        self.backend.n_rows = task.experiment.cohort_size + task.experiment.rule.accepts("root")
         return SharedState.allocate(task, *data, ranks=self._group.count)
 
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
@@ -224,4 +153,6 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
 
 
 def _gathered_rows(simulation: Any, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-    return simulation.aggregator.round_rows(simulation.context(cohort, round))
+    aggregator = simulation.aggregator
+    rows = aggregator.gathered(simulation.context(cohort, round))
+    return (rows, aggregator.losses) if simulation.group.index == 0 else None

@@ -8,21 +8,27 @@ does. There are no rows of single workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from fedsim.aggregation import AggregationInputs
 from fedsim.core.randomness import draw_key
 from fedsim.core.rows import Layout
+from fedsim.engines.aggregator import linear_shares, screen
 from fedsim.engines.distributed.hooks import Bucket, Mean
 from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 from fedsim.engines.trainers.sequential import RowTrainer
+from fedsim.errors import DivergedError
+from fedsim.system.devices import synchronize
 
 BUCKET = 25 * 2**20  # bytes; that of DistributedDataParallel
 
@@ -83,7 +89,7 @@ class BucketSender:
 
 
 class ParallelTrainer(RowTrainer):
-    """Trains rows one after another, and averages gradients by `mean_gradient`."""
+    """Trains rows one after another; where gradients are aggregated, `step_along_mean` does it without rows."""
 
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
@@ -96,6 +102,7 @@ class ParallelTrainer(RowTrainer):
         most = layout.d if task.experiment.gradient_hook.keeps else BUCKET // self._wire.element_size()
         self._sender = BucketSender(self._wire, layout, self.hook, most)
         self._modules = [self._new_row_module()]
+        self._shares = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         shared = self._shared
@@ -107,41 +114,59 @@ class ParallelTrainer(RowTrainer):
             module.load(shared.server.row, self._gradient, shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
 
-    def mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
+    def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
+        """Move the global row by the solver's step along the mean of all ranks' gradients, alike in all ranks.
+
+        Raises DivergedError in all ranks if the mean is not finite.
+        """
+        task, shares = self._task, self._shares(context.weights, len(context.workers))
+        assert shares is not None
+        with task.precision.training(task.device):
+            mean = self._mean_gradient(step, dict(zip(context.workers, shares.tolist(), strict=True)))
+            if task.experiment.nonfinite != "keep" and not math.isfinite(mean.sum()):
+                self._refuse(step, context)
+        task.solver_at(*context.moment).step(self._shared.server.row, mean, self._shared.server.states["gradients"])
+        synchronize(task.device)
+        return AggregationStats(shares.tolist())
+
+    def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
         """The mean of all ranks' gradients of the next batches [d], the same in all ranks; the next call overwrites it.
 
         Args:
-            shares: share in the mean of each member of this rank that still has data, by slot; may be empty.
+            shares: share in the mean of each worker that still has data.
         """
         self._gradient.zero_()
-        self._active = [participant for participant in self._participants if participant.member.slot in shares]
-        last = max(
-            (participant.member.slot for participant in self._active if shares[participant.member.slot]), default=None
-        )
+        self._active = [participant for participant in self._participants if participant.member.worker in shares]
+        with_share = [participant for participant in self._active if shares[participant.member.worker]]
         for participant in self._active:
-            slot = participant.member.slot
+            share = shares[participant.member.worker]
             with self._process.working_on(participant.member.worker, participant.member.round):
                 participant.batch = next(participant.batches)
-                with torch.set_grad_enabled(shares[slot] != 0):  # a share of 0 still updates the buffers
+                with torch.set_grad_enabled(share != 0):  # a share of 0 still updates the buffers
                     loss = self._loss_of(participant, step)
                 participant.count(loss.detach())
-                if slot == last and self._wire is self._gradient:
+                if with_share and participant is with_share[-1] and self._wire is self._gradient:
                     self._sender.begin()
-                if shares[slot]:
-                    (loss * (shares[slot] * self._ranks.count)).backward()
+                if share:
+                    (loss * (share * self._ranks.count)).backward()
         self._wire.copy_(self._gradient)  # does nothing if they are one
         self._ranks.wait_for(self._sender.finish)
         return self._gradient.copy_(self._wire)
 
-    def not_finite(self, step: int) -> list[int]:
-        """The slots of members whose gradients of this step, computed again, are not finite."""
-        slots = []
+    def _refuse(self, step: int, context: AggregationContext) -> NoReturn:
+        """Raise DivergedError, which names the workers whose gradients of this step, computed again, are not finite."""
+        bad = torch.zeros(len(context.workers))
         for participant in self._active:
             self._gradient.zero_()
             self._loss_of(participant, step).backward()
-            if not self._gradient.isfinite().all():
-                slots.append(participant.member.slot)
-        return slots
+            bad[context.workers.index(participant.member.worker)] = not self._gradient.isfinite().all()
+        positions = self._ranks.all_reduce(bad).nonzero().flatten().tolist()
+        inputs = AggregationInputs(bad[:, None], context.weights, workers=context.workers)
+        screen(self._task, context, inputs, positions)
+        assert self._task.experiment.gradient_hook is not None
+        hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
+        what = f"the mean of the gradients is not finite, though each of them is ({hook})"
+        raise DivergedError(what, "", context.moment[0])
 
     def _new_row_module(self) -> RowModule:
         return RowModule(lambda: self._sender.watch(self._dropout.new_module()))

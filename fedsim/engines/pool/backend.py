@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.engines.backend import Backend
 from fedsim.engines.executor import MakeExecutor, MakeTrainer
-from fedsim.engines.group import LocalGroup, new_mailbox
+from fedsim.engines.group import Group, new_mailbox
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.engines.pool.shared_memory import share
@@ -130,7 +130,7 @@ def _make_executor(
 ) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
-    group = LocalGroup(process, task.device, mailbox)
+    group = Group(process, task.device, mailbox)
     process.state["executor"] = make(group, task, shared, make_trainer, states)
 
 

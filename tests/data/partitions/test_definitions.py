@@ -48,27 +48,6 @@ def test_quantity_in_proportion_to_lognormal_draws():
     assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"min_size": 25}, "min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 workers and 100 samples"),
-        (
-            {"distribution": "lognormal", "sigma": 1e12},
-            "with sigma = 1000000000000.0 .*: the smallest shard had 0 at best; take .* a smaller sigma or",
-        ),
-    ],
-)
-def test_impossible_quantities_are_an_error(params, message):
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.partition(np.zeros(100), 4, "quantity", **params)
-
-
-def test_natural_gives_each_worker_one_id_in_sorted_order():
-    ids = ["cy", "ann", "bob", "ann", "cy", "cy"]
-    shards = fedsim.partition(np.zeros(6), 3, "natural", ids=ids)
-    assert [shard.tolist() for shard in shards] == [[1, 3], [2], [0, 4, 5]]
-
-
 def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
     ids = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])  # sizes 4, 3, 3, 2, 1
     shards = fedsim.partition(np.zeros(13), 2, "natural", ids=ids)
@@ -85,13 +64,6 @@ def test_shards_is_its_definition():
     numbers = numpy_generator(6, "partition").permutation(6)
     for worker, shard in enumerate(shards):
         assert shard.tolist() == runs[numbers[2 * worker]] + runs[numbers[2 * worker + 1]]
-
-
-def test_more_shards_than_samples_are_an_error():
-    assert sum(map(len, fedsim.partition(np.zeros(40), 10, "shards", s=4))) == 40
-    message = "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49 samples"
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.partition(np.zeros(49), 10, "shards", s=5)
 
 
 @pytest.mark.parametrize("workers", [12, 3])
@@ -116,23 +88,6 @@ def test_label_k_is_its_definition(workers):
             start = sum(len(samples) // len(holders) + (p < len(samples) % len(holders)) for p in range(place))
             expected[worker] += samples[start : start + size]
     assert [shard.tolist() for shard in shards] == expected
-
-
-@pytest.mark.parametrize(
-    ("workers", "k", "message"),
-    [
-        (20, 11, "partition.k = 11: must be at most the number of classes, 10"),
-        (4, 2, "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 classes, and samples .* be lost"),
-    ],
-)
-def test_impossible_numbers_of_classes_are_an_error(workers, k, message):
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.partition(np.arange(100) % 10, workers, "label_k", k=k)
-
-
-def test_a_worker_without_samples_is_an_error():
-    with pytest.raises(ExperimentError, match='"label_k": leaves worker 2 without a sample'):
-        fedsim.partition(np.array([0, 1, 1, 1, 1]), 4, "label_k", k=1)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.1, 0.37, 0.5, 1.0])
@@ -201,42 +156,16 @@ def test_balanced_gives_large_workers_no_more_samples(alpha):
         assert (counts[held >= 600] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (
-            {"min_size": 31},
-            "partition.min_size = 31: 100 workers with that many samples each need 3100, and .* are 3000",
-        ),
-        (
-            {"min_size": 29, "alpha": 0.1},
-            "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1 for 100 workers and 3000 samples: "
-            "the smallest shard had 0 at best; take a smaller min_size, a larger alpha or fewer workers",
-        ),
-    ],
-)
-def test_impossible_parameters_are_an_error(params, message):
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.partition(LABELS, 100, "dirichlet", **params)
-
-
-def one_at_a_time(labels, workers, rng, alpha):
-    """How many samples of each class every worker draws, looking at each draw by itself."""
-    classes = sorted(set(labels.tolist()))
-    left = [int((labels == label).sum()) for label in classes]
-    counts = np.zeros((workers, len(classes)), int)
-    for worker in range(workers):
-        mixture = rng.dirichlet([alpha] * len(classes))
-        wanted = len(labels) // workers + (worker < len(labels) % workers)
-        while wanted:
-            mixture = np.array([q if remaining else 0.0 for q, remaining in zip(mixture, left, strict=True)])
-            mixture = mixture / mixture.sum()
-            for drawn in rng.choice(len(classes), wanted, p=mixture):
-                if not left[drawn]:
-                    break
-                left[drawn] -= 1
-                counts[worker, drawn] += 1
-                wanted -= 1
+def one_at_a_time(mixture, left, wanted, rng):
+    """How many samples of each class a worker draws, one after another, from those that are `left`, which change."""
+    counts = [0] * len(left)
+    while sum(counts) < wanted:
+        mixture = np.array([q if remaining else 0.0 for q, remaining in zip(mixture, left, strict=True)])
+        mixture = mixture / mixture.sum()
+        for drawn in rng.choice(len(left), wanted - sum(counts), p=mixture):
+            if not left[drawn]:
+                break
+            counts[drawn], left[drawn] = counts[drawn] + 1, left[drawn] - 1
     return counts
 
 
@@ -246,7 +175,10 @@ def test_dirichlet_workers_is_its_definition(alpha, workers):
     for seed in range(2):
         shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
         rng = numpy_generator(seed, "partition")
-        counts = one_at_a_time(LABELS, workers, rng, alpha)
+        counts, left = np.zeros((workers, 6), int), np.bincount(LABELS).tolist()
+        for worker in range(workers):
+            wanted = len(LABELS) // workers + (worker < len(LABELS) % workers)
+            counts[worker] = one_at_a_time(rng.dirichlet([alpha] * 6), left, wanted, rng)
         assert np.array_equal(fedsim.label_counts(LABELS, shards), counts)
         expected = [[] for _ in range(workers)]
         for label in range(6):
@@ -272,16 +204,8 @@ def plain_shard(labels, worker, seed, samples, alpha):
         return rng.choice(len(labels), samples, replace=False, shuffle=False)
     classes = sorted(set(labels.tolist()))
     members = [[i for i, label in enumerate(labels) if label == c] for c in classes]
-    left = [len(of_class) for of_class in members]
     mixture = rng.dirichlet([alpha * len(classes) * len(of_class) / len(labels) for of_class in members])
-    counts = [0] * len(classes)
-    while sum(counts) < samples:
-        mixture = np.array([q if rest else 0.0 for q, rest in zip(mixture, left, strict=True)])
-        mixture /= mixture.sum()
-        for c in rng.choice(len(classes), samples - sum(counts), p=mixture):
-            if not left[c]:
-                break
-            counts[c], left[c] = counts[c] + 1, left[c] - 1
+    counts = one_at_a_time(mixture, [len(of_class) for of_class in members], samples, rng)
     picks = [rng.choice(len(m), k, replace=False, shuffle=False) for m, k in zip(members, counts, strict=True) if k]
     wanted = [m for m, k in zip(members, counts, strict=True) if k]
     return np.array([m[place] for m, places in zip(wanted, picks, strict=True) for place in places])
@@ -313,11 +237,37 @@ def test_an_infinite_alpha_is_no_skew():
     assert experiment.resolved()["partition"] == {"strategy": "virtual", "samples": 60}
 
 
-def test_impossible_virtual_shards_are_an_error():
-    with pytest.raises(ExperimentError, match=r"^partition.samples = 501: more than the 500 samples there are$"):
-        fedsim.partition(FEW_LABELS, 3, "virtual", samples=501)
-    for wrong in (0.0, -1.0, float("nan")):
-        with pytest.raises(ExperimentError, match=r"^partition.alpha = "):
-            fedsim.partition(FEW_LABELS, 3, "virtual", alpha=wrong)
-    with pytest.raises(ExperimentError, match=r"^workers = 0: must be at least 1$"):
-        fedsim.partition(FEW_LABELS, 0, "virtual")
+TEN = np.arange(100) % 10
+IMPOSSIBLE = [
+    (np.zeros(10), 0, "iid", {}, "workers = 0: must be between 1 and the number of samples, 10"),
+    (np.zeros(10), 11, "iid", {}, "workers = 11: must be between 1 and the number of samples, 10"),
+    (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 "),
+    (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* at best; take .* a smaller sigma or"),
+    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49"),
+    (TEN, 20, "label_k", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
+    (TEN, 4, "label_k", {"k": 2}, "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 .* be lost"),
+    (np.array([0, 1, 1, 1, 1]), 4, "label_k", {"k": 1}, '.*"label_k": leaves worker 2 without a sample'),
+    (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100, and .* 3000"),
+    (
+        *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),
+        "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1 for 100 workers and 3000 samples: "
+        "the smallest shard had 0 at best; take a smaller min_size, a larger alpha or fewer workers",
+    ),
+    (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: more than the 500 samples there are$"),
+    *((FEW_LABELS, 3, "virtual", {"alpha": alpha}, "partition.alpha = ") for alpha in (0.0, -1.0, float("nan"))),
+    (FEW_LABELS, 0, "virtual", {}, "workers = 0: must be at least 1$"),
+    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
+    (
+        *(np.zeros(10), 3, "feature_rotation", {"groups": 3, "angles": [0.0, 90.0]}),
+        r"partition.angles = \[0.0, 90.0\]: must be one for each of partition.groups = 3, not 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("labels", "workers", "strategy", "params", "message"), IMPOSSIBLE)
+def test_what_is_impossible_is_an_error(labels, workers, strategy, params, message):
+    with pytest.raises(ExperimentError, match=f"^{message}"):
+        fedsim.partition(labels, workers, strategy, **params)
+    if strategy == "feature_rotation":
+        with pytest.raises(ExperimentError, match=f"^{message}"):
+            fedsim.partition_transforms(workers, strategy, **params)

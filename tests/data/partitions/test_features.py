@@ -1,3 +1,5 @@
+"""What changes images: augmentations, and partitions in which workers see their samples differently."""
+
 from __future__ import annotations
 
 import math
@@ -10,9 +12,8 @@ import torch
 
 import fedsim
 from fedsim.core.randomness import Draws
-from fedsim.data.augmentation import ImageTransform
-from fedsim.data.partitions import GaussianNoise, Rotation
-from fedsim.errors import ExperimentError
+from fedsim.data.augmentation import ImageTransform, augmentation, flip, shift
+from fedsim.data.partitions.features import GaussianNoise, Rotation
 
 FEATURES = ["feature_noise", "feature_rotation"]
 
@@ -98,26 +99,6 @@ def test_the_memory_format_is_kept(images):
         assert ImageTransform.of(transform)(batch, {"draws": Draws.of(0, "x")}).stride() == batch.stride()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "params", "message"),
-    [
-        ("feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
-        (
-            "feature_rotation",
-            {"groups": 3, "angles": [0.0, 90.0]},
-            r"partition.angles = \[0.0, 90.0\]: must be one for each of partition.groups = 3, not 2",
-        ),
-    ],
-)
-def test_impossible_parameters_are_an_error(strategy, params, message):
-    for refused in (
-        lambda: fedsim.partition(np.zeros(10), 3, strategy, **params),
-        lambda: fedsim.partition_transforms(3, strategy, **params),
-    ):
-        with pytest.raises(ExperimentError, match=message):
-            refused()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("transform", [Rotation(90), Rotation(45), GaussianNoise(1.0)])
 def test_a_gpu_gives_the_result_of_the_cpu(transform, images):
@@ -125,3 +106,44 @@ def test_a_gpu_gives_the_result_of_the_cpu(transform, images):
     on_gpu = ImageTransform.of(transform)(images.cuda(), {"draws": Draws.of(0, "x", device="cuda")})
     assert on_gpu.is_cuda
     assert torch.allclose(on_gpu.cpu(), on_cpu, rtol=0, atol=1e-9)
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(50, 3, 9, 7, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("plug", list(augmentation), ids=lambda plug: plug.name)
+def test_every_augmentation_is_deterministic(plug, batch):
+    augment, before = plug.bind(plug.check({})), batch.clone()
+    first, again, other = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == batch.shape
+    assert torch.equal(batch, before)
+
+
+def test_flip_mirrors_about_half_of_the_images(batch):
+    flipped = flip(batch, Draws.of(0, "x"))
+    mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, batch, strict=True)]
+    kept = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
+    assert all(m != k for m, k in zip(mirrored, kept, strict=True))
+    assert 10 < sum(mirrored) < 40
+    assert torch.equal(flip(batch, Draws.of(0, "x"), probability=1.0), batch.flip(3))
+
+
+def test_shift_moves_images_and_repeats_the_edge(batch):
+    shifted = shift(batch, Draws.of(0, "x"), pixels=2)
+    rows, columns = torch.arange(9), torch.arange(7)
+    offsets = set()
+    for before, after in zip(batch, shifted, strict=True):
+        candidates = {
+            (dy, dx)
+            for dy in range(-2, 3)
+            for dx in range(-2, 3)
+            if torch.equal(after, before[:, (rows + dy).clamp(0, 8)][:, :, (columns + dx).clamp(0, 6)])
+        }
+        assert len(candidates) == 1
+        offsets |= candidates
+    assert len(offsets) > 10
+    assert {dy for dy, _ in offsets} == {dx for _, dx in offsets} == {-2, -1, 0, 1, 2}

@@ -46,12 +46,6 @@ def test_labels_may_have_any_type(strategy):
     assert all(np.array_equal(a, b) for a, b in zip(shards, numbered, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, -1, 11])
-def test_an_impossible_number_of_workers_is_an_error(workers):
-    with pytest.raises(ExperimentError, match=f"workers = {workers}: must be between 1 and the number of samples, 10"):
-        fedsim.partition(np.zeros(10), workers)
-
-
 def test_an_imported_strategy_is_checked():
     sizes = [len(shard) for shard in fedsim.partition(np.zeros(60), 3, "tests.plugs:uneven")]
     assert sizes == [10, 20, 30]

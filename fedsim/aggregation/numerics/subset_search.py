@@ -1,15 +1,19 @@
-"""The n - f points of least diameter, by a bounded search."""
+"""The n - f points of least diameter, and those of least variance in any direction, by a bounded search."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import torch
 from torch import Tensor
 
 from fedsim.aggregation.numerics.gram import TIED
 from fedsim.errors import ExperimentError
 
-LARGEST_SEARCH = 2**20  # branches; some seconds
+MOST_BRANCHES = 2**20  # branches; some seconds
+MOST_SUBSETS = 2**17  # subsets; some seconds
+AT_ONCE = 2**19  # numbers in the matrices of some subsets
 
 
 def least_diameter(distances: Tensor, f: int) -> list[int]:
@@ -24,11 +28,8 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
     Raises ExperimentError if the search could take more than 2^20 branches.
     """
     n, size = len(distances), len(distances) - f
-    subsets = math.comb(n, f)
-    if min(2**f, subsets) > LARGEST_SEARCH:
-        raise ExperimentError(
-            f"mda: {subsets:.3g} subsets of {size} of {n} rows are too many to search; use a smaller f, or multi_krum"
-        )
+    if min(2**f, math.comb(n, f)) > MOST_BRANCHES:
+        raise _too_many("mda", n, f, "multi_krum")
     everything = (1 << n) - 1
     candidates = sorted({0.0, *distances.flatten().tolist()})
     low, high = 0, len(candidates) - 1  # the largest diameter is always possible
@@ -70,3 +71,40 @@ def _coverable(edges: list[int], budget: int, alive: int) -> bool:
         return False
     without = alive & ~(1 << point)
     return _coverable(edges, budget - 1, without) or _coverable(edges, budget - degree, without & ~edges[point])
+
+
+def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
+    """The n - f points of least maximal eigenvalue; of several such sets the lexicographically first.
+
+    The covariance of m points has the same maximal eigenvalue as their centred Gram matrix [m, m], divided by m.
+
+    Args:
+        squared_distances: [n, n], float64. Subsets with a distance that is not finite come last.
+
+    Raises ExperimentError for more than 2^17 subsets.
+    """
+    n, size = len(squared_distances), len(squared_distances) - f
+    count = math.comb(n, f)
+    if count > MOST_SUBSETS:
+        raise _too_many("smea", n, f, "caf")
+    subsets = torch.tensor(list(itertools.combinations(range(n), size)))  # in lexicographic order
+    values = torch.cat([_top_eigenvalues(squared_distances, part) for part in subsets.split(-(-AT_ONCE // size**2))])
+    return subsets[int((values <= values.min() * (1 + TIED)).nonzero()[0])].tolist()
+
+
+def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
+    """The maximal eigenvalue of the centred Gram matrix of each of the `subsets` [count, m]; infinite if not finite."""
+    squares = squared_distances[subsets.unsqueeze(2), subsets.unsqueeze(1)]
+    to_all = squares.mean(2)
+    grams = (to_all.unsqueeze(2) + to_all.unsqueeze(1) - squares - to_all.mean(1).view(-1, 1, 1)) / 2
+    finite = grams.isfinite().all(2).all(1)
+    return torch.full((len(subsets),), math.inf, dtype=torch.double).masked_scatter(
+        finite, torch.linalg.eigvalsh(grams[finite])[:, -1]
+    )
+
+
+def _too_many(rule: str, n: int, f: int, instead: str) -> ExperimentError:
+    return ExperimentError(
+        f"{rule}: {math.comb(n, f):.3g} subsets of {n - f} of {n} rows are too many to search; use a smaller f, or "
+        f"{instead}"
+    )

@@ -1,0 +1,324 @@
+"""Federated averaging corrected by what the workers and the server exchange: FedDyn, FedNova, Mime, SCAFFOLD.
+
+FedDyn and SCAFFOLD correct the local steps of workers whose data differ. FedNova divides updates by the amount of local
+work. Mime and MimeLite take local steps with the server's momentum, which stays the same during a round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
+from fedsim.clients.sgd import LocalSGD
+from fedsim.clients.solver import Decay, NonNegative, OuterProductGrad, Positive, State, solver
+
+
+@solver("feddyn")
+@dataclass(frozen=True)
+class FedDyn(LocalSGD):
+    """SGD on the loss - <h_k, x_k> + alpha / 2 |x_k - w|^2, a dynamic regulariser. Acar et al. 2021, algorithm 1.
+
+        worker k:  x_k = w;  local steps of sgd along the gradient - h_k + alpha (x_k - w)       (h, h_k = 0 at first)
+                   h_k -= alpha (x_k - w);  sends x_k - w
+        server:    D = aggregate of the x_k - w over the cohort S
+                   h -= alpha |S| / N D;  w += D - h / alpha
+
+    N is the number of workers. The paper averages without weights: `aggregate = "mean"`, so that |S| D is the sum of
+    the updates. With another rule h follows what the rule returns. Workers who are not in the cohort keep their h_k.
+    The server keeps h, and does not send it.
+
+    Args:
+        alpha: > 0. A small alpha needs accurate local solutions.
+        lr, momentum, weight_decay, nesterov: see `SGD`.
+
+    Cost: a row [d] for each worker that has taken part, and one more pass over the row in a step; the bytes of
+    `sgd`.
+
+    >>> algorithm = fedsim.clients.FedDyn(lr=0.1, alpha=0.5)
+    >>> update, server = torch.tensor([1.0]), algorithm.server_state(torch.zeros(1))
+    >>> algorithm.correct(update, server, workers=1, population=2)
+    >>> update, server
+    (tensor([1.5000]), {'h': tensor([-0.2500])})
+    """
+
+    alpha: Positive = 0.01
+    uses_start_row: ClassVar[bool] = True
+
+    def worker_state(self, row: Tensor) -> State:
+        return {"h_k": torch.zeros_like(row)}
+
+    def server_state(self, row: Tensor) -> State:
+        return {"h": torch.zeros_like(row)}
+
+    def send(self, server: State) -> State:
+        return {}
+
+    @property
+    def decay(self) -> float:
+        return self.weight_decay + self.alpha
+
+    def start(self, rows: Tensor) -> State:
+        return {**super().start(rows), "constant": rows * -self.alpha}
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        state = self.start(rows)
+        state["constant"] -= worker.kept["h_k"]
+        return state
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        worker.kept["h_k"] = state["constant"].add_(rows, alpha=self.alpha).neg_()
+        return {}
+
+    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+        h = server["h"].sub_(update, alpha=self.alpha * workers / population)
+        update.sub_(h, alpha=1 / self.alpha)
+
+
+@solver("fednova")
+@dataclass(frozen=True)
+class FedNova(LocalSGD):
+    """Normalised averaging of the updates of `sgd`. Wang et al. 2020, section 4.
+
+        worker k:  y = x;  K local steps of sgd;  sends (y - x) / |a_k|, |a_k|, and its weight p_k
+        server:    x += tau_eff times the aggregate of the (y - x) / |a_k|,  tau_eff = sum p_k |a_k| / sum p_k
+
+    y - x = -lr times the sum over the steps s of a_k[s] gradient[s]; |a_k| = sum of a_k[s]. It is K without momentum,
+    A = (K - r (1 - r^K) / (1 - r)) / (1 - r) with momentum r, and K + r A with Nesterov's. With equal K it is FedAvg.
+    The weights p_k are those of the aggregation, for example the numbers of samples; rules without weights give equal
+    ones. With weights by inverse probability, the aggregate is unbiased, but not its product with tau_eff, which is a
+    ratio of sums over the same cohort.
+
+    Args:
+        lr, momentum, weight_decay, nesterov: see `SGD`; weight decay counts as a part of the gradient.
+
+    Cost: as sgd, with a state of [d] for the row that was sent, and two numbers sent by each worker.
+
+    >>> algorithm = fedsim.clients.FedNova(lr=0.1, momentum=0.5)
+    >>> algorithm.normaliser(torch.tensor([1, 2, 3]))  # 1, 1 + 1.5, 1 + 1.5 + 1.75
+    tensor([1.0000, 2.5000, 4.2500], dtype=torch.float64)
+    """
+
+    def normaliser(self, steps: Tensor) -> Tensor:
+        """|a_k|, the sum of the factors of all gradients after so many steps, float64."""
+        r, steps = self.momentum, steps.double()
+        with_momentum = (steps - r * (1 - r**steps) / (1 - r)) / (1 - r)
+        return steps + r * with_momentum if self.nesterov else with_momentum
+
+    def server_state(self, row: Tensor) -> State:
+        return {"tau_eff": row.new_zeros(1)}
+
+    def send(self, server: State) -> State:
+        return {}
+
+    def message(self, row: Tensor) -> State:
+        return {"weight": row.new_zeros(1), "weighted_normaliser": row.new_zeros(1)}
+
+    def start(self, rows: Tensor) -> State:
+        return {**super().start(rows), "start": rows.clone()}
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        normaliser = self.normaliser(worker.steps).to(rows.dtype)
+        divisor = torch.where(worker.steps > 0, normaliser, 1)  # the update of a worker without samples is 0
+        rows.copy_(state["start"] + (rows - state["start"]) / divisor)
+        return {"weight": worker.weights, "weighted_normaliser": worker.weights * normaliser}
+
+    def receive(self, server: State, sums: State, workers: int, population: int) -> None:
+        if workers:
+            server["tau_eff"].copy_(sums["weighted_normaliser"] / sums["weight"])
+
+    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+        update.mul_(server["tau_eff"])
+
+
+@solver("mimelite")
+@dataclass(frozen=True)
+class MimeLite(ClientAlgorithm):
+    """Local steps with the momentum m of the server. Karimireddy et al. 2020, with SGD with momentum.
+
+    x -= lr ((1 - beta) gradient + beta m), at every local step. After the round m = beta m + (1 - beta) c, where c is
+    the mean of the cohort's full gradients: of all samples of a worker, at the row that it was sent. With beta = 0 it
+    is `sgd` to the bit.
+
+    Args:
+        lr: learning rate, >= 0.
+        beta: decay of m, 0 <= beta < 1.
+
+    Cost: one pass over a worker's samples in each round, in which it also receives and sends a row [d]; a state of [d].
+
+    >>> row, solver = torch.tensor([1.0]), fedsim.clients.MimeLite(lr=0.5, beta=0.5)
+    >>> solver.step(row, torch.tensor([2.0]), {"momentum": torch.tensor([-2.0])})
+    >>> row
+    tensor([1.])
+    """
+
+    lr: NonNegative = 0.05
+    beta: Decay = 0.9
+    full_gradient: ClassVar[bool] = True
+
+    def server_state(self, row: Tensor) -> State:
+        return {"momentum": torch.zeros_like(row)}
+
+    def message(self, row: Tensor) -> State:
+        return {"full_gradient": torch.zeros_like(row)}
+
+    def start(self, rows: Tensor) -> State:
+        return {"momentum": torch.zeros_like(rows)}
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        return {"momentum": worker.received["momentum"].expand_as(rows).clone()}
+
+    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
+        rows.add_(gradients, alpha=-self.lr * (1 - self.beta)).add_(state["momentum"], alpha=-self.lr * self.beta)
+
+    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
+        product.add_to(rows, alpha=-self.lr * (1 - self.beta))
+        rows.add_(state["momentum"], alpha=-self.lr * self.beta)
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        assert worker.full_gradient is not None
+        return {"full_gradient": worker.full_gradient}
+
+    def receive(self, server: State, sums: State, workers: int, population: int) -> None:
+        server["momentum"].lerp_(sums["full_gradient"] / workers, 1 - self.beta)
+
+
+@solver("mime")
+@dataclass(frozen=True)
+class Mime(MimeLite):
+    """MimeLite with gradients corrected as in SVRG. Karimireddy et al. 2020, with SGD with momentum.
+
+    It replaces the gradient of a batch at x by gradient at x - gradient at w + c. w is the row that the worker was
+    sent; c, which the server sends too, is the mean of the cohort's full gradients at w. Workers that drop out
+    (`worker_dropout`) do not report, so c is the mean over the others. Local training for an evaluation has no cohort
+    but the worker itself: w is the row that it begins with, and c the worker's own full gradient at w.
+
+    Args:
+        lr: learning rate, >= 0.
+        beta: decay of m, 0 <= beta < 1.
+
+    Cost: two gradients a step, and one pass over a worker's samples in each round, in which it also receives two rows
+    [d] and sends one; three states of [d]. The workers send their gradients before any of them takes a step.
+
+    >>> row, solver = torch.tensor([1.0]), fedsim.clients.Mime(lr=0.5, beta=0.0)
+    >>> state = {"start": torch.tensor([3.0]), "mean_gradient": torch.tensor([4.0]), "momentum": torch.tensor([0.0])}
+    >>> solver.step_rows(row, row.clone(), state, gradient_at=lambda point: point)
+    >>> row
+    tensor([0.])
+    """
+
+    element_wise: ClassVar[bool] = False
+    gradients_per_step: ClassVar[int] = 2
+    uses_start_row: ClassVar[bool] = True
+
+    def server_state(self, row: Tensor) -> State:
+        return {"momentum": torch.zeros_like(row), "mean_gradient": torch.zeros_like(row)}
+
+    def message(self, row: Tensor) -> State:
+        return {}
+
+    def numbers_sent(self, d: int) -> tuple[int, int]:
+        return 2 * d, d
+
+    def receive_gradients(self, server: State, mean: Tensor) -> None:
+        server["mean_gradient"].copy_(mean)
+
+    def start(self, rows: Tensor) -> State:
+        return {"momentum": torch.zeros_like(rows), "mean_gradient": torch.zeros_like(rows), "start": rows.clone()}
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        state = {name: tensor.expand_as(rows).clone() for name, tensor in worker.received.items()}
+        if worker.only_tested:  # the mean gradient of the last cohort is of an earlier row
+            assert worker.full_gradient is not None
+            state["mean_gradient"] = worker.full_gradient.clone()
+        return {**state, "start": rows.clone()}
+
+    def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
+        gradients.sub_(gradient_at(state["start"])).add_(state["mean_gradient"])
+        self.step(rows, gradients, state)
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        return {}
+
+    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+        server["momentum"].lerp_(server["mean_gradient"], 1 - self.beta)  # the update stays as it is
+
+
+@solver("scaffold")
+@dataclass(frozen=True)
+class Scaffold(ClientAlgorithm):
+    """Stochastic controlled averaging: SGD along the gradient - c_k + c. Karimireddy et al. 2020, algorithm 1.
+
+        server sends x and c to the cohort S                                         (c, c_k = 0 at first)
+        worker k:  y = x;  for each of its K batches:  y -= lr (gradient(y) - c_k + c)
+                   c_k+ = full gradient at x (option 1), or c_k - c + (x - y) / (K lr) (option 2)
+                   sends y - x and c_k+ - c_k;  c_k = c_k+
+        server:    x += aggregate of the y - x;  c += sum over S of (c_k+ - c_k) / N
+
+    N is the number of workers. The paper averages the updates without weights: `aggregate = "mean"`. Workers who are
+    not in the cohort keep their c_k, and so do those who take no step with option 2.
+
+    Args:
+        lr: learning rate, > 0.
+        weight_decay: >= 0; adds weight_decay y to each gradient, and to the full gradient.
+        option: 1 or 2, how a worker renews c_k; 1 costs one more pass over its samples.
+
+    There is no momentum, since option 2 takes (x - y) / (K lr) for a mean of gradients.
+
+    Cost: a row [d] for each worker that has taken part, two more passes over the row in a step, and twice the bytes
+    of `sgd` each way.
+
+    >>> algorithm = fedsim.clients.Scaffold(lr=0.1)
+    >>> algorithm.numbers_sent(d=3)
+    (3, 3)
+    """
+
+    lr: Positive = 0.05
+    weight_decay: NonNegative = 0.0
+    option: Literal[1, 2] = 2
+
+    @property
+    def full_gradient(self) -> bool:
+        return self.option == 1
+
+    def worker_state(self, row: Tensor) -> State:
+        return {"c_k": torch.zeros_like(row)}
+
+    def server_state(self, row: Tensor) -> State:
+        return {"c": torch.zeros_like(row)}
+
+    def message(self, row: Tensor) -> State:
+        return {"change": torch.zeros_like(row)}
+
+    def start(self, rows: Tensor) -> State:
+        return {"start": rows.clone(), "correction": torch.zeros_like(rows)}
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        return {"start": rows.clone(), "correction": worker.received["c"] - worker.kept["c_k"]}
+
+    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
+        if self.weight_decay:
+            gradients.add_(rows, alpha=self.weight_decay)
+        rows.add_(gradients.add_(state["correction"]), alpha=-self.lr)
+
+    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
+        product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)
+        rows.add_(state["correction"], alpha=-self.lr)
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        before = worker.kept["c_k"]
+        if self.option == 1:
+            assert worker.full_gradient is not None
+            after = worker.full_gradient + self.weight_decay * state["start"]
+        else:
+            travelled = worker.steps.to(rows.dtype) * self.lr
+            after = state["start"].sub_(rows).div_(travelled).sub_(state["correction"])
+            torch.where(travelled > 0, after, before, out=after)
+        worker.kept["c_k"] = after
+        return {"change": torch.sub(after, before, out=state["correction"])}
+
+    def receive(self, server: State, sums: State, workers: int, population: int) -> None:
+        server["c"] += sums["change"] / population

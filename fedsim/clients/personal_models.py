@@ -1,0 +1,273 @@
+"""Personal models besides the row: APFL, Ditto, pFedMe, and Per-FedAvg, whose personal model is one step away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
+from fedsim.clients.sgd import LocalSGD
+from fedsim.clients.solver import NonNegative, State, solver
+from fedsim.core.rows import Layout
+from fedsim.errors import ExperimentError
+
+
+@solver("apfl")
+@dataclass(frozen=True)
+class APFL(LocalSGD):
+    """Adaptive personalized federated learning: a mixture of a local and the global model. Deng et al. 2020.
+
+    The row x takes the steps of `sgd`. The worker's own v, which it keeps, is trained within the mixture
+    u = alpha v + (1 - alpha) x: at each step v -= lr alpha (gradient at u). The personal model is the
+    mixture of v and the global model. Its BatchNorm statistics and other buffers stay with the worker, and follow the
+    forward passes at u alone.
+
+    Args:
+        alpha: share of v, 0 <= alpha <= 1. With 0 the row moves as under `sgd`, and v does not move.
+        adaptive: each worker keeps an alpha of its own, from `alpha` on, and at each step moves it along its gradient:
+            alpha -= lr <v - x, gradient at u>, kept within [0, 1].
+        lr, momentum, weight_decay, nesterov, dampening: see `SGD`; of these only lr applies to v and alpha.
+
+    Cost: two gradients a step; a state of [d], and v [d] for each worker that has taken part.
+
+    >>> row, solver = torch.tensor([1.0]), fedsim.clients.APFL(lr=0.5, alpha=0.5)
+    >>> state = {"personal": torch.tensor([3.0])}
+    >>> solver.step_rows(row, row.clone(), state, gradient_at=lambda point: point)
+    >>> row, state["personal"]
+    (tensor([0.5000]), tensor([2.5000]))
+    """
+
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    adaptive: bool = False
+    element_wise: ClassVar[bool] = False
+    personal_beside: ClassVar[bool] = True
+    gradients_per_step: ClassVar[int] = 2
+
+    def worker_state(self, row: Tensor) -> State:
+        return self._personal(row)
+
+    def _personal(self, rows: Tensor) -> State:
+        shares = {"alpha": torch.full_like(rows[..., :1], self.alpha)} if self.adaptive else {}
+        return {"personal": rows.clone(), **shares}
+
+    def start(self, rows: Tensor) -> State:
+        return {**super().start(rows), **self._personal(rows)}
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        return {**super().start(rows), **{name: kept.clone() for name, kept in worker.kept.items()}}
+
+    def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
+        personal, alpha = state["personal"], state.get("alpha", self.alpha)
+        slope = gradient_at(self.personal_rows(rows, state))
+        along_alpha = ((personal - rows) * slope).sum(-1, keepdim=True) if self.adaptive else None
+        personal.sub_(slope.mul_(alpha), alpha=self.lr)
+        if along_alpha is not None:
+            state["alpha"].sub_(along_alpha, alpha=self.lr).clamp_(0, 1)
+        self.step(rows, gradients, state)
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        worker.kept.update({name: state[name] for name in worker.kept})
+        return {}
+
+    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
+        alpha = kept.get("alpha", self.alpha)
+        return alpha * kept["personal"] + (1 - alpha) * rows
+
+
+@solver("ditto")
+@dataclass(frozen=True)
+class Ditto(LocalSGD):
+    """Federated averaging, and a personal model that is pulled to the global one. Li et al. 2021.
+
+    The row takes the steps of `sgd`. At each step the worker's personal model v, which it keeps, takes a step on the
+    same batch: v -= lr (gradient at v + lam (v - w)), with the row w that the worker was sent. v is evaluated. Its
+    BatchNorm statistics and other buffers stay with the worker too, and follow the forward passes at v alone.
+
+    Args:
+        lam: the paper's lambda, >= 0: 0 trains v on the worker's samples alone.
+        personal_steps: v takes only so many first steps of a round; None: all.
+        lr, momentum, weight_decay, nesterov, dampening: see `SGD`; of these only lr applies to v.
+
+    Cost: two gradients a step; states of [d] for v and w, and v [d] for each worker that has taken part.
+
+    >>> row, solver = torch.tensor([1.0]), fedsim.clients.Ditto(lr=0.5, lam=1.0)
+    >>> state = {"start": torch.tensor([1.0]), "personal": torch.tensor([3.0])}
+    >>> solver.step_rows(row, torch.tensor([2.0]), state, gradient_at=lambda point: point - 3)
+    >>> row, state["personal"]
+    (tensor([0.]), tensor([2.]))
+    """
+
+    lam: NonNegative = 0.1
+    personal_steps: Annotated[int, Field(gt=0)] | None = None
+    element_wise: ClassVar[bool] = False
+    personal_beside: ClassVar[bool] = True
+    gradients_per_step: ClassVar[int] = 2
+    uses_start_row: ClassVar[bool] = True
+
+    def gradients(self, steps: int, batches: int) -> int:
+        return steps + min(steps, self.personal_steps or steps)
+
+    def worker_state(self, row: Tensor) -> State:
+        return {"personal": row.clone()}
+
+    def start(self, rows: Tensor) -> State:
+        counts = {"taken": torch.zeros_like(rows[..., :1])} if self.personal_steps else {}
+        return {**super().start(rows), **counts, "start": rows.clone(), "personal": rows.clone()}
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        return {**self.start(rows), "personal": worker.kept["personal"].clone()}
+
+    def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
+        if self._moves_personal(state):
+            personal = state["personal"]
+            slope = gradient_at(personal).add_(personal - state["start"], alpha=self.lam)
+            personal.add_(slope, alpha=-self.lr)
+        self.step(rows, gradients, state)
+
+    def _moves_personal(self, state: State) -> bool:
+        """Whether v takes this step; all rows of a stack are at the same step."""
+        if self.personal_steps is None:
+            return True
+        taken = state["taken"].add_(1)
+        return bool((taken <= self.personal_steps).all())
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        worker.kept["personal"] = state["personal"]
+        return {}
+
+    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
+        return kept["personal"]
+
+
+@solver("per_fedavg")
+@dataclass(frozen=True)
+class PerFedAvg(ClientAlgorithm):
+    """Meta-learning by model-agnostic steps, in its first-order form. Fallah et al. 2020.
+
+    Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then
+    x -= lr (gradient at x'). Of an odd number of local steps the last one is not used. The personal model is x' of the
+    global model; workers keep none. The test of workers after local training of an odd number of steps tests x'. The
+    training loss is the mean over both batches.
+
+    Args:
+        lr: learning rate of x, >= 0.
+        inner_lr: learning rate of x', >= 0.
+
+    Raises ExperimentError if a worker has a single step in a round, since its row would not move.
+
+    Cost: one gradient a local step, and a few passes over the row [d]; a state of [d].
+
+    >>> row, solver = torch.tensor([1.0]), fedsim.clients.PerFedAvg(lr=1.0, inner_lr=0.5)
+    >>> state = solver.start(row)
+    >>> for _ in range(2):
+    ...     solver.step_rows(row, row.clone(), state, gradient_at=None)
+    ...     print(row)
+    tensor([0.5000])
+    tensor([0.5000])
+    """
+
+    lr: NonNegative = 0.05
+    inner_lr: NonNegative = 0.01
+    element_wise: ClassVar[bool] = False
+
+    def start(self, rows: Tensor) -> State:
+        return {"x": rows.clone(), "is_inner": torch.zeros_like(rows[..., :1], dtype=torch.bool)}
+
+    def check_steps(self, worker: int, steps: int) -> None:
+        if steps < 2:
+            raise ExperimentError(
+                'local.solver = "per_fedavg": needs two local steps in a round, each on a batch, and worker '
+                f"{worker} has {steps}; use local.steps = 2 or more, or a smaller local.batch_size"
+            )
+
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        # Before the run only a sample of a virtual population is checked, and a policy may choose the number of steps.
+        for fact in worker.facts if not worker.only_tested else ():
+            self.check_steps(fact.worker, fact.steps)
+        return self.start(rows)
+
+    def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
+        x, is_inner = state["x"], state["is_inner"]  # is_inner: whether the row is at x'
+        torch.where(is_inner, x, rows, out=x)
+        rates = torch.full_like(rows[..., :1], self.inner_lr).masked_fill_(is_inner, self.lr)
+        torch.addcmul(x, rates, gradients, value=-1, out=rows)
+        is_inner.logical_not_()
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        rows.copy_(torch.where(state["is_inner"], state["x"], rows))
+        return {}
+
+
+@solver("pfedme")
+@dataclass(frozen=True)
+class PFedMe(ClientAlgorithm):
+    """Each step finds a personal model near the row, and moves the row towards it. Dinh et al. 2020.
+
+    theta = x, then `inner_steps` times theta -= lr (gradient at theta + lam (theta - x)), on one batch;
+    x -= eta lam (x - theta). The server averages: w = (1 - beta) w + beta (mean of the x). The last theta of a round is
+    the personal model; of a worker that has not taken part it is w. BatchNorm statistics and other buffers of theta
+    stay with the worker, and follow the forward passes at theta, of which the first one is at x.
+
+    Args:
+        lr: learning rate of theta, >= 0.
+        eta: learning rate of x, >= 0.
+        lam: the paper's lambda, >= 0; lr lam must be small for theta to converge.
+        inner_steps: steps of theta for each local step, > 0.
+        beta: >= 0; 1 is the plain average.
+
+    Cost: `inner_steps` gradients a step, and another one if the model has buffers; a state of [d], and theta [d] for
+    each worker that has taken part.
+
+    >>> row, solver = torch.tensor([2.0]), fedsim.clients.PFedMe(lr=0.5, eta=0.5, lam=1.0, inner_steps=2)
+    >>> state = solver.start(row)
+    >>> solver.step_rows(row, row.clone(), state, gradient_at=lambda point: point.clone())
+    >>> row, state["theta"]
+    (tensor([1.5000]), tensor([1.]))
+    """
+
+    lr: NonNegative = 0.05
+    eta: NonNegative = 0.005
+    lam: NonNegative = 15.0
+    inner_steps: Annotated[int, Field(gt=0)] = 5
+    beta: NonNegative = 1.0
+    element_wise: ClassVar[bool] = False
+    personal_beside: ClassVar[bool] = True
+    starts_from_current: ClassVar[bool] = True
+    has_buffers: ClassVar[bool] = False  # of the model
+
+    def for_model(self, module: nn.Module) -> ClientAlgorithm:
+        return self._copy(has_buffers=bool(Layout.of(module).buffers))
+
+    def with_lr(self, lr: float) -> ClientAlgorithm:
+        return self._copy(lr=lr)
+
+    @property
+    def gradients_per_step(self) -> int:  # type: ignore[override]
+        return self.inner_steps
+
+    def worker_state(self, row: Tensor) -> State:
+        return {"theta": row.clone()}
+
+    def start(self, rows: Tensor) -> State:
+        return {"theta": rows.clone()}
+
+    def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
+        theta = state["theta"].copy_(rows)
+        for inner_step in range(self.inner_steps):
+            slope = gradient_at(theta) if inner_step or self.has_buffers else gradients
+            theta.sub_(slope.add_(theta - rows, alpha=self.lam), alpha=self.lr)
+        rows.add_(theta - rows, alpha=self.eta * self.lam)
+
+    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
+        worker.kept["theta"] = state["theta"]
+        return {}
+
+    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+        update.mul_(self.beta)
+
+    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
+        return kept["theta"]

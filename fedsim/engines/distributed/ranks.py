@@ -1,0 +1,263 @@
+"""The group of ranks in which each holds its own members' rows, and its columns of the optimizer's state."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedsim.clients import State
+from fedsim.core.rows import ALIGNMENT, new_rows
+from fedsim.engines.distributed.process_group import RankGroup
+from fedsim.engines.group import Group, balance_load, rows_at
+from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.worker_states import WorkerStates
+from fedsim.errors import ExperimentError, FedsimWarning, show
+
+T = TypeVar("T")
+
+
+class Ranks(Group):
+    """One rank among others; see `Group`. Its members' rows are its own, in the order of their slots.
+
+    The columns of the global row are cut into one part for each rank, whose width is a multiple of a cache line; the
+    last parts may have fewer columns, or none.
+
+    Args:
+        ranks: how they communicate.
+        shared: of this rank: rows and buffers are of its own members, global rows are whole. The optimizer states are
+            allocated here, for this rank's columns.
+    """
+
+    divided = True
+
+    def __init__(self, ranks: RankGroup, task: RunTask, shared: SharedState) -> None:
+        super().__init__(ProcessContext.alone(), task.device)
+        self.index, self.count, self.computes = ranks.index, ranks.count, True
+        self._ranks, self._task, self._shared = ranks, task, shared
+        d, line = len(shared.server.row), ALIGNMENT // task.dtype.itemsize
+        width = line * math.ceil(d / self.count / line)
+        self._parts = [slice(min(d, rank * width), min(d, (rank + 1) * width)) for rank in range(self.count)]
+        self._widths = [part.stop - part.start for part in self._parts]
+        self._part, self._width = self._parts[self.index], self._widths[self.index]
+        self._rooms: dict[int, Tensor] = {}  # rows of all ranks, by their width
+        self._places: dict[int, tuple[int, int]] = {}  # rank and row of each slot of the current cohort
+        # With a hook every rank has the mean gradient, and moves the whole row.
+        self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
+        shared.server.states = {
+            sync: task.stepper(sync).start(shared.server.row[slice(None) if sync in self._whole_states else self._part])
+            for sync in task.syncs
+        }
+
+    def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
+        assignments = balance_load(steps, self.count, most=-(-len(slots) // self.count))
+        self._places = {
+            slots[place]: (rank, row) for rank, places in enumerate(assignments) for row, place in enumerate(places)
+        }
+        return [(place, row) for row, place in enumerate(assignments[self.index])]
+
+    def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
+        """The slots that each rank holds, in their order."""
+        held: list[list[int]] = [[] for _ in range(self.count)]
+        for slot in slots:
+            held[self._places[slot][0]].append(slot)
+        return held
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """The numbers of the rows of these slots, in the ranks that hold them."""
+        return [self._places[slot][1] for slot in slots]
+
+    def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+        places = [place for place, slot in enumerate(slots) if self._places[slot][0] == self.index]
+        return places, self.rows_of([slots[place] for place in places])
+
+    def columns(self, d: int) -> slice:
+        return self._part
+
+    def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
+        places, rows = self.here(slots)
+        result = values.new_zeros(len(slots), *values.shape[1:])
+        result[places] = values[rows]
+        return self._ranks.all_reduce(result)
+
+    def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
+        return self._ranks.all_reduce(rows[self.here(slots)[1]].sum(0))
+
+    def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
+        held = self.by_rank(slots)
+        own = rows_at(rows, self.rows_of(held[self.index]))
+        return self._receive([own[:, part] for part in self._parts], held, self._width)
+
+    def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
+        held = self.by_rank(slots)
+        own = rows_at(rows, self.rows_of(held[self.index]))
+        first = self.index == 0
+        return self._receive([own] + [own[:0]] * (self.count - 1), held if first else [[]] * self.count, rows.shape[1])
+
+    def _receive(self, parts: list[Tensor], held: list[list[int]], width: int) -> Tensor:
+        """Send parts of this rank's rows to the others. Returns what they send of the slots that they hold, by slot."""
+        received = self._ranks.exchange(parts, [len(slots) * width for slots in held])
+        if not any(held):
+            return parts[0][:0]
+        if width not in self._rooms:
+            n_rows = len(self._shared.cohort.workers) + self._task.experiment.rule.accepts("root")
+            self._rooms[width] = new_rows(n_rows, width, self._task.dtype, self._task.device)
+        for slots, rows in zip(held, received, strict=True):
+            self._rooms[width][slots] = rows.view(len(slots), width)
+        return self._rooms[width]
+
+    def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
+        held, d = self.by_rank(slots), len(self._shared.server.row)
+        mine = self.rows_of(held[self.index])
+        parts = [rows[theirs if self.index == 0 else []] for theirs in held]
+        received = self._ranks.exchange(parts, [len(mine) * d] + [0] * (self.count - 1))[0]
+        return mine, received.view(len(mine), d)
+
+    def at_first(self, work: Callable[[], T]) -> T | None:
+        """See `Group`. All ranks get the ExperimentError that it raises."""
+        error = result = None
+        if self.index == 0:
+            try:
+                result = work()
+            except ExperimentError as refusal:
+                error = refusal
+        error, result = self._ranks.broadcast_object((error, result))
+        if error is not None:
+            raise error
+        return result
+
+    def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
+        row = update[0][1] if update else self._shared.server.row[:0]
+        parts = [row[part] for part in self._parts]
+        return [(self._part, self._ranks.exchange(parts, [self._width] + [0] * (self.count - 1))[0])]
+
+    def complete(self, row: Tensor) -> None:
+        received = self._ranks.exchange([row[self._part]] * self.count, self._widths)
+        for part, values in zip(self._parts, received, strict=True):
+            row[part] = values
+
+    def reduce(self, values: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
+        return self._ranks.all_reduce(values, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+
+    def sum_columns(self, row: Tensor) -> Tensor:
+        received = self._ranks.exchange([row[part] for part in self._parts], [self._width] * self.count)
+        return torch.stack(received).sum(0)
+
+    def states_by_columns(self) -> dict[str, Tensor]:
+        tensors = {}
+        for name, part in self._divided_states():
+            row = tensors[name] = torch.empty_like(self._shared.server.row)
+            row[self._part] = part
+            self.complete(row)
+        return tensors
+
+    def load_columns(self, tensors: dict[str, Tensor]) -> None:
+        hook = self._task.experiment.gradient_hook
+        if hook is not None and hook.keeps:
+            line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
+        for name, part in self._divided_states():
+            part.copy_(tensors[name][self._part])
+
+    def _divided_states(self) -> Iterator[tuple[str, Tensor]]:
+        for sync, state in self._shared.server.states.items():
+            for name, part in state.items() if sync not in self._whole_states else ():
+                yield f"{sync}.{name}", part
+
+    def barrier(self) -> None:
+        """Do nothing: ranks wait for each other by what they send."""
+
+    def gather(self, value: T) -> list[T]:
+        return self._ranks.gather_objects(value)
+
+    def from_first(self, value: T) -> T:
+        return value
+
+    def collect(self, values: Tensor) -> None:
+        own = values[self.index :: self.count].clone()
+        values.zero_()
+        values[self.index :: self.count] = own
+        self._ranks.all_reduce(values)
+
+    def describe_failure(self) -> str:
+        worker = self.process.table.worker(0)
+        return f"{worker} failed (rank {self.index})" if worker else f"rank {self.index} failed"
+
+
+class RankWorkerStates(WorkerStates):
+    """The worker states that one rank owns. All ranks call each method at the same time.
+
+    Args:
+        group: knows which rank trains which slot.
+        limit, folder: as for `WorkerStates`, of this rank alone.
+    """
+
+    def __init__(
+        self, initial: State, group: Ranks, ranks: RankGroup, limit: int | None = None, folder: str | None = None
+    ) -> None:
+        super().__init__(initial, limit, folder)
+        self._group, self._ranks = group, ranks
+
+    def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
+        trained, owned = self._exchanged(cohort, range(len(cohort)))
+        loaded = [{name: row.new_empty(len(slots), len(row)) for name, row in self.initial.items()} for slots in owned]
+        for part, slots in zip(loaded, owned, strict=True):
+            self.load([cohort[slot] for slot in slots], part, range(len(slots)))
+        for name, initial in self.initial.items():
+            rows[name][:] = initial
+            sizes = [len(slots) * len(initial) for slots in trained]
+            received = self._ranks.exchange([part[name] for part in loaded], sizes)
+            for slots, values in zip(trained, received, strict=True):
+                rows[name][self._group.rows_of(slots)] = values.view(-1, len(initial))
+
+    def save_cohort(
+        self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
+    ) -> None:
+        slots = [slot for slot, worker in enumerate(cohort) if worker not in excluded]
+        trained, owned = self._exchanged(cohort, slots)
+        self.add([cohort[slot] for slots in owned for slot in slots])
+        for name, initial in self.initial.items():
+            parts = [rows[name][self._group.rows_of(slots)] for slots in trained]
+            received = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in owned])
+            places = [self._places[cohort[slot]] for slots in owned for slot in slots]
+            self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of all ranks in the first one; in the others, what they own."""
+        own = super().tensors()
+        if not own:
+            return own
+        counts = self._ranks.gather_objects(len(self))
+        whole = {}
+        for name, tensor in own.items():
+            if name != "workers":
+                tensor = tensor.to(self.initial[name.removeprefix("rows.")].device)
+            sizes = [count * tensor[:1].numel() if self._ranks.first else 0 for count in counts]
+            parts = [tensor] + [tensor[:0]] * (self._ranks.count - 1)
+            whole[name] = torch.cat(self._ranks.exchange(parts, sizes)).view(-1, *tensor.shape[1:])
+        if not self._ranks.first:
+            return own
+        ascending = whole["workers"].argsort()
+        return {name: tensor[ascending.to(tensor.device)] for name, tensor in whole.items()}
+
+    def resume(self, saved: Mapping[str, Tensor]) -> None:
+        workers = saved.get("workers")
+        if workers is not None and workers.ndim == 1 and all(len(kept) == len(workers) for kept in saved.values()):
+            own = workers % self._ranks.count == self._ranks.index
+            saved = {name: kept[own] for name, kept in saved.items()}
+        super().resume(saved)
+
+    def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """By rank, the slots that it owns and this rank trains, and those that it trains and this rank owns."""
+        index, count = self._ranks.index, self._ranks.count
+        held = self._group.by_rank(slots)
+        trained = [[slot for slot in held[index] if cohort[slot] % count == owner] for owner in range(count)]
+        return trained, [[slot for slot in theirs if cohort[slot] % count == index] for theirs in held]
