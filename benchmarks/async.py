@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedsim
 from fedsim import Experiment
 from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds, noise, speed
+from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import Arrival, Policy
-from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.randomness import batch_order

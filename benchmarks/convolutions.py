@@ -22,7 +22,7 @@ from common import report
 from torch import Tensor
 
 from fedsim.data.tensors import in_order
-from fedsim.engines.stacking.convolution import WAYS, Options, one_by_one
+from fedsim.engines.stacking.operations import WAYS, Options, one_by_one
 from fedsim.system.devices import resolve_device, synchronize
 
 SECONDS = 0.15  # how long each timing takes, at least

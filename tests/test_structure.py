@@ -39,7 +39,7 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
 
 ENGINE_FLOORS = (  # the same for the modules of `engines`, by the beginnings of their names
     ("schedule", "round_stats", "pool.retry", "pool.shared_memory", "trainers.capture", "trainers.row_module",
-     "stacking.convolution", "distributed.hooks", "distributed.watchdog"),
+     "distributed.hooks", "distributed.watchdog"),
     ("task", "pool.process_context", "distributed.rendezvous"),
     ("shared_state",),
     ("memory", "evaluation", "trainers.batches", "pool.process_pool", "distributed.process_group", "group"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Case, Context, Facts, check
 from benchmarks.gpu.timing import microseconds
-from fedsim.engines.stacking.convolution import WAYS, way_on
+from fedsim.engines.stacking.operations import WAYS, way_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchmarks, which are programs
 

@@ -35,8 +35,7 @@ class ServerState:
     """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
 
     Args:
-        policy, solver: the policy, and the solver for steps along gradients.
-        task: has the server optimizer, the seed, and what happens to buffers of models and to non-finite results.
+        task: the run, with its policy, its server optimizer, and its solver for steps along gradients.
         shared: the engine's memory; the server uses its `global_row` [d], `rows` [n, d] and buffers.
         worker_states: what workers keep between their rounds.
 
@@ -50,10 +49,10 @@ class ServerState:
         tables: embeddings of which a step changes only the rows with a gradient.
     """
 
-    def __init__(
-        self, policy: Policy, solver: Solver, task: RunTask, shared: SharedState, worker_states: WorkerStates
-    ) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
         experiment = task.experiment
+        policy: Policy = experiment.policy.component
+        solver: Solver = experiment.local.component
         self.policy, self.solver, self.optimizer = policy, solver, experiment.server.component
         self.seed, self.buffers, self.nonfinite = experiment.seed, experiment.buffers, experiment.nonfinite
         self.algorithm, self.worker_states = task.solver, worker_states

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any
 
-from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Train
-from fedsim.asynchronous.scheduler import CheckpointModel, Counts, Number, Scheduler, Seconds
+from fedsim.asynchronous.dispatch import (
+    CheckpointModel,
+    Counts,
+    Dispatcher,
+    DispatcherState,
+    Number,
+    Scheduler,
+    Seconds,
+    Train,
+)
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
@@ -59,17 +67,13 @@ class VirtualClock:
         self.dispatcher = Dispatcher(server, scheduler, train)
         self._server, self._policy = server, server.policy
         self._duration, self._departures, self._total_items = duration, departures or {}, total_items
-        self._events = EventQueue()
+        self.now = 0.0  # virtual seconds since the start
+        self._events: list[tuple[float, int]] = []  # a heap: the time and the slot of each pending event
         self._idle = list(range(server.n))  # slots to ask whether they may start
         self._waiting: list[int] = []  # slots that may not start,
         self._asked_at: int | None = None  # when asked at this version
         self._leaving: set[int] = set()  # slots whose pending event is their departure
         self._started: Counter[int] = Counter()  # work items, by worker
-
-    @property
-    def now(self) -> float:
-        """Virtual seconds since the start."""
-        return self._events.now
 
     def run_round(self, round: int) -> None:
         """Advance until the policy has taken as much work as `round` synchronous rounds have."""
@@ -83,7 +87,7 @@ class VirtualClock:
         if not self._events:
             raise ExperimentError(self._deadlock())
         version, arrivals = self._server.version, self.dispatcher.arrivals
-        slots = self._events.pop()
+        slots = self._next_slots()
         for slot in slots:
             self._arrive(slot, slots)
         if self._policy.cancels and self._server.version != version:
@@ -95,7 +99,7 @@ class VirtualClock:
         return {
             "dispatcher": self.dispatcher.state(),
             "now": self.now,
-            "pending": self._events.pending(),
+            "pending": sorted(self._events),
             "idle": list(self._idle),
             "waiting": list(self._waiting),
             "asked_at": self._asked_at,
@@ -110,13 +114,13 @@ class VirtualClock:
         """
         saved = ClockState.model_validate(state)
         self.dispatcher.resume(saved.dispatcher)
-        in_flight = self.dispatcher.in_flight.keys()
-        alive = set(self._server.alive.tolist())
-        if {slot for _, slot in saved.pending} != set(in_flight) or {*in_flight, *saved.idle, *saved.waiting} != alive:
+        in_flight, alive = sorted(self.dispatcher.in_flight), set(self._server.alive.tolist())
+        pending = sorted(slot for _, slot in saved.pending)
+        if pending != in_flight or {*in_flight, *saved.idle, *saved.waiting} != alive:
             raise ValueError("the slots of the checkpoint are not those of this run")
         if any(time < saved.now for time, _ in saved.pending):
             raise ValueError("a pending event of the checkpoint is in the past")
-        self._events = EventQueue(saved.now, saved.pending)
+        self.now, self._events = saved.now, sorted(saved.pending)
         self._idle, self._waiting, self._asked_at = saved.idle, saved.waiting, saved.asked_at
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
@@ -141,7 +145,15 @@ class VirtualClock:
         if self._departures and (remaining := self._departures.get(slot, math.inf) - self.now) < seconds:
             self._leaving.add(slot)
             seconds = max(0.0, remaining)
-        self._events.add(slot, seconds)
+        heappush(self._events, (self.now + seconds, slot))
+
+    def _next_slots(self) -> list[int]:
+        """Advance to the earliest event; return the slots of all events at exactly that time, ascending."""
+        self.now, slot = heappop(self._events)
+        slots = [slot]
+        while self._events and self._events[0][0] == self.now:
+            slots.append(heappop(self._events)[1])
+        return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
         """One of the slots `arriving` now: its worker leaves, or the policy takes its result."""
@@ -166,15 +178,18 @@ class VirtualClock:
         if count is None:
             return [slot for slot in in_flight if slot not in self._leaving]
         count = max(1, count)
-        coming = [*(slot for slot in arriving if slot in in_flight), *self._events.peek(count)]
+        coming = [slot for slot in arriving if slot in in_flight]
+        coming += [slot for _, slot in nsmallest(count, self._events)]
         return [slot for slot in coming if slot not in self._leaving][:count]
 
     def _cancel_stale(self) -> None:
         """After an update, cancel all work that started before it."""
-        for slot in [slot for slot in self.dispatcher.in_flight if self._server.staleness(slot)]:
-            self._events.cancel(slot)
-            self._leaving.discard(slot)
-            self._idle.append(slot)
+        stale = {slot for slot in self.dispatcher.in_flight if self._server.staleness(slot)}
+        self._events = [event for event in self._events if event[1] not in stale]
+        heapify(self._events)
+        self._leaving -= stale
+        self._idle += stale
+        for slot in stale:
             self.dispatcher.cancel(slot)
 
     def _leave(self, slot: int) -> None:
@@ -188,69 +203,3 @@ class VirtualClock:
         n, left = self._server.n, self._server.n - len(self._server.alive)
         departed = f"; {left} of {n} workers have left (clock.departures)" if left else ""
         return f"policy: at {self.now:g} virtual seconds no worker is busy and none may start{departed}"
-
-
-SLACK = 64  # cancelled entries that the heap may hold beyond the number of pending events
-
-
-class EventQueue:
-    """Pending events by time, at most one for each slot.
-
-    Events of the same time are popped together, so the order in which they were added does not matter. `add` and `pop`
-    cost O(log n) for n pending events; `cancel` costs O(1), amortised.
-
-    Args:
-        now: the virtual time in seconds.
-        pending: (time, slot) of the events.
-
-    Attributes:
-        now: the virtual time of the last popped events.
-    """
-
-    def __init__(self, now: float = 0.0, pending: Iterable[tuple[float, int]] = ()) -> None:
-        self.now = now
-        self._time_of = {slot: time for time, slot in pending}
-        self._rebuild()
-
-    def __len__(self) -> int:
-        """The number of pending events."""
-        return len(self._time_of)
-
-    def add(self, slot: int, seconds: float) -> None:
-        """Add an event of `slot` at now + seconds; the slot must have no pending event."""
-        self._time_of[slot] = time = self.now + seconds
-        heappush(self._heap, (time, slot))
-
-    def cancel(self, slot: int) -> None:
-        """Remove the pending event of a slot."""
-        del self._time_of[slot]
-        if len(self._heap) > 2 * len(self._time_of) + SLACK:
-            self._rebuild()
-
-    def peek(self, count: int) -> list[int]:
-        """The slots of the next `count` events, without popping them."""
-        return [slot for _, slot in nsmallest(count, self.pending())]
-
-    def pop(self) -> list[int]:
-        """Advance `now` to the earliest event; return the slots of all events at exactly that time, ascending."""
-        heap, time_of = self._heap, self._time_of
-        time, slot = heappop(heap)
-        while time_of.get(slot) != time:  # cancelled
-            time, slot = heappop(heap)
-        del time_of[slot]
-        slots = [slot]
-        while heap and heap[0][0] == time:
-            slot = heappop(heap)[1]
-            if time_of.get(slot) == time:  # neither cancelled nor a duplicate of a cancelled event
-                del time_of[slot]
-                slots.append(slot)
-        self.now = time
-        return slots
-
-    def pending(self) -> list[tuple[float, int]]:
-        """(time, slot) of all pending events."""
-        return [(time, slot) for slot, time in self._time_of.items()]
-
-    def _rebuild(self) -> None:
-        self._heap = self.pending()
-        heapify(self._heap)

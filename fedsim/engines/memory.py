@@ -17,50 +17,35 @@ from fedsim.engines.task import RunTask
 from fedsim.processing import initial_residuals
 
 
-def memory_needed(
-    task: RunTask,
-    d: int,
-    cohort: int,
-    population: int,
-    processes: int,
-    *,
-    stacked: bool,
-    in_rounds: bool,
-    replaces: bool,
-    checkpoints: bool,
-) -> dict[str, int]:
+def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copies: int) -> dict[str, int]:
     """Bytes of main memory that a run on CPUs needs, by what they are for.
 
     Args:
-        task: what is trained.
         d: parameters of the model.
-        cohort: how many workers take part in a round.
-        population: how many workers there are.
-        processes: how many processes train them.
+        processes: how many processes train the workers.
         stacked: whether a process trains stacks of rows.
-        in_rounds: whether a round begins with the global model alone; on the clock, rows go on from round to round.
-        replaces: whether processes that die are replaced, for which the state before a round is kept.
-        checkpoints: whether checkpoints are written.
+        copies: how many copies of the state before a round are kept, for recovery and for checkpoints.
     """
+    experiment, cohort = task.experiment, task.experiment.cohort_size
     row, one = d * task.dtype.itemsize, torch.zeros(1)
-    n_rows = cohort + task.experiment.rule.accepts("root")
+    n_rows = cohort + experiment.rule.accepts("root")
     solver_state = len(task.solver.start(one))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(one)) for sync in task.syncs)
-    lasting = state if in_rounds else state + n_rows
+    lasting = state if experiment.in_rounds else state + n_rows  # on the clock, rows go on from round to round
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
-        width = min(task.experiment.batched.width or 1, -(-n_rows // processes))
+        width = min(experiment.batched.width or 1, -(-n_rows // processes))
         training = processes * (3 + 2 * solver_state) * width
     else:
         training = processes * (1 + solver_state)
-    copies = (1 if replaces else 0) + (3 if checkpoints else 0)  # a checkpoint: a snapshot, its bytes, and the file
     like = torch.empty(d, dtype=task.dtype, device="meta")
     server_state = task.solver.server_state(like)
-    kept = _bytes(task.solver.worker_state(like)) + _bytes(initial_residuals(task.experiment.chain, like))
-    exchanged = _bytes(task.solver.message(like)) + (0 if in_rounds else _bytes(task.solver.send(server_state)))
-    share = 1 - (1 - cohort / population) ** task.experiment.rounds  # of the workers in any round, on average
-    stored = round(population * share) * kept
+    kept = _bytes(task.solver.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
+    received = 0 if experiment.in_rounds else _bytes(task.solver.send(server_state))
+    exchanged = _bytes(task.solver.message(like)) + received
+    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # of the workers in any round, on average
+    stored = round(experiment.workers * share) * kept
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
     parts = {
         "rows": n_rows * row,
@@ -72,7 +57,7 @@ def memory_needed(
         "modules": modules * row,
         "gradients and solver state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,
-        "distances of all pairs": 8 * cohort * cohort if task.experiment.rule.accepts("gram") else 0,
+        "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
     return {what: nbytes for what, nbytes in parts.items() if nbytes}
 

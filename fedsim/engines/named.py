@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
@@ -19,8 +18,6 @@ from fedsim.engines.trainers.stacked import StackTrainer, stack_width
 from fedsim.errors import ExperimentError
 
 RACING = "spawn"  # the engine of races
-
-T = TypeVar("T")
 
 
 def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
@@ -56,14 +53,9 @@ class SpawnEngine(Engine):
     """
 
     traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
-    backend: InPool
 
     def __init__(self, processes: int, threads: int, timeout: float) -> None:
         super().__init__(InPool(processes, threads, timeout), one_by_one, threads)
-
-    def call(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Run `function(process, executor, *arguments)` in every process, as a race does; the results in order."""
-        return self.backend.call(function, *arguments)
 
 
 class BatchedEngine(Engine):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import personal_model
-from fedsim.core.learning_task import correct_of, counts_of
+from fedsim.core.learning_task import Correct, correct_of, counts_of
 from fedsim.core.randomness import seed_everything
-from fedsim.core.training import test
+from fedsim.core.training import MetricSums, test
 from fedsim.engines.shared_state import SharedState, test_batch_size
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 
 GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
@@ -94,12 +93,22 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
 
 
 class WorkerTests:
-    """Tests the rows of workers in one process."""
+    """Tests models on the samples of single workers, in one process. No row that it tests is changed.
 
-    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
+    Args:
+        module, gradient: are bound to a copy of each row [d].
+    """
+
+    def __init__(
+        self, task: RunTask, shared: SharedState, module: RowModule, gradient: Tensor, batch_source: BatchSource
+    ) -> None:
         self._task, self._shared, self._batch_source = task, shared, batch_source
-        self._module = RowModule(task.new_module)
-        self._gradient = torch.empty_like(shared.server.row)
+        self._module, self._gradient = module, gradient
+
+    def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
+        """Return the mean loss of a model on the samples that a worker trains on, as the worker sees them."""
+        batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
+        return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the personal model if the client algorithm has one."""
@@ -122,35 +131,16 @@ class WorkerTests:
         return personal_model(self._task.solver, row, buffers, kept)
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
-        task = self._task
+        moment, correct = (member.round, member.worker), correct_of(self._task.learning_task)
+        batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(self._task.device))
+        sums = self._sums(row, buffers, batches, ("worker_test", *moment), correct)
+        return sums.loss, None if correct is None else sums.accuracy
+
+    def _sums(
+        self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
+    ) -> MetricSums:
+        """The sums of a test on these batches; random draws in the model have the purpose and coordinates `drawn`."""
+        task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)
-        seed_everything(task.device, task.experiment.seed, "worker_test", member.round, member.worker)
-        batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(task.device))
-        learning = task.learning_task
-        sums = test(self._module.module, batches, learning.loss, correct_of(learning), counts_of(learning))
-        return sums.loss, None if correct_of(learning) is None else sums.accuracy
-
-
-class SampleLosses:
-    """Losses on the workers' own samples, as the workers see them.
-
-    Args:
-        gradient: [d], which the module is bound to beside its row.
-    """
-
-    def __init__(self, task: RunTask, module: RowModule, gradient: Tensor, batch_source: BatchSource) -> None:
-        self._task, self._module, self._gradient, self._batch_source = task, module, gradient, batch_source
-
-    def __call__(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of the model with parameters `row` [d] on a worker's samples. `row` is not changed."""
-        task = self._task
-        self._module.load(row.clone(), self._gradient, buffers)
-        seed_everything(task.device, task.experiment.seed, "losses", round, worker)
-        batches = self._batch_source.samples_seen(worker, round, test_batch_size(task.device))
-        return test(
-            self._module.module,
-            batches,
-            task.learning_task.loss,
-            None,
-            counts_of(task.learning_task),
-        ).loss
+        seed_everything(task.device, task.experiment.seed, *drawn)
+        return test(self._module.module, batches, learning.loss, correct, counts_of(learning))

@@ -86,11 +86,6 @@ class WorkerStates:
         return list(self._places)
 
     @property
-    def in_files(self) -> bool:
-        """Whether the rows lie in files."""
-        return bool(self._files)
-
-    @property
     def _worker_bytes(self) -> int:
         return sum(row.nbytes for row in self.initial.values())
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedsim.asynchronous.delays import Delays, bind_noise, draw_speeds
-from fedsim.asynchronous.scheduler import CheckpointModel, Counts, Seconds
+from fedsim.asynchronous.dispatch import CheckpointModel, Counts, Seconds
 from fedsim.config.experiment import Experiment
 from fedsim.engines.memory import buffer_bytes, personal_bytes
 from fedsim.engines.shared_state import SharedState, message_bytes

@@ -26,7 +26,7 @@ from fedsim.engines.round_stats import AggregationContext, AggregationStats, Gra
 from fedsim.engines.shared_state import SharedState, message_bytes
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
-from fedsim.engines.worker_evaluation import SampleLosses, Tested, WorkerResults, WorkerTests
+from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
@@ -62,7 +62,7 @@ class Simulation(Executor):
         self.clock = RoundClock.of(task, shared) if experiment.mode == "clock" else None
         self.aggregator = Aggregator(group, task, shared)
         self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
-        self.loss_on_samples = SampleLosses(task, self.module, self.gradient, self.batch_source)
+        self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
@@ -244,7 +244,7 @@ class Simulation(Executor):
         for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
                 model = shared.cohort.rows[member.slot], shared.cohort.buffers[member.slot]
-                shared.cohort.losses[member.slot] = self.loss_on_samples(*model, member.worker, round)
+                shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
             self.trainer.train(mine)
         self.aggregator.begin(round, [member.slot for member in mine])
@@ -351,7 +351,7 @@ class Simulation(Executor):
         Args:
             fine_tune: epochs of local training of the global model, after which it is tested again; 0: none.
         """
-        task, shared, tests = self.task, self.shared, WorkerTests(self.task, self.shared, self.batch_source)
+        task, shared, tests = self.task, self.shared, self.worker_tests
         mine = self.members(workers, round)
         self.load_states(workers, mine)
         members = [member for member in mine if member.worker != self.batch_source.root]
@@ -378,7 +378,7 @@ class Simulation(Executor):
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
             with self.process.working_on(workers[place], round):
-                losses[place] = self.loss_on_samples(row, buffers, workers[place], round)
+                losses[place] = self.worker_tests.training_loss(row, buffers, workers[place], round)
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each has zeros where the others have losses
 
     def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:

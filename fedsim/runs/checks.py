@@ -110,17 +110,11 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
         return
     d = Layout.of(task.new_module()).d
     may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
-    parts = memory_needed(
-        task,
-        d,
-        experiment.cohort_size,
-        experiment.workers,
-        1 if engine.traits.chooses else processes,  # an engine that chooses may choose one process
-        stacked=engine.traits.stacks and not engine.traits.chooses,
-        in_rounds=experiment.in_rounds,
-        replaces=may_replace and experiment.worker_retries > 0,
-        checkpoints=recorded and experiment.checkpoint.every != 0,
-    )
+    copies = int(may_replace and experiment.worker_retries > 0)
+    copies += 3 if recorded and experiment.checkpoint.every != 0 else 0  # a snapshot, its bytes, and the file
+    most = 1 if engine.traits.chooses else processes  # an engine that chooses may choose one process
+    stacked = engine.traits.stacks and not engine.traits.chooses
+    parts = memory_needed(task, d, most, stacked=stacked, copies=copies)
     needed, free = sum(parts.values()), free_memory()
     if needed > free:
         listed = ", ".join(f"{what} {show_bytes(nbytes)}" for what, nbytes in parts.items())

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fedsim.asynchronous.delays import Delays, bind_noise, noise
+from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import Policy, policy
-from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.clients import SGD
@@ -134,13 +134,14 @@ def simulate(
         received={},
         train_loss=torch.zeros(n, dtype=wide),
     )
+    components = {"policy": chosen, "local": solver or SGD(lr=LR), "server": optimizer}
+    tables = {key: SimpleNamespace(component=component) for key, component in components.items()}
+    experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
+    task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), solver=GradientOnly())
     cohort.worker_rows = {"buffers": cohort.buffers}
     shared = SimpleNamespace(server=server_tensors, cohort=cohort)
-    server_table = SimpleNamespace(component=optimizer)
-    experiment = SimpleNamespace(seed=seed, server=server_table, buffers=buffers, nonfinite="error")
-    task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), solver=GradientOnly())
     states = WorkerStates({"buffers": shared.server.buffers.clone()} if buffers == "local" else {})
-    server = ServerState(chosen, solver or SGD(lr=LR), task, shared, states)
+    server = ServerState(task, shared, states)
     scheduler = Scheduler(seed, n, n, chosen.work, Schedule(BATCH), lambda worker: size)
     result = SimulatedRun(server, None, scheduler)
 

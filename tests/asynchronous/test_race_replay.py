@@ -11,7 +11,6 @@ from fedsim.callbacks.display import announcement, columns_of
 from fedsim.errors import show
 
 POLICIES = {
-    "asgd": {},
     "fedasync": {},
     "asgd with n_fetch and n_push": {"name": "asgd", "n_fetch": 2, "n_push": 3},
     "ssp": {"s": 1},
@@ -46,9 +45,7 @@ def again(log, on_start=None, **changes):
     return fedsim.run({**tables, **changes}, on_start=on_start)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("asgd", "dc_asgd") else name for name in POLICIES]
-)
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
     policy = {"name": name, **POLICIES[name]}
     raced = race(session, tmp_path / "run", policy)
@@ -123,19 +120,9 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     assert re.fullmatch(f"clock.log = {re.escape(show(str(path)))}: {line}", found), found
 
 
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        *(
-            (
-                {"policy": name},
-                f'clock.log = "x": needs a policy that locks the server, and policy.name = "{name}" does not',
-            )
-            for name in ("hogwild", "gossip", "sync")
-        ),
-    ],
-)
-def test_keys_that_do_not_go_with_a_log_are_refused(tables, line):
+@pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])
+def test_keys_that_do_not_go_with_a_log_are_refused(name):
+    line = f'clock.log = "x": needs a policy that locks the server, and policy.name = "{name}" does not'
     with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(**{"mode": "clock", "policy": "asgd", "clock": {"log": "x"}, **tables})
+        fedsim.Experiment(mode="clock", policy=name, clock={"log": "x"})
     assert caught.value.lines == (line,)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from fedsim.asynchronous.scheduler import Scheduler
+from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.core.randomness import numpy_generator
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
@@ -10,33 +8,8 @@ from fedsim.engines.trainers.batches import WorkItem
 SIZES = [10, 4, 1, 7]  # 3, 1, 1 and 2 steps in batches of 4
 
 
-def scheduler(work, *, slots=4, workers=4, schedule=None, seed=0):
-    return Scheduler(seed, workers, slots, work, schedule or Schedule(4), lambda worker: SIZES[worker % 4])
-
-
-def items(scheduler, slot, count):
-    """The next items of a slot, each finished before the next."""
-    for _ in range(count):
-        item = scheduler.next_item(slot)
-        yield item
-        scheduler.finish(item)
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 6)])
-def test_gradients_are_of_the_steps_of_one_round_after_the_other(epochs, steps):
-    found = [
-        (item.round, item.step) for item in items(scheduler("gradient", schedule=Schedule(4, epochs)), 0, 2 * steps)
-    ]
-    assert found == [(round, step) for round in (1, 2) for step in range(steps)]
-
-
-@pytest.mark.parametrize("work", ["gradient", "model"])
-def test_a_released_item_is_the_next_one_again(work):
-    who = scheduler(work)
-    list(items(who, 0, 1))
-    item = who.next_item(0)
-    who.release(item)
-    assert who.next_item(0) == item
+def scheduler(work, *, slots=4, workers=4, seed=0):
+    return Scheduler(seed, workers, slots, work, Schedule(4), lambda worker: SIZES[worker % 4])
 
 
 def test_steps_and_samples_of_an_item():
@@ -48,13 +21,6 @@ def test_steps_and_samples_of_an_item():
     who = scheduler("gradient")
     assert [who.samples(WorkItem(0, 0, 1, None, step)) for step in (0, 1, 2)] == [4, 4, 2]
     assert who.steps(WorkItem(0, 0, 1, None, 2)) == 1
-
-
-def test_a_round_is_as_much_work_as_a_synchronous_one():
-    assert scheduler("model").total_items_per_round() == 4
-    assert scheduler("model", slots=3, workers=9).total_items_per_round() == 3
-    assert scheduler("gradient").total_items_per_round() == 3 + 1 + 1 + 2
-    assert scheduler("gradient", schedule=Schedule(4, epochs=None, steps=5)).total_items_per_round() == 20
 
 
 def test_draws_are_as_documented():

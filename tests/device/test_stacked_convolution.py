@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacking.convolution import Options, stacked_convolution
+from fedsim.engines.stacking.operations import Options, stacked_convolution
 from tests.device.pretend import upload
 
 MOST_LAUNCHES = 3  # forward, and backward, padded, with derivatives by all

@@ -53,8 +53,6 @@ def misbehave(process, how, index=0, meet_after=True):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "exit":
                 os._exit(0)
-            if how == "leave":
-                raise SystemExit
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "sleep":
@@ -91,10 +89,6 @@ def leave_a_note_at_the_end(process, folder):
 def work_on(process, worker, round):
     with process.working_on(worker, round):
         pass
-
-
-def fail(process):
-    raise ZeroDivisionError("divided")
 
 
 class OnlyHere:

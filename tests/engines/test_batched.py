@@ -8,7 +8,6 @@ import torch
 import fedsim
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
-from fedsim.runs.setup import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
 
 STACKED = {"engine": "batched", "processes": 1}
@@ -28,31 +27,6 @@ def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
     assert settings[0].how == {"processes": 1, "width": width}
 
 
-@pytest.fixture
-def width_for(monkeypatch):
-    """Return the stack width for an experiment, given the processes and the bytes of memory."""
-
-    def width(processes, total, threads=1, **tables):
-        monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
-        wanted = fedsim.Experiment(**{"model": "2nn", "engine": "serial", "data": "tests.plugs:tiny", **tables})
-        with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
-            shared = engine.shared
-            return stack_width(task, shared, StackingProbe.of(task, shared), processes, threads)
-
-    return width
-
-
-def test_stacks_are_as_wide_as_a_share_of_the_cohort_the_caches_and_memory_allow(width_for):
-    plenty, row = 1e12, 4 * 199_210
-    assert width_for(1, plenty, workers=9, cohort=7) == 7
-    assert width_for(2, plenty, workers=9, cohort=7) == 4
-    in_caches = STACK_BYTES_ON_CPU // row
-    assert width_for(1, plenty, workers=100) == in_caches
-    assert width_for(1, plenty, threads=2, workers=100) == 2 * in_caches
-    assert width_for(1, plenty, workers=100, model="cnn") == NARROWEST_ON_CPU  # although these leave the caches
-    assert width_for(1, plenty, workers=100, model="logistic") == WIDEST_ON_CPU
-
-
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
     """The model takes no batch of two samples; the engine serial names the worker."""
@@ -64,25 +38,19 @@ def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
         fedsim.run(tables)
 
 
-def test_an_error_in_a_stack_of_another_process_says_in_which_round_and_process(tiny_experiment):
-    tables = {**tiny_experiment, **TWO_SAMPLES}
-    with pytest.raises(fedsim.WorkerError, match=r"a stack of workers in round 1 failed \(process \d\): ValueError"):
-        fedsim.run({**tables, "engine": "batched", "processes": 2})
-
-
 @pytest.fixture
 def width_by_hand(prepared, monkeypatch):
     """Return the width for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
 
-    def width(total, processes, momentum, device="cpu", **changes):
+    def width(total, processes, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         local = {"batch_size": 5, "momentum": momentum}
         task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
         task = replace(task, device=torch.device(device))
-        cohort = replace(shared.cohort, rows=torch.zeros(20, 100))
-        shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(100)))
+        cohort = replace(shared.cohort, rows=torch.empty(rows, d, device="meta"))
+        shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(d)))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
-        return stack_width(task, shared, probe, processes, 1)
+        return stack_width(task, shared, probe, processes, threads)
 
     return width
 
@@ -103,13 +71,17 @@ def test_the_width_by_hand(total, processes, momentum, width, width_by_hand):
     assert width_by_hand(total, processes, momentum) == width
 
 
-def test_memory_is_let_go_of_with_the_task(tiny_experiment):
-    with fedsim.Session() as session:
-        wanted = fedsim.Experiment(**{**tiny_experiment, **STACKED})
-        with prepare(wanted, session) as (_, engine):
-            assert len(engine.shared.cohort.rows) == 3
-        with pytest.raises(AttributeError):
-            engine.shared  # noqa: B018
+@pytest.mark.parametrize(
+    ("parameters", "threads", "width"),
+    [
+        (7_850, 1, WIDEST_ON_CPU),
+        (199_210, 1, STACK_BYTES_ON_CPU // (4 * 199_210)),
+        (199_210, 2, 2 * (STACK_BYTES_ON_CPU // (4 * 199_210))),
+        (1_663_370, 1, NARROWEST_ON_CPU),  # although these leave the caches
+    ],
+)
+def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, threads, width, width_by_hand):
+    assert width_by_hand(1e12, 1, 0.0, threads, rows=100, d=parameters) == width
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,11 @@ from fedsim.core.randomness import draw_key
 from fedsim.engines.trainers import sequential
 from fedsim.engines.trainers.batches import BatchSource
 from fedsim.engines.trainers.dropout import (
-    BLOCKS_OF_A_STACK,
     Dropout,
     FactorsAhead,
     RowDropout,
     dropout_factors,
     layer_key,
-    recorded_calls,
 )
 
 SEEN: list[torch.Tensor] = []  # what dropout made of ones, in `Seeing`
@@ -79,10 +77,7 @@ def test_masks_are_those_of_the_definition():
 
 WAYS = {
     "a step at a time": {"policy": "asgd", "mode": "clock"},
-    "a step at a time, stacked": {"policy": "asgd", "mode": "clock", "engine": "batched", "processes": 1},
     "gradients": {"sync": "gradients"},
-    "gradients, stacked": {"sync": "gradients", "engine": "batched", "processes": 1},
-    "stacked": {"engine": "batched", "processes": 1},
     "under vmap": {"engine": "batched", "processes": 1, "model": f"{__name__}:coupled"},
 }
 
@@ -169,19 +164,6 @@ def test_steps_drawn_ahead_are_those_drawn_one_by_one():
                 assert torch.equal(of_all[row], alone[0, 0])
 
 
-def test_few_calls_draw_for_many_steps(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        "fedsim.engines.trainers.dropout.dropout_factors",
-        lambda keys, first, steps, *rest: drawn.append(steps) or dropout_factors(keys, first, steps, *rest),
-    )
-    ahead = FactorsAhead(torch.tensor([5, 6]), 100, 8, [Dropout(F.dropout, 0.5, (64,))], torch.float)
-    for step in range(100):
-        ahead.of(step, 2)
-    assert sum(drawn) == 100
-    assert drawn[0] == BLOCKS_OF_A_STACK // (2 * 8 * 64 // 4) == 128 or drawn == [100]
-
-
 # Which calls a model has
 
 
@@ -228,16 +210,16 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize(("kind", "count"), [("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)])
 def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, prepared):
-    assert len(recorded_calls(*prepared(kind), 4).dropouts) == count
+    task, shared = prepared(kind)
+    assert len(RowDropout(task, shared, BatchSource(task, shared)).calls) == count
 
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, prepared):
     task, shared = prepared("dropout")
     task.experiment.model.__dict__["component"] = lambda: Mixed(functional)  # in place of its model
-    calls = recorded_calls(task, shared, 4)
-    assert (len(calls.dropouts), calls.by_modules) == (1 + functional, not functional)
     dropout, images = RowDropout(task, shared, BatchSource(task, shared)), torch.ones(4, 2, 8, 8, dtype=torch.double)
+    assert (len(dropout.calls), dropout.by_modules) == (1 + functional, not functional)
     model, of_round = dropout.new_module().train(), dropout.of(worker=4, round=2)
     called = []
     model.drop.register_forward_hook(lambda *_: called.append(True))
@@ -257,5 +239,6 @@ def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("fedsim.engines.trainers.dropout._backward_under_modes", full)
+    task, shared = prepared("dropout")
     with pytest.raises(torch.OutOfMemoryError):
-        recorded_calls(*prepared("dropout"), 4)
+        RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)

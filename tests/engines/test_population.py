@@ -84,21 +84,20 @@ def test_a_run_needs_no_memory_for_workers_that_do_not_take_part(tiny_experiment
     assert peak(10**9) < peak(1000) + 1e6  # a thousand are looked at in both
 
 
-def test_half_a_million_workers_may_be_byzantine(tiny_experiment):
+def test_fifty_thousand_workers_may_be_byzantine(tiny_experiment):
     attack = {"name": "sign_flipping", "fraction": 0.5}
     found = []
     fedsim.run(
-        {**tiny_experiment, **MILLION, "attack": attack, "aggregate": "median"},
+        {**tiny_experiment, **MILLION, "workers": 10**5, "attack": attack, "aggregate": "median"},
         on_start=lambda facts: found.extend(facts.byzantine),
     )
-    assert len(set(found)) == 500_000
+    assert len(set(found)) == 50_000
 
 
-@pytest.mark.parametrize("engine", ["serial", "auto"])
-def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(engine, tiny_experiment):
+def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(tiny_experiment):
     """Their transforms are a lazy sequence, of which those of the cohort are asked for."""
-    tables = {**tiny_experiment, **MILLION, "engine": engine}
     one, other = (
-        fedsim.run({**tables, "partition": {"strategy": "tests.plugs:Darkened", "by": by}}).global_row for by in (0, 1)
+        fedsim.run(tiny_experiment | MILLION, partition={"strategy": "tests.plugs:Darkened", "by": by}).global_row
+        for by in (0, 1)
     )
     assert not torch.equal(one, other)

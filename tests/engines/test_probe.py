@@ -30,11 +30,15 @@ def dry_run():
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
 @pytest.mark.parametrize("sync", ["parameters", pytest.param("gradients", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
-def test_a_model_that_is_stacked_agrees_with_serial(kind, sync):
-    tables = {**experiment(kind), "sync": sync}
+def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_where_they_can_be(
+    kind, sync, monkeypatch
+):
+    tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
+    monkeypatch.setattr(StackingProbe, "of", lambda *given: probes.append(of(*given)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
     stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 3}})
     assert_close(serial, stacked, ROUNDING)
+    assert [(probe.coupled, probe.merged) for probe in probes] == [(kind in COUPLED, kind not in COUPLED | VMAPPED)]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -65,13 +69,6 @@ VMAPPED = {  # depend on positions, or give parameters to functions that take no
     *("linear, single samples", "linear, transposed", "every other sample", "halves of a batch", "einsum"),
     *("centred, if it is many", "transformer", "attention", "recurrent cell"),
 }
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
-@pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
-def test_batches_are_merged_where_they_can_be(kind, dry_run):
-    probe = dry_run(experiment(kind))
-    assert (probe.coupled, probe.merged) == (kind in COUPLED, kind not in COUPLED | VMAPPED)
 
 
 def test_batch_norm_that_wants_more_than_one_sample_couples_them(dry_run, tiny_experiment):

@@ -21,7 +21,6 @@ from tests.engines.pool_calls import (
     add_to,
     add_to_all,
     die_while_sending,
-    fail,
     give_by_handle_and_die,
     leave_a_note_at_the_end,
     meet,
@@ -78,7 +77,6 @@ FAILURES = {
     "raise": "worker 7 in round 3 failed (process 1): ZeroDivisionError: divided\nTraceback",
     "kill": "process 1, working on worker 7 in round 3, was killed by SIGKILL (exit code -9)",
     "exit": "process 1, working on worker 7 in round 3, ended with exit code 0 before its work was done",
-    "leave": "process 1, working on worker 7 in round 3, ended with exit code 0 before its work was done",
 }
 
 
@@ -87,11 +85,9 @@ FAILURES = {
     [
         ("raise", True),
         ("kill", True),
-        pytest.param("exit", True, marks=pytest.mark.slow),
         ("raise", False),
         ("exit", False),
-        ("leave", True),
-        pytest.param("kill", False, marks=pytest.mark.slow),
+        pytest.param("exit", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_ends_the_call_and_names_worker_and_cause(how, others_wait, tmp_path):
@@ -111,16 +107,12 @@ def test_a_process_without_heartbeats_is_named_and_not_one_that_sends_them_or_wa
     assert "process 1 has given no sign of life for 1 s (worker 7 in round 3)" in message
 
 
-@pytest.mark.parametrize(
-    ("work", "where"), [(None, "before the first worker"), ((5, 3), "between workers, last in round 3")]
-)
-def test_a_death_between_calls_is_found_at_the_next_which_is_the_last(work, where):
+def test_a_death_between_calls_is_found_at_the_next_which_is_the_last():
     with ProcessPool(1) as pool:
-        pid = pool.call(who)[0][2]
-        if work:
-            pool.call(work_on, *work)
-        os.kill(pid, signal.SIGKILL)
-        assert failure_of(pool, who) == f"process 0, {where}, was killed by SIGKILL (exit code -9)"
+        pool.call(work_on, 5, 3)
+        os.kill(pool.call(who)[0][2], signal.SIGKILL)
+        cause = "was killed by SIGKILL (exit code -9)"
+        assert failure_of(pool, who) == f"process 0, between workers, last in round 3, {cause}"
         assert not pool.at_work
         assert failure_of(pool, who) == "the process pool has been closed"
 
@@ -141,7 +133,6 @@ def test_a_process_that_is_stopped_while_it_starts_does_not_block_a_call_larger_
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ((fail,), "process 0, before the first worker, failed: ZeroDivisionError: divided\nTraceback"),
         ((unpicklable,), "process 0, before the first worker, failed: TypeError: cannot pickle"),
         ((remember, OnlyHere()), "process 0, before the first worker, failed: ModuleNotFoundError: no module named"),
     ],
@@ -231,9 +222,10 @@ if __name__ == "__main__":
     ("signals", "stopped"),
     [
         ([signal.SIGKILL], True),  # the other one is not
-        ([signal.SIGINT, signal.SIGINT], True),  # the second one comes while the pool is being closed
-        *(pytest.param([number], True, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGINT)),
-        *(pytest.param([number], False, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGTERM)),
+        # the second interrupt comes while the pool is being closed
+        pytest.param([signal.SIGINT, signal.SIGINT], True, marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM], True, marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM], False, marks=pytest.mark.slow),
     ],
 )
 def test_processes_end_with_their_parent_even_if_one_is_stopped(signals, stopped, tmp_path):
@@ -257,10 +249,13 @@ def test_processes_end_with_their_parent_even_if_one_is_stopped(signals, stopped
 @pytest.mark.parametrize(
     ("from_stdin", "message"),
     [
-        (False, "process 0 ended with exit code 1 while it started; a script needs "),
-        (True, "processes cannot import a program that comes from <stdin>: it needs to be a file, with "),
+        pytest.param(False, "process 0 ended with exit code 1 while it started; a script needs ", id="file"),
+        pytest.param(
+            *(True, "processes cannot import a program that comes from <stdin>: it needs to be a file, with "),
+            id="stdin",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["file", "stdin"],
 )
 def test_a_script_without_a_main_guard_gets_one_error(tmp_path, from_stdin, message):
     script = tmp_path / "script.py"

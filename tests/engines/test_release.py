@@ -44,8 +44,6 @@ def alive(matrices):
     [
         {},
         {"engine": "auto", "workers": 4},
-        {"engine": "auto", "workers": 4, "model": "tests.models:Stateful"},
-        {"engine": "batched"},
         {"engine": "batched", "model": "tests.models:Normalised"},
         {"engine": "batched", "sync": "gradients"},
         {"sync": "gradients", "model": "net"},

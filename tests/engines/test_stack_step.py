@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedsim.clients import SGD, OuterProductGrad
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.trainers import stack_step
-from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, joined
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from tests.clients.variants import every_variant, made
 
 K, BATCH = 4, 3
@@ -50,34 +49,3 @@ def test_joined_gradients_move_rows_and_state_as_single_ones_do(variant, way, st
     torch.testing.assert_close(single.solver_state, together.solver_state, rtol=0, atol=1e-12)
     moved = (together.rows != start).any(1)
     assert torch.equal(moved, torch.ones(K, dtype=torch.bool) if active is None else active)
-
-
-def test_only_neighbours_that_are_not_products_are_joined(steps):
-    _, module, _, _ = steps
-    entries = module.layout.parameters
-    assert len(entries) > 3
-    stacks = [torch.full((2, *entry.shape), float(place)) for place, entry in enumerate(entries)]
-    product = OuterProductGrad(torch.ones(2, 1, 1), torch.ones(2, 1, 1))
-    first, left, rest = joined(entries, [stacks[0], product, *stacks[2:]])
-    assert first == (entries[0], stacks[0])
-    assert left == (entries[1], product)
-    assert (rest[0].offset, rest[0].span.stop) == (entries[2].offset, module.layout.d)
-    assert torch.equal(rest[1], torch.cat([stack.flatten(1) for stack in stacks[2:]], 1))
-
-
-def test_members_that_lie_side_by_side_are_held_by_views_and_others_are_copied_back(steps):
-    _, _, state, _ = steps
-    ours = state(SGD(momentum=0.5))
-    assert ours.of(slice(0, K)) is ours
-    some = ours.of(slice(0, 2))
-    assert some is ours.of(slice(0, 2))
-    some.rows += 1
-    some.solver_state["momentum"] += 2
-    before = ours.rows.clone()
-    picked = ours.of([3, 1])
-    picked.rows += 10
-    picked.solver_state["momentum"] += 5
-    assert torch.equal(ours.rows, before)
-    ours.take_back(picked, moved=True)
-    assert torch.equal(ours.rows, before + torch.tensor([[0.0], [10], [0], [10]]))
-    assert ours.solver_state["momentum"][:, 0].tolist() == [2, 7, 0, 5]

@@ -60,30 +60,6 @@ def test_parameters_are_views_of_the_rows_which_nothing_moves_but_the_solver(mer
         assert (rows[:, entry.span] == number).all()
 
 
-def test_a_parameter_that_is_not_used_has_the_gradient_0():
-    stacked = StackedModule(lambda: zoo.linear(lambda self, outputs: outputs, unused=nn.Linear(2, 3)).double())
-    gradients = gradients_of(stacked, new_rows(K, stacked.layout.d, torch.double))
-    assert not gradients["unused.weight"].any()
-    assert gradients["unused.weight"].shape == (K, 3, 2)
-    assert gradients["layer.bias"].any()
-
-
-def test_buffers_come_in_the_module_s_own_types_and_go_back_as_they_came():
-    stacked = StackedModule(lambda: zoo.model(kind="BatchNorm").float())
-    rows = torch.arange(2.0 * stacked.layout.n_buffer_values, dtype=torch.double).view(2, -1)
-    before, unpacked = rows.clone(), stacked.unpack_buffers(rows)
-    kinds = {entry.name: buffer for entry, buffer in zip(stacked.layout.buffers, unpacked, strict=True)}
-    assert kinds["1.running_mean"].dtype == torch.float32
-    assert kinds["1.num_batches_tracked"].dtype == torch.long
-    assert kinds["1.num_batches_tracked"].tolist() == rows[:, -1].tolist()
-    packed = torch.zeros_like(rows)
-    stacked.pack_buffers(unpacked, packed)
-    assert torch.equal(packed, before)
-    for buffer in unpacked:
-        buffer.zero_()
-    assert torch.equal(rows, before), "copies, not views"
-
-
 def test_whole_numbers_that_an_average_has_made_fractions_of_are_rounded():
     stacked = StackedModule(lambda: zoo.model(kind="BatchNorm"))
     rows = torch.full((1, stacked.layout.n_buffer_values), 2.6, dtype=torch.double)

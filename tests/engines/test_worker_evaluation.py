@@ -56,16 +56,6 @@ def test_the_test_samples_of_a_worker_are_not_trained_on():
     assert not torch.equal(test.of(0), hold_out(shards, 0.3, seed=2)[1].of(0))
 
 
-def test_shards_that_are_drawn_on_demand_stay_so():
-    labels = torch.arange(100) % 10
-    shards = partition_shards(labels, 10**6, "virtual", 0, samples=20)
-    train, test = hold_out(shards, 0.2, seed=0)
-    assert not train.listed
-    assert len(train) == 10**6
-    assert (train.size(5), test.size(5)) == (16, 4)
-    assert torch.equal(torch.cat([train.of(5), test.of(5)]).sort().values, shards.of(5).sort().values)
-
-
 def test_the_figures_of_a_distribution():
     values = np.random.default_rng(0).random(37)
     found = describe(values.tolist())
@@ -202,18 +192,9 @@ def test_settings_that_do_not_fit_are_refused(tables, changes, key):
     assert [line.startswith(key) for line in error.value.lines] == [True]
 
 
-def test_weights_by_inverse_probability_are_not_asked_for_outside_the_cohort(tables):
-    fedsim.run(tables, workers=6, cohort=2, aggregate={"weights": "inverse_probability"}, evaluation={"fine_tune": 1})
-
-
 def test_an_evaluation_of_one_step_does_not_end_a_run_of_longer_rounds(tables):
     tables["local"] = {"solver": "per_fedavg", "steps": 4, "batch_size": 200}
     fedsim.run(tables, evaluation={"fine_tune": 1})
-
-
-def test_the_sizes_of_equal_shards_stay_known(tables):
-    partition = {"strategy": "virtual", "samples": 20}
-    fedsim.run(tables, workers=50, cohort=3, partition=partition, sampling="by_size", rounds=1)
 
 
 def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tables):
@@ -233,14 +214,6 @@ def test_the_terminal_shows_them(tables, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("3 workers: ")]
     assert len(lines) == 1
     assert "after local training" in lines[0]
-
-
-def test_a_figure_that_is_missing_is_drawn_when_the_run_is_resumed(tables, tmp_path):
-    tables = {**tables, "checkpoint": {"every": 1}}
-    fedsim.run(tables, out=tmp_path / "run")
-    (tmp_path / "run" / "workers.png").unlink()
-    fedsim.run(tables, out=tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "workers.png").is_file()
 
 
 def test_a_damaged_table_is_one_line(tables, tmp_path):

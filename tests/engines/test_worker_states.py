@@ -38,19 +38,13 @@ def received(kept):
     return other
 
 
-def test_a_worker_has_the_initial_state_until_it_is_saved():
-    rows = {"x": torch.zeros(3, 2)}
-    kept = states([4], x=[[1.0, 2.0]])
-    kept.load([4, 9], rows, [2, 0])
-    assert rows["x"].tolist() == [[7, 7], [0, 0], [1, 2]]
-    assert len(kept) == 1  # which takes no memory
-
-
 def test_a_process_loads_and_saves_its_own_members_only_and_the_server_s_own_row_begins_again():
+    """A worker has the initial state until it is saved."""
     rows, server = {"x": torch.zeros(4, 2)}, WorkItem(3, 10, 1)
     kept, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
     kept.load_cohort([9, 4, 5], mine, rows)
     assert rows["x"].tolist() == [[7, 7], [1, 2], [0, 0], [7, 7]]
+    assert len(kept) == 1  # which takes no memory
     rows["x"][:] = torch.arange(8.0).view(4, 2)
     kept.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 was excluded, and another process saves worker 5
     assert kept.workers == [4, 9, 5]
@@ -69,15 +63,6 @@ def test_processes_share_what_they_keep_in_memory_or_in_a_file(limit, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_growth_keeps_the_states():
-    kept = states([5], x=[[1.0, 2.0]])
-    kept.reserve(range(100))
-    rows = {"x": torch.zeros(1, 2)}
-    kept.load([5], rows, [0])
-    assert rows["x"].tolist() == [[1, 2]]
-    assert len(kept) == 100
-
-
 def test_saved_tensors_ascend_and_resume():
     saved = states([8, 2], x=[[1.0, 1.0], [3.0, 3.0]]).tensors()
     assert saved["workers"].tolist() == [2, 8]
@@ -92,7 +77,7 @@ def test_above_the_limit_the_rows_lie_in_a_file_without_a_name(tmp_path):
     for count in (1, 2, 5, 9):
         workers = list(range(count))
         kept.save(workers, {"x": rows, "n": rows[:, :1]}, workers)
-        assert kept.in_files == (count > 2)
+        assert bool(kept._files) == (count > 2)
         assert torch.equal(kept.tensors()["rows.x"], rows[:count])
         assert torch.equal(kept.tensors()["rows.n"], rows[:count, :1])
     assert list(tmp_path.iterdir()) == []
@@ -169,33 +154,21 @@ def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
         assert sum(rows.untyped_storage().nbytes() for rows in kept.rows.values()) < 1.1 * 200 * 4 * 7850
 
 
-FEDDYN = {"solver": "feddyn", "alpha": 0.1, "batch_size": 16}
+BUFFERS = {"model": "tests.lethal:MortalNormalised", "buffers": "local", "local": {"batch_size": 16}}
 
 
-@pytest.mark.parametrize("local", [COUNTING, FEDDYN])
-def test_a_lost_process_leaves_no_trace_in_worker_state(local, tmp_path, tiny_experiment):
+@pytest.mark.parametrize(
+    "changes", [{"local": COUNTING}, pytest.param(BUFFERS, marks=pytest.mark.slow)], ids=["", "buffers"]
+)
+def test_a_lost_process_leaves_no_trace_in_what_workers_keep(changes, tmp_path, tiny_experiment):
     """A repeated round begins with the state before it."""
-    model = {"name": "tests.lethal:Mortal", "folder": str(tmp_path)}
-    tables = {**tiny_experiment, "model": model, "local": local, "rounds": 3}
+    model = {"name": changes.get("model", "tests.lethal:Mortal"), "folder": str(tmp_path)}
+    tables = {**tiny_experiment, **changes, "model": model, "rounds": 3}
     spawn = {**tables, "engine": "spawn", "processes": 2}
 
     def kill_in_round_2(record):
         order(str(tmp_path), *(["train"] if record["round"] == 1 else []))
 
-    with pytest.warns(fedsim.errors.FedsimWarning, match="killed"):
-        result = fedsim.run(spawn, on_round=kill_in_round_2)
-    assert torch.equal(result.global_row, fedsim.run({**tables, "engine": "serial"}).global_row)
-
-
-@pytest.mark.slow
-def test_a_round_that_lost_a_process_is_repeated_with_the_local_buffers_of_before(tmp_path, tiny_experiment):
-    model = {"name": "tests.lethal:MortalNormalised", "folder": str(tmp_path)}
-    tables = {**tiny_experiment, "model": model, "rounds": 3, "buffers": "local", "local": {"batch_size": 16}}
-
-    def kill_in_round_2(record):
-        order(str(tmp_path), *(["train"] if record["round"] == 1 else []))
-
-    spawn = {**tables, "engine": "spawn", "processes": 2}
     with pytest.warns(fedsim.errors.FedsimWarning, match="killed"):
         result = fedsim.run(spawn, on_round=kill_in_round_2)
     whole = fedsim.run({**tables, "engine": "serial"})

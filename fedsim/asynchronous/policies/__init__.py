@@ -1,13 +1,12 @@
 """The asynchronous policies; importing this package registers them."""
 
-from fedsim.asynchronous.policies import decentralized, first_k, gradient_updates, model_updates
+from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates
 from fedsim.asynchronous.policy import Arrival, Policy, policy
 
 __all__ = [
     "Arrival",
     "Policy",
     "decentralized",
-    "first_k",
     "gradient_updates",
     "model_updates",
     "policy",

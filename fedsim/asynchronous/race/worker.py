@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.asynchronous.dispatch import Dispatcher, RoundStats
+from fedsim.asynchronous.dispatch import Dispatcher, RoundStats, Scheduler, SchedulerState
 from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, LogEntry
 from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STATUS, WRITES_ENDED, Measures, RaceState
-from fedsim.asynchronous.scheduler import Scheduler, SchedulerState
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.executor import Executor
-from fedsim.engines.pool.process_context import LOCK, ProcessContext
+from fedsim.engines.pool.process_context import LOCK
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.system.devices import synchronize
-from fedsim.system.precision import full_precision
 
 SERVER_LOCK = 0  # the lock of slot i has number 1 + i
 FIRST_SLEEP, LONGEST_SLEEP = 0.00005, 0.005  # seconds, while no worker of the process may start
@@ -53,15 +51,8 @@ class RaceWorker(ABC):
         slots: the slots of these workers.
     """
 
-    def __init__(
-        self,
-        process: ProcessContext,
-        executor: Executor,
-        server: ServerState,
-        race_state: RaceState,
-        slots: Sequence[int],
-    ) -> None:
-        self._process, self._executor, self._slots = process, executor, slots
+    def __init__(self, executor: Executor, server: ServerState, race_state: RaceState, slots: Sequence[int]) -> None:
+        self._process, self._executor, self._slots = executor.process, executor, slots
         self._server, self._policy, self._race_state = server, server.policy, race_state
         self._writes_ended = race_state.column(WRITES_ENDED)
         self._schedulers: dict[int, Scheduler] = {}  # by run
@@ -72,11 +63,10 @@ class RaceWorker(ABC):
         result, locks = ProcessResult(), self._race_state.locks
         measures = result.measures
         locks.reset_counts()
-        with full_precision(self._executor.task.device):
-            self._process.barrier.wait()
-            start = time.perf_counter()
-            self._run_round(run, round, result)
-            measures.seconds = time.perf_counter() - start
+        self._process.barrier.wait()
+        start = time.perf_counter()
+        self._run_round(run, round, result)
+        measures.seconds = time.perf_counter() - start
         measures.locks_taken, measures.locks_waited, measures.lock_seconds = locks.taken, locks.waited, locks.seconds
         return result
 
@@ -94,9 +84,7 @@ class RaceWorker(ABC):
 
     def _scheduler(self, run: int) -> Scheduler:
         if run not in self._schedulers:
-            task, n = self._executor.task, self._server.n
-            sizes = self._executor.shared.data.shards.size
-            self._schedulers[run] = Scheduler(task.experiment.seed, n, n, self._policy.work, task.schedule, sizes)
+            self._schedulers[run] = Scheduler.of(self._executor.task, self._executor.shared)
         return self._schedulers[run]
 
     @abstractmethod

@@ -26,7 +26,7 @@ from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.trainers.row_module import RowModule
-from fedsim.engines.trainers.sequential import RowTrainer
+from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize
 
@@ -104,7 +104,7 @@ class ParallelTrainer(RowTrainer):
         self._modules = [self._new_row_module()]
         self._shares = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
 
-    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> list[SyncParticipant]:
         shared = self._shared
         self._batch_source.announce(members)
         while len(self._modules) < len(members):
@@ -113,6 +113,7 @@ class ParallelTrainer(RowTrainer):
         for member, module in zip(members, self._modules, strict=False):
             module.load(shared.server.row, self._gradient, shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
+        return self._participants
 
     def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
         """Move the global row by the solver's step along the mean of all ranks' gradients, alike in all ranks.

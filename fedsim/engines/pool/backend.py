@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -69,10 +69,6 @@ class InPool(Backend):
         for warning in once.values():  # of all processes
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return [result for result, _ in answers]
-
-    def call(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Run `function(process, executor, *arguments)` in every process; the results in their order."""
-        return self._call(_call_with_executor, function, *arguments)
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
         """Call a function in every process, after the device has finished the work of this process."""
@@ -142,10 +138,6 @@ def _run(
     with executor.environment(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")
         return method(executor, *arguments), noted
-
-
-def _call_with_executor(process: ProcessContext, function: Callable[..., Any], *arguments: object) -> Any:
-    return function(process, process.state["executor"], *arguments)
 
 
 def _drop_executor(process: ProcessContext) -> None:

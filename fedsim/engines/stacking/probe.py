@@ -64,10 +64,10 @@ class StackingProbe:
             if not merged:
                 trials.compare_gradients(together.dropouts, merged=False)
             if "parameters" in task.syncs:
-                _compare_steps(task)
+                trials.compare_steps()
             if task.precision.autocast is not None:
                 together = trials.run(trials.samples(trials.count), task.precision)
-                trials.stack(together.dropouts, task.precision, merged=merged)
+                trials.compare_gradients(together.dropouts, task.precision, merged=merged)
         return cls(together.dropouts, coupled, merged, together.sample_bytes)
 
 
@@ -172,27 +172,11 @@ class Trials:
             return False
         return True
 
-    def compare_gradients(self, dropouts: tuple[Dropout, ...], *, merged: bool) -> None:
-        """Compare gradients and buffers of two different rows in a stack with those of each row alone."""
-        module = self._task.new_module()
-        layout = Layout.of(module)
-        stacked = self.stack(dropouts, merged=merged)
-        for k in range(2):
-            layout.write(stacked.rows[k], module)
-            layout.write_buffers(stacked.buffers[k], module)
-            expected = _plain_gradients(
-                self._task.experiment.task.component, module.train(), stacked.inputs[k], stacked.targets[k]
-            )
-            for entry, gradient, reference in zip(layout.parameters, stacked.gradients, expected, strict=True):
-                if not self._agree(gradient[k], reference):
-                    raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
-            read = layout.read_buffers(module, out=stacked.buffers[k])
-            for entry in layout.buffers:
-                if not self._agree(stacked.buffers_after[k, entry.span], read[entry.span]):
-                    raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
+    def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
+        """Compare gradients and buffers of two different rows in a stack with those of each row alone.
 
-    def stack(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> Stacked:
-        """Take a step of two different rows, on different samples if the data set has as many."""
+        The rows have different samples if the data set has as many. In a lower precision, nothing is compared.
+        """
         task, count = self._task, self.count
         module = task.new_module()
         layout = Layout.of(module)
@@ -221,43 +205,45 @@ class Trials:
             raise
         except Exception as error:
             raise not_stackable(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
-        return Stacked(rows, buffers, inputs, targets, gradients, buffers_after)
+        for k in range(2 if precision is FULL else 0):
+            layout.write(rows[k], module)
+            layout.write_buffers(buffers[k], module)
+            expected = _plain_gradients(task.learning_task, module.train(), inputs[k], targets[k])
+            for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
+                if not self._agree(gradient[k], reference):
+                    raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
+            read = layout.read_buffers(module, out=buffers[k])
+            for entry in layout.buffers:
+                if not self._agree(buffers_after[k, entry.span], read[entry.span]):
+                    raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
 
-    def _agree(self, tensor: Tensor, reference: Tensor) -> bool:
-        return _agree(tensor, reference, self._task.dtype)
+    def compare_steps(self) -> None:
+        """Compare two steps of the local solver on each parameter of two rows with the same steps on whole rows."""
+        solver, module = self._task.solver, StackedModule(self._task.new_module)
+        if not solver.element_wise:  # its steps get whole rows
+            return
+        d = module.layout.d
+        gradients = torch.linspace(-1, 1, 2 * d, dtype=self._task.dtype, device=self._task.device).view(2, d)
+        whole, rows = gradients.cos(), gradients.cos()
+        try:
+            whole_state, state = solver.start(whole), StackState(module, rows, solver.start(rows), [])
+            for _ in range(2):
+                solver.step(whole, gradients.clone(), whole_state)
+                parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
+                move(solver, state, list(zip(module.layout.parameters, parts, strict=True)))
+        except Exception as error:
+            raise not_stackable(f"local.solver cannot step them: {one_line(error)}") from error
+        if not self._agree(rows, whole):
+            raise not_stackable(
+                "local.solver is not element-wise: a step moves a part of a row otherwise than the whole row"
+            )
 
-
-class Stacked(NamedTuple):
-    """The inputs and results of a step of two stacked rows, [2, ...] each."""
-
-    rows: Tensor
-    buffers: Tensor
-    inputs: Tensor
-    targets: Tensor
-    gradients: list[Tensor]
-    buffers_after: Tensor
-
-
-def _compare_steps(task: RunTask) -> None:
-    """Compare two steps of the local solver on each parameter of two rows with the same steps on whole rows."""
-    solver, module = task.solver, StackedModule(task.new_module)
-    if not solver.element_wise:  # its steps get whole rows
-        return
-    d = module.layout.d
-    gradients = torch.linspace(-1, 1, 2 * d, dtype=task.dtype, device=task.device).view(2, d)
-    whole, rows = gradients.cos(), gradients.cos()
-    try:
-        whole_state, state = solver.start(whole), StackState(module, rows, solver.start(rows), [])
-        for _ in range(2):
-            solver.step(whole, gradients.clone(), whole_state)
-            parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
-            move(solver, state, list(zip(module.layout.parameters, parts, strict=True)))
-    except Exception as error:
-        raise not_stackable(f"local.solver cannot step them: {one_line(error)}") from error
-    if not _agree(rows, whole, task.dtype):
-        raise not_stackable(
-            "local.solver is not element-wise: a step moves a part of a row otherwise than the whole row"
-        )
+    def _agree(self, found: Tensor, reference: Tensor) -> bool:
+        """Whether two tensors agree to a tolerance relative to the largest value."""
+        if not reference.numel():
+            return True
+        tolerance = TOLERANCE[self._task.dtype] * max(1.0, float(reference.abs().max()))
+        return bool((found - reference).abs().max() <= tolerance)
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
@@ -267,13 +253,6 @@ def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
     return OuterProductGrad(
         torch.eye(gradient.shape[1], dtype=gradient.dtype, device=gradient.device).expand(2, -1, -1), gradient
     )
-
-
-def _agree(found: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors agree to a tolerance relative to the largest value."""
-    if not reference.numel():
-        return True
-    return bool((found - reference).abs().max() <= TOLERANCE[dtype] * max(1.0, float(reference.abs().max())))
 
 
 def _plain_gradients(task: LearningTask, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

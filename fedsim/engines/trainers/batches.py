@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
@@ -105,11 +105,9 @@ class BatchSource:
 
     def batches(self, worker: int, round: int) -> Batches:
         """A worker's batches without end: its shard, in a new order for each epoch."""
-        alter = self.alteration(worker, round)
         train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
-        for step, (inputs, targets) in enumerate(chain.from_iterable(epochs)):
-            yield alter(inputs, targets, step) if alter else (inputs, targets)
+        return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
     def batches_of(self, member: WorkItem) -> Batches:
         """The batches of a member's work."""
@@ -117,8 +115,7 @@ class BatchSource:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather this batch alone: the next one may never be needed
             iterator = self.iterator_of(member)
-            inputs, targets = self._shared.data.train.gather(next(iterator))
-            yield iterator.alter(inputs, targets, member.step) if iterator.alter else (inputs, targets)
+            yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
         """A member's round, at the step where its work begins. Workers that train step by step keep theirs."""
@@ -214,17 +211,12 @@ class BatchSource:
 
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
-        return self._seen(self.shard(worker), batch_size, self.alteration_of_view(worker, round, purpose))
+        return _altered(self.shard(worker).batches(batch_size), self.alteration_of_view(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """A worker's own test samples, as it sees them: by its partition's transform."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
-        return self._seen(samples, batch_size, self.alteration_of_view(worker, round, "worker_test"))
-
-    @staticmethod
-    def _seen(samples: CustomSubset, batch_size: int, alter: Alteration | None) -> Batches:
-        for number, (inputs, targets) in enumerate(samples.batches(batch_size)):
-            yield alter(inputs, targets, number) if alter else (inputs, targets)
+        return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "worker_test"))
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """The change of a worker's batches before it trains on them; None if there is none."""
@@ -270,3 +262,9 @@ class BatchSource:
         if "rng" in taken:
             sources["rng"] = lambda step: numpy_generator(*drawn, step)
         return sources
+
+
+def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
+    """Yield the batches as a worker sees them; their steps are counted from `first`."""
+    for step, (inputs, targets) in enumerate(batches, first):
+        yield alter(inputs, targets, step) if alter else (inputs, targets)

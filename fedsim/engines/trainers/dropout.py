@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -193,54 +193,76 @@ class FactorsAhead:
         return found if rows == self._rows else [factors[:rows] for factors in found]
 
 
-class Calls(NamedTuple):
-    """The calls of dropout in a forward pass.
+class RowDropout:
+    """The dropout of workers whose rows train one after another, in one process.
 
     Attributes:
-        dropouts: the calls, in their order; empty if PyTorch has to draw.
-        by_modules: whether torch.nn's dropout modules make them all.
+        round: the round whose forward pass is under way, for the dropout modules of a model.
+        module_calls: number of calls that these modules have made.
+        by_modules: whether they make all `calls`; known with them.
     """
 
-    dropouts: tuple[Dropout, ...]
-    by_modules: bool
-
-
-class CurrentDropout:
-    """The dropout of the forward pass under way, for the dropout modules of a model."""
-
-    def __init__(self) -> None:
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
+        self._task, self._shared, self._batch_source = task, shared, batch_source
+        self.dtype, self.module_calls, self.by_modules = task.dtype, 0, False
         self.round: RoundDropout | None = None
-        self.calls = 0  # of modules, so far
 
-    def give_to(self, model: nn.Module) -> nn.Module:
-        """Let the dropout modules of the model take their factors from this object; returns the model.
+    def new_module(self) -> nn.Module:
+        """A new module of the task, whose dropouts are those of the step that `RoundDropout.at` has set.
 
-        A function mode finds all calls of dropout, but every other call in the forward pass goes through it too, which
-        costs a small model a tenth of its step.
+        Its dropout modules take their factors from this object. A function mode finds all calls of dropout, but every
+        other call in the forward pass goes through it too, which costs a small model a tenth of its step.
         """
+        model = self._task.new_module()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
                 module.__class__ = DROPOUT_MODULES[type(module)]  # so that its hooks and its name stay
-                module.current = self  # type: ignore[assignment]
+                module.of_rows = self  # type: ignore[assignment]
         return model
+
+    @cached_property
+    def calls(self) -> tuple[Dropout, ...]:
+        """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
+
+        There are none if the model fails on these samples, which training will report. There are none either if the
+        backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator,
+        so dropout has to draw from it.
+        """
+        train, self.module_calls = self._shared.data.train, 0
+        inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
+        with preserve_random_state(self._task.device), torch.enable_grad(), Recording() as recording:
+            try:
+                loss = self._task.objective(self.new_module().train(), inputs, targets)
+                calls = tuple(recording.dropouts)
+                self.by_modules = self.module_calls == len(calls)
+                if calls:
+                    _backward_under_modes(loss)
+            except torch.OutOfMemoryError:  # other draws without a word would be worse
+                raise
+            except Exception:
+                return ()
+        return calls if len(recording.dropouts) == len(calls) else ()
+
+    def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
+        """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""
+        task, batch_source = self._task, self._batch_source
+        steps = batch_source.steps(worker, round) if steps is None else steps
+        key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
+        return RoundDropout(self, key, steps, min(task.schedule.batch_size, batch_source.size(worker)), round)
 
 
 class RoundDropout:
     """The dropout of one worker in one round, where rows train one after another.
 
     Args:
+        of_rows: has the calls of dropout that a forward pass is known to have; others draw factors when they come.
         key: `layer_key` of the worker in the round, int64 [1].
         steps, batch: how many steps the round has, and how many samples a batch, at most.
-        calls: the calls of dropout that a forward pass is known to have; others draw their factors when they come.
-        dtype: of the factors.
-        current: where the dropout modules of the model look for their factors, if they make all calls.
     """
 
-    def __init__(
-        self, key: Tensor, steps: int, batch: int, calls: Calls, dtype: torch.dtype, round: int, current: CurrentDropout
-    ) -> None:
-        self.round, self._key, self._calls, self._dtype, self._current = round, key, calls, dtype, current
-        self._ahead = FactorsAhead(key, steps, batch, calls.dropouts, dtype, blocks=BLOCKS_OF_A_ROW)
+    def __init__(self, of_rows: RowDropout, key: Tensor, steps: int, batch: int, round: int) -> None:
+        self.round, self._of_rows, self._key = round, of_rows, key
+        self._ahead = FactorsAhead(key, steps, batch, of_rows.calls, of_rows.dtype, blocks=BLOCKS_OF_A_ROW)
 
     def factors(self, step: int, samples: int) -> list[Tensor]:
         """What each dropout multiplies a batch of so many samples by, [samples, ...]."""
@@ -248,39 +270,39 @@ class RoundDropout:
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
         """A context in which a forward pass has the dropout of this step; nothing where the model has none."""
-        return self._at(step, samples) if self._calls.dropouts else nullcontext()
+        return self._at(step, samples) if self._of_rows.calls else nullcontext()
 
     @contextmanager
     def _at(self, step: int, samples: int) -> Iterator[None]:
         self._step, self._layer, self._factors = step, 0, self.factors(step, samples)
-        if not self._calls.by_modules:
+        if not self._of_rows.by_modules:
             with DropoutMode(self.factors_of):
                 yield
             return
-        self._current.round = self
+        self._of_rows.round = self
         try:
             yield
         finally:
-            self._current.round = None
+            self._of_rows.round = None
 
     def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
         """What the next call of a dropout multiplies by, [samples, ...]."""
-        layer, dropouts = self._layer, self._calls.dropouts
+        layer, calls = self._layer, self._of_rows.calls
         self._layer += 1
-        if layer < len(dropouts) and dropout == dropouts[layer] and len(self._factors[layer]) == samples:
+        if layer < len(calls) and dropout == calls[layer] and len(self._factors[layer]) == samples:
             return self._factors[layer]
-        return dropout_factors(self._key, self._step, 1, samples, [dropout], self._dtype, layer)[0][0, 0]
+        return dropout_factors(self._key, self._step, 1, samples, [dropout], self._of_rows.dtype, layer)[0][0, 0]
 
 
 class _DropoutModule(nn.modules.dropout._DropoutNd):
     """A dropout module that multiplies by the factors of the current step."""
 
-    current: CurrentDropout
+    of_rows: RowDropout
     function: Callable[..., Tensor]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.current.calls += 1
-        of_round = self.current.round
+        self.of_rows.module_calls += 1
+        of_round = self.of_rows.round
         if of_round is None or not self.training or not 0 < self.p <= 1:
             return self.function(inputs, self.p, self.training, self.inplace)
         dropout = _dropout_of(self.function, inputs.shape, self.p)
@@ -294,55 +316,6 @@ DROPOUT_MODULES = {
     cls: type(cls.__name__, (_DropoutModule, cls), {"function": staticmethod(function)})
     for cls, function in FUNCTIONS.items()
 }
-
-
-class RowDropout:
-    """The dropout of workers whose rows train one after another, in one process."""
-
-    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
-        self._task, self._shared, self._batch_source, self._current = task, shared, batch_source, CurrentDropout()
-
-    def new_module(self, make: Callable[[], nn.Module] | None = None) -> nn.Module:
-        """A new module of the task, whose dropouts are those of the step that `RoundDropout.at` has set.
-
-        Args:
-            make: makes the module; the task does by default.
-        """
-        return self._current.give_to((make or self._task.new_module)())
-
-    @cached_property
-    def _calls(self) -> Calls:
-        return recorded_calls(self._task, self._shared, self._task.schedule.batch_size)
-
-    def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
-        """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""
-        task, batch_source = self._task, self._batch_source
-        steps = batch_source.steps(worker, round) if steps is None else steps
-        key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
-        batch = min(task.schedule.batch_size, batch_source.size(worker))
-        return RoundDropout(key, steps, batch, self._calls, task.dtype, round, self._current)
-
-
-def recorded_calls(task: RunTask, shared: SharedState, samples: int) -> Calls:
-    """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
-
-    There are none if the model fails on these samples, which training will report. There are none either if the
-    backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator, so
-    dropout has to draw from it.
-    """
-    inputs, targets = shared.data.train.gather(torch.arange(min(samples, len(shared.data.train))))
-    current = CurrentDropout()
-    with preserve_random_state(task.device), torch.enable_grad(), Recording() as recording:
-        try:
-            loss = task.objective(current.give_to(task.new_module()).train(), inputs, targets)
-            dropouts, by_modules = tuple(recording.dropouts), current.calls == len(recording.dropouts)
-            if dropouts:
-                _backward_under_modes(loss)
-        except torch.OutOfMemoryError:  # other draws without a word would be worse
-            raise
-        except Exception:
-            return Calls((), False)
-    return Calls(dropouts, by_modules) if len(recording.dropouts) == len(dropouts) else Calls((), False)
 
 
 def _backward_under_modes(loss: Tensor) -> None:

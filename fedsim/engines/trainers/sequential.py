@@ -48,7 +48,7 @@ class Trainer(Protocol):
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """Write the mean gradient of all samples of each member, at its row, to `SharedState.full_gradients`."""
 
-    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
         """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
 
     def gradients(self, step: int) -> None:
@@ -60,7 +60,7 @@ class Trainer(Protocol):
 
 @dataclass
 class SyncParticipant:
-    """A member in a round of synchronous SGD."""
+    """A member in a round of synchronous SGD; `draws` says whether its layers may draw from the global generators."""
 
     member: WorkItem
     module: RowModule
@@ -69,13 +69,18 @@ class SyncParticipant:
     loss_sum: Tensor
     samples: int = 0
     batch: tuple[Tensor, Tensor] | None = None  # of the current step
+    draws: bool = True
 
     def count(self, loss: Tensor) -> None:
         """Add the loss of the current batch."""
+        self.loss_sum.add_(loss, alpha=self.batch_size)
+        self.samples += self.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples in the current batch."""
         assert self.batch is not None
-        size = len(self.batch[1])
-        self.loss_sum.add_(loss, alpha=size)
-        self.samples += size
+        return len(self.batch[1])
 
 
 class RowTrainer:
@@ -103,7 +108,7 @@ class RowTrainer:
         for member in members:
             slot = member.slot
             with self._process.working_on(member.worker, member.round):
-                self._seed_layers(member, *member.moment)
+                self.seed_layers(member, *member.moment)
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 module.load(self._rows[slot], self._gradient, shared.cohort.buffers[slot])
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
@@ -149,7 +154,7 @@ class RowTrainer:
                         value = self._objective(module.module, inputs, targets)
                     (value * (len(inputs) / size)).backward()
 
-    def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
+    def begin_gradient_round(self, members: Sequence[WorkItem]) -> list[SyncParticipant]:
         shared = self._shared
         self._batch_source.announce(members)
         while len(self._modules) < len(members):
@@ -158,13 +163,17 @@ class RowTrainer:
         for member, module in zip(members, self._modules, strict=False):
             module.load(shared.server.row, self._rows[member.slot], shared.cohort.buffers[member.slot])
             self._participants.append(self._participant(member, module))
+        return self._participants
 
     def gradients(self, step: int) -> None:
         for participant in self._participants:
             member = participant.member
             if step < self._batch_source.steps(member.worker, member.round):
                 with self._process.working_on(member.worker, member.round):
-                    self._gradient_of(participant, step)
+                    loss = self.gradient(participant, step)
+                    if self._task.experiment.rule.accepts("losses"):
+                        self._shared.cohort.losses[member.slot] = loss.item()
+                    participant.count(loss)
 
     def end_gradient_round(self) -> None:
         for participant in self._participants:
@@ -183,25 +192,24 @@ class RowTrainer:
     def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
         """The objective on a participant's batch of this step, not yet differentiated."""
         assert participant.batch is not None
-        self._seed_layers(participant.member, participant.member.round, step)
+        if participant.draws:
+            self.seed_layers(participant.member, participant.member.round, step)
         inputs, targets = participant.batch
         with participant.dropout.at(step, len(inputs)):
             return self._objective(participant.module.module, inputs, targets)
 
-    def _gradient_of(self, participant: SyncParticipant, step: int) -> None:
-        slot, task = participant.member.slot, self._task
+    def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
+        """Write the gradient of a participant's next batch to its row; returns the loss."""
+        slot = participant.member.slot
         participant.batch = next(participant.batches)
-        value = self._loss_of(participant, step)
+        loss = self._loss_of(participant, step)
         self._rows[slot].zero_()
-        value.backward()
-        clip_rows(self._rows[slot], task.experiment.local.clip_norm)
+        loss.backward()
+        clip_rows(self._rows[slot], self._task.experiment.local.clip_norm)
         self._client_rounds.send_gradients(slot)
-        loss = value.detach()
-        if task.experiment.rule.accepts("losses"):
-            self._shared.cohort.losses[slot] = loss.item()
-        participant.count(loss)
+        return loss.detach()
 
-    def _seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
+    def seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
         """Seed the generators that layers other than dropout draw from.
 
         Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from fedsim.asynchronous.dispatch import RoundStats, Train
+from fedsim.asynchronous.dispatch import RoundStats, Scheduler, Train
 from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
-from fedsim.asynchronous.scheduler import Scheduler
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.config.experiment import Experiment
@@ -34,18 +33,8 @@ class ClockLoop:
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
         self._task, self._engine = task, engine
-        self._policy = experiment.policy.component
-        solver = experiment.local.component
-        self._server = ServerState(self._policy, solver, task, shared, engine.backend.states)
-        self._timer = PhaseTimer()
-        scheduler = Scheduler(
-            experiment.seed,
-            experiment.workers,
-            experiment.cohort_size,
-            self._policy.work,
-            task.schedule,
-            shared.data.shards.size,
-        )
+        self._policy, self._timer = experiment.policy.component, PhaseTimer()
+        self._server, scheduler = ServerState(task, shared, engine.backend.states), Scheduler.of(task, shared)
         model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received

@@ -24,12 +24,11 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
-from fedsim.engines import RunTask, SpawnEngine
+from fedsim.engines import Engine, RunTask
 from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.executor import Executor
 from fedsim.engines.group import balance_load
 from fedsim.engines.memory import buffer_bytes
-from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import ExperimentError
 from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.runs.loops.clock_loop import async_record, work_of
@@ -61,18 +60,15 @@ class RaceLoop:
     keep_log: receives the log as a file after the last round, if the policy locks the server.
     """
 
-    def __init__(
-        self, experiment: Experiment, task: RunTask, engine: SpawnEngine, keep_log: KeepLog | None = None
-    ) -> None:
+    def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
         self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
-        self._policy, solver = experiment.policy.component, experiment.local.component
-        self._timer = PhaseTimer()
-        self._server = ServerState(self._policy, solver, task, engine.shared, engine.backend.states)
+        self._policy, self._timer = experiment.policy.component, PhaseTimer()
+        self._server = ServerState(task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
-            self._server.tables = tables_of(task.new_module(), solver)
+            self._server.tables = tables_of(task.new_module(), self._server.solver)
         self._server.share()
         self._race_state = RaceState(self._server.n, engine.shared.server.row.device)
-        engine.call(_set_up, self._server, self._race_state)
+        engine.backend.run(_set_up, self._server, self._race_state)
         self._runs = experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
         self._states = [[tensor.clone() for tensor in self._tensors().values()] for _ in range(copies)]
@@ -101,9 +97,7 @@ class RaceLoop:
         )
 
     def state(self) -> Snapshot:
-        state = Snapshot(
-            facts={"arrivals": list(self._arrivals), "schedulers": self._engine.call(_call_worker, RaceWorker.progress)}
-        )
+        state = Snapshot(facts={"arrivals": list(self._arrivals), "schedulers": self._call(RaceWorker.progress)})
         for run in range(self._runs):
             self._switch_to(run)
             state.keep(self._tensors(), f"{run}.")
@@ -112,13 +106,13 @@ class RaceLoop:
         return state
 
     def resume(self, state: Snapshot) -> None:
-        self._engine.call(_set_up, self._server, self._race_state)  # the processes may be new
+        self._engine.backend.run(_set_up, self._server, self._race_state)  # the processes may be new
         for run in range(self._runs):
             self._switch_to(run)
             state.put_back(self._tensors(), f"{run}.")
         self._arrivals = list(state.facts["arrivals"])
         progress = [item for of_process in state.facts["schedulers"] for item in of_process]
-        self._engine.call(_call_worker, RaceWorker.resume, progress)
+        self._call(RaceWorker.resume, progress)
         entries = state.under("log.")
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
@@ -138,8 +132,8 @@ class RaceLoop:
         server, timer, work = self._server, self._timer, ProcessResult()
         self._race_state.clear()
         with timer("train"):
-            for each in self._engine.call(_call_worker, RaceWorker.race, run, round):
-                work.add(each)
+            for of_process in self._call(RaceWorker.race, run, round):
+                work.add(of_process)
         if not work.measures.updates:
             raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
         self._arrivals[run] += work.measures.updates
@@ -154,6 +148,10 @@ class RaceLoop:
             tested = EvaluationResult.of(self._task, self._shared)
         counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a method of `RaceWorker` in every process; the results in their order."""
+        return self._engine.backend.run(_call_worker, method, *arguments)
 
     def _switch_to(self, run: int) -> None:
         """Save the state of the current run, and load that of another into the shared tensors."""
@@ -194,15 +192,14 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
     )
 
 
-def _set_up(process: ProcessContext, executor: Executor, server: ServerState, race_state: RaceState) -> None:
+def _set_up(executor: Executor, server: ServerState, race_state: RaceState) -> None:
     """In each process: make its `RaceWorker`."""
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
     steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]
-    process.state["racer"] = kind(
-        process, executor, server, race_state, balance_load(steps, process.count)[process.index]
-    )
+    slots = balance_load(steps, executor.group.count)[executor.group.index]
+    executor.process.state["racer"] = kind(executor, server, race_state, slots)
 
 
-def _call_worker(process: ProcessContext, executor: Executor, method: Callable[..., Any], *arguments: Any) -> Any:
-    return method(process.state["racer"], *arguments)
+def _call_worker(executor: Executor, method: Callable[..., Any], *arguments: Any) -> Any:
+    return method(executor.process.state["racer"], *arguments)
