@@ -155,15 +155,16 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
     try:
-        once = _timed(work, 1, device)  # warms up
-        once = _timed(work, 1, device)
+        once = timed(work, 1, device)  # warms up
+        once = timed(work, 1, device)
         count = max(1, round(SECONDS / once))
-        return min(_timed(work, count, device) / count for _ in range(TIMINGS))
+        return min(timed(work, count, device) / count for _ in range(TIMINGS))
     finally:
         torch.set_num_threads(threads)
 
 
-def _timed(work: Callable[[], object], count: int, device: torch.device) -> float:
+def timed(work: Callable[[], object], count: int, device: torch.device) -> float:
+    """Return the seconds of so many calls, until the device has done them."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(count):

@@ -39,13 +39,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and PyTorch sees none"))
-
-
 @pytest.fixture(autouse=True)
 def seeded():
     """Begin every test with the same state of the global random number generators."""

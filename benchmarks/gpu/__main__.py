@@ -1,134 +1,143 @@
-"""Check and measure fedsim on a GPU, in one command of at most nine minutes: python -m benchmarks.gpu
+"""Check and measure fedsim on a GPU: run the tests marked `gpu`, then measure speed and memory.
 
-This program needs nothing but Python; its sections need PyTorch and fedsim, and are processes. See
-docs/explanation/gpu.md.
+python -m benchmarks.gpu --out results
+
+Everything runs in pytest processes, which `plugin` keeps going when a test fails, hangs or crashes. Results are in
+`lines.jsonl` as soon as they are known. See docs/explanation/gpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
-import platform
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.gpu import packages
-from benchmarks.gpu.cases import BAD
-from benchmarks.gpu.driver import FILES, Options, Record, drive
-from benchmarks.gpu.plan import BUDGET, sections_of
-from benchmarks.gpu.section import ROOT
-from benchmarks.gpu.summary import summarize
+from benchmarks.gpu.report import Results, summarize
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("lines.jsonl", "lines.jsonl.stacks", "log.txt", "results.json")
+MACHINE_SECONDS = 90.0
+
+
+class Part(NamedTuple):
+    """A part of the check.
+
+    Attributes:
+        share: of the time that is left when the part begins.
+        words: for pytest.
+        processes: that run tests side by side; 1 if the part needs the device for itself.
+        seconds: after which a single test is ended.
+    """
+
+    share: float
+    words: tuple[str, ...]
+    processes: int
+    seconds: float
+
+
+GPU_TESTS = ("-m", "gpu", "-W", "default::UserWarning", "-W", "error::fedsim.errors.FedsimWarning")
+PARTS = {  # warnings of PyTorch are reported and are no errors
+    "tests": Part(0.6, (*GPU_TESTS, "tests/device", "--ignore=tests/device/test_full_gpu.py"), 4, 100),
+    "a full GPU": Part(0.3, (*GPU_TESTS, "tests/device/test_full_gpu.py"), 1, 60),
+    "speed and memory": Part(1.0, ("-W", "default", "benchmarks/gpu/measure.py"), 1, 100),
+}
+PYTEST = (
+    *("-m", "pytest", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
+    *("--max-worker-restart=1000", "--dist=load", "-rfE", "--tb=short", "-v"),
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the check; 0 if no case failed, else 1."""
+    """Run the check. Return 0 if no test failed and every test was reached, else 1."""
     options = options_of(words)
-    if options.pack is not None:
-        packages.pack(options.pack, options.data, options.python)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="fedsim-gpu-", ignore_cleanup_errors=True) as scratch:
-        return check(options, Path(scratch))
-
-
-def check(options: argparse.Namespace, scratch: Path) -> int:
-    out, notes = writable(options.out)
-    environment, more = environment_of(options, scratch)
-    notes += more
+    out, started = folder_of(options.out), time.monotonic()
     print(f"results: {out}", flush=True)
-    references = scratch / "references"
-    references.mkdir()
-    record = Record(out)
-    given = Options(options.device, options.quick, options.budget, tuple(options.only), out, references, environment)
-    with stopped_by_signals() as stop:
-        drive(given, record, stop)
-    reached = {line["section"] for line in record.lines}
-    unknown = [word for word in options.only if word.partition(":")[0] not in reached]
-    notes += [f"--only {word}: no case has such a name" for word in unknown]
-    if record.problem:
-        notes.append(record.problem)
-    text = summarize(record.lines, device=options.device, seconds=record.seconds, budget=options.budget, notes=notes)
-    try:
-        (out / "summary.txt").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"{out / 'summary.txt'}: {error.strerror}")
-    print(text, flush=True)
-    return int(bool(unknown) or any(line["status"] in BAD for line in record.lines))
-
-
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set; the summary is written all the same."""
-    stop = threading.Event()
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(kind, lambda *_: stop.set()) for kind in kinds]
-    try:
-        yield stop
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
-
-
-def writable(out: Path | None) -> tuple[Path, list[str]]:
-    """The folder of results, or a temporary one where it cannot be written; and a note that says so."""
-    notes: list[str] = []
-    given = out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
-    if given is not None:
-        try:
-            given.mkdir(parents=True, exist_ok=True)
-            for name in (*FILES, "summary.txt"):  # of a check before
-                (given / name).unlink(missing_ok=True)
-            (given / FILES[0]).touch()
-            return given.resolve(), notes
-        except OSError as error:
-            notes.append(f"{given}: {error.strerror}; the results are in a temporary folder")
-    return Path(tempfile.mkdtemp(prefix="fedsim-gpu-out-")), notes
-
-
-def environment_of(options: argparse.Namespace, scratch: Path) -> tuple[dict[str, str], list[str]]:
-    """The environment of all processes: this checkout, packages and data that were carried; and what failed."""
-    notes, paths, data = [], [str(ROOT)], options.data
-    if options.packages is not None:
-        problem = packages.install(options.packages, scratch / "packages")
-        notes += [f"--packages: {problem}"] if problem else []
-        paths.append(str(scratch / "packages"))
-        data = data or packages.unpack_data(options.packages, scratch / "data")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-    if data is not None:
-        environment["FEDSIM_DATA"] = str(data.resolve())
-    return environment, notes
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the results so far are reported
+    results = Results(out / "lines.jsonl")
+    with contextlib.suppress(KeyboardInterrupt):
+        results.machine = machine(environment)
+        if options.device == "cpu" or results.machine.get("device", "cpu") != "cpu":
+            for name, part in PARTS.items():
+                left = 60 * options.minutes - (time.monotonic() - started)
+                run_part(part, options.k, left * part.share, out, environment)
+                results.read()
+                print(f"{time.monotonic() - started:5.0f} s  {name}: {results.counted()}", flush=True)
+    results.read()
+    (out / "results.json").write_text(json.dumps(results.as_json(), indent=1, default=str) + "\n")
+    print(summarize(results), flush=True)
+    return int(not results.complete)
 
 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
-    sections = list(sections_of())
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ..., or cpu to try the check out")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: $OUT, else a temporary folder")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which everything has ended")
-    parser.add_argument("--quick", action="store_true", help="run a few small cases of each section")
-    listed = "SECTION or SECTION:TEXT, for cases whose names contain TEXT; sections: "
-    parser.add_argument("--only", nargs="+", default=[], metavar="SECTION", help=listed + ", ".join(sections))
-    parser.add_argument("--data", type=Path, help="folder that holds MNIST/raw; default: $FEDSIM_DATA")
-    parser.add_argument("--packages", type=Path, help="folder of wheels to install first, as made by --pack")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="collect the wheels and MNIST, and do nothing else")
-    version = ".".join(platform.python_version_tuple()[:2])
-    parser.add_argument("--python", default=version, help="with --pack: the version of Python on the other machine")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: a temporary folder)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time after which the check ends (default: 9)")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try out the check without a GPU"
+    )
+    parser.add_argument(
+        "-k", metavar="EXPRESSION", default="", help="only tests and measurements that match, as in pytest"
+    )
     options = parser.parse_args(words)
-    for word in options.only:
-        name = word.partition(":")[0]
-        if name not in sections:
-            near = get_close_matches(name, sections, 1)
-            hint = f"did you mean {near[0]}?" if near else f"sections: {', '.join(sections)}"
-            parser.error(f"--only {word}: no such section; {hint}")
-    if not options.budget > 0:
-        parser.error(f"--budget {options.budget:g}: must be more than 0 seconds")
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: must be more than 0")
     return options
+
+
+def folder_of(out: Path | None) -> Path:
+    """Return the folder of the results, without the files of an earlier check."""
+    if out is None:
+        return Path(tempfile.mkdtemp(prefix="fedsim-gpu-"))
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (out / name).unlink(missing_ok=True)
+    return out.resolve()
+
+
+def machine(environment: dict[str, str]) -> dict[str, object]:
+    """Return what `benchmarks.gpu.machine` prints, or under "error" why it failed."""
+    command = [sys.executable, "-m", "benchmarks.gpu.machine"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=MACHINE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"the device does not answer within {MACHINE_SECONDS:g} s"}
+    if done.returncode != 0:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_part(part: Part, expression: str, seconds: float, out: Path, environment: dict[str, str]) -> None:
+    """Run pytest for at most `seconds`; then kill all of its processes."""
+    command = [sys.executable, *PYTEST, *part.words, "-k", expression, "-n", str(part.processes)]
+    command += ["--lines", str(out / "lines.jsonl"), "--test-seconds", str(part.seconds)]
+    with open(out / "log.txt", "ab") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, stdin=subprocess.DEVNULL
+        )
+        try:
+            process.wait(max(1.0, seconds))
+        except subprocess.TimeoutExpired:
+            log.write(f"\nended after {seconds:.0f} s\n".encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a driver may not even die
+                process.wait(5)
 
 
 if __name__ == "__main__":

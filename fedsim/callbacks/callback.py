@@ -122,7 +122,7 @@ class UserCallbacks(Callback):
 
     def on_round(self, record: RoundRecord) -> str | None:
         reasons = [reason for callback in self._callbacks if (reason := _reason(callback, record))]
-        reason = self._run.rounds.broadcast(reasons[0] if reasons else None)
+        reason = self._run.rounds.engine.broadcast(reasons[0] if reasons else None)
         self._run.on_request = reason is not None
         return reason
 

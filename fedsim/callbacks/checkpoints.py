@@ -48,10 +48,10 @@ class Checkpoints(Callback):
         if record.diverged is not None or not run.recorded:
             return
         last = round if run.stopped else run.experiment.rounds
-        if run.rounds.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
+        if run.rounds.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
             if run.folder:
                 run.folder.settle()
-            self._checkpoints.write(round, run.rounds.state, way=_choices_of(run))
+            self._checkpoints.write(round, run.rounds.loop.state, way=_choices_of(run))
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class StopEarly(Callback):
             if record.cohort and tested and not self._stopping.has_best:
                 by_function = isinstance(experiment.local.component, TrainFunction)
                 self._stopping.require_number(record, by_function=by_function)
-            reason = run.rounds.broadcast(self._stopping.update(record))
+            reason = run.rounds.engine.broadcast(self._stopping.update(record))
         return divergence(record) or reason
 
 
@@ -49,5 +49,5 @@ class FinalWorkerTests(Callback):
             self._test(record)
 
     def _test(self, record: RoundRecord) -> None:
-        figures = self._run.rounds.test_workers(record.round)
+        figures = self._run.rounds.loop.test_workers(record.round)
         self._run.history[-1] = replace(record, metrics=record.metrics | figures)

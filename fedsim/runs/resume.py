@@ -69,19 +69,19 @@ class ResumeState:
 
     def restore(self, rounds: Rounds) -> int:
         """Restore the run from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
-        start = rounds.state()
-        while (found := rounds.broadcast(self.newest())) is not None:
+        start = rounds.loop.state()
+        while (found := rounds.engine.broadcast(self.newest())) is not None:
             round, state = found
             try:
-                rounds.resume(state)
+                rounds.loop.resume(state)
             except UNFIT as error:
-                rounds.resume(start)
+                rounds.loop.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
             break
         else:
             round = 0
-        self.records[:] = rounds.broadcast(self.records[:round])
+        self.records[:] = rounds.engine.broadcast(self.records[:round])
         self.checkpoints.forget_after(round)
         return round
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedsim.config.experiment import Experiment
 from fedsim.core.rows import Layout
-from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask
 from fedsim.engines.aggregator import weights_by_probability
 from fedsim.engines.evaluation import EvaluationResult
@@ -31,6 +29,8 @@ class Rounds:
     """Runs the rounds of one run; all that `fedsim.run` and its callbacks know about engines and modes.
 
     Attributes:
+        loop: the rounds of the experiment's mode, which are repeated if a process is lost.
+        engine: trains the rows; gives the values of the first rank to all ranks.
         run_round: runs one round, counted from 1, and returns its record.
         facts: what is known before the first round.
         tests: the newest tests of single workers; None if there are none.
@@ -44,23 +44,23 @@ class Rounds:
         note: Note | None,
         keep_log: Callable[[bytes], object] | None,
     ) -> None:
-        self._task, self._engine = task, engine
+        self._task, self.engine = task, engine
         self.facts = RunFacts.of(experiment, task, engine)
         self.tests: WorkerResults | None = None
         loop = loop_of(experiment, task, engine, keep_log, self._keep_tests)
-        self._loop: Loop = recovering(loop, experiment, engine, note)
+        self.loop: Loop = recovering(loop, experiment, engine, note)
         ends = experiment.aggregate.nonfinite == "stop"
-        self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self._loop.run_round
+        self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self.loop.run_round
 
     def _run_or_end(self, round: int) -> RoundRecord:
         """Run one round; if it diverges, restore the global model before it, and return a record with its tests.
 
         Cost: a copy of the global row and buffers for each round, on their device.
         """
-        engine, shared = self._engine, self._engine.shared
+        engine, shared = self.engine, self.engine.shared
         before = shared.server.row.clone(), shared.server.buffers.clone()
         try:
-            return self._loop.run_round(round)
+            return self.loop.run_round(round)
         except DivergedError as error:
             if not engine.backend.at_work:  # a pool closes if one of its processes raises an error
                 engine.backend.replace_processes()
@@ -70,29 +70,13 @@ class Rounds:
             tested = EvaluationResult.of(self._task, shared)
             return RoundRecord(round=round, diverged=error.what, **tested.fields())
 
-    def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after a round, if workers are evaluated; figures of the results."""
-        return self._loop.test_workers(round)
-
     def tests_after(self, round: int) -> WorkerResults | None:
         """The tests of single workers after a round; None if there are none."""
         return self.tests if self.tests and self.tests.round == round else None
 
-    def state(self) -> Snapshot:
-        """The state between two rounds, on which the next round depends."""
-        return self._loop.state()
-
-    def resume(self, state: Snapshot) -> None:
-        """Continue from the state of a run of the same experiment."""
-        self._loop.resume(state)
-
-    def broadcast(self, value: Any) -> Any:
-        """The first rank's value, in all ranks."""
-        return self._engine.broadcast(value)
-
     def model(self) -> nn.Module:
         """The global model as a module of its own, on the CPU and in evaluation mode."""
-        module, shared = self._task.new_module(), self._engine.shared
+        module, shared = self._task.new_module(), self.engine.shared
         layout = Layout.of(module)
         layout.write(shared.server.row, module)
         layout.write_buffers(shared.server.buffers, module)
@@ -101,15 +85,15 @@ class Rounds:
     @property
     def global_row(self) -> Tensor:
         """A copy of the parameters of the global model as one row [d], on the CPU."""
-        return self._engine.shared.server.row.cpu().clone()
+        return self.engine.shared.server.row.cpu().clone()
 
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
         """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
 
         In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
         """
-        shared, task, cohort = self._engine.shared, self._task, record.cohort
-        gathered = self._engine.backend.round_rows(cohort, record.round)
+        shared, task, cohort = self.engine.shared, self._task, record.cohort
+        gathered = self.engine.backend.round_rows(cohort, record.round)
         if gathered is None:
             return {}
         (rows, losses), n = gathered, len(cohort)
@@ -128,13 +112,9 @@ class Rounds:
             updates["cohort_weights"] = weights_by_probability(shared, cohort)
         return {name: tensor.cpu().clone() for name, tensor in updates.items()}
 
-    def finish(self) -> None:
-        """Do what is due after the last round: a race hands over its log."""
-        self._loop.finish()
-
     def release(self) -> None:
         """Let go of the tensors: the engine must be the last to hold its memory when it leaves the task."""
-        del self.run_round, self._loop, self._engine
+        del self.run_round, self.loop, self.engine
 
     def _keep_tests(self, tests: WorkerResults) -> None:
         self.tests = tests

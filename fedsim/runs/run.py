@@ -161,6 +161,6 @@ def _is_main(experiment: Experiment) -> bool:
 
 
 def _result(run: CurrentRun) -> Result:
-    run.rounds.finish()
+    run.rounds.loop.finish()
     folder = run.folder.path if run.folder else None
     return Result(run.experiment, run.history, run.model(), run.rounds.global_row, folder, run.stopped)

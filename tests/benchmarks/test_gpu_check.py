@@ -1,146 +1,148 @@
-"""The GPU check: how it reports cases that fail, and some of its cases on the CPU."""
+"""The GPU check: how it goes on after tests that fail, how it reports, and what it measures, on the CPU."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as check
-from benchmarks.gpu.cases import Context
-from benchmarks.gpu.driver import FILES, Options, Record, drive
-from benchmarks.gpu.plan import BUDGET, STAGES, SUMMARY_SECONDS, Section, Stage, sections_of
-from benchmarks.gpu.section import cases_of, run_case
-from benchmarks.gpu.summary import LINES, WIDTH, Findings, goals, summarize
-from tests.device.pretend import pretend_gpu
+from benchmarks.gpu.profiling import summarize as summarize_events
+from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, goals, summarize
 
 ROOT = Path(__file__).parents[2]
+FAILING = """
+import os, subprocess, sys, time
+import pytest
+
+def test_right(record_property):
+    record_property("figures", {"us": 42})
+
+def test_wrong():
+    assert 1 == 2
+
+def test_not_here():
+    pytest.skip("not here")
+
+def test_hangs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open("child", "w").write(str(child.pid))
+    time.sleep(600)
+
+def test_last():
+    pass
+"""
 
 
-def driven(out, *sections, budget=BUDGET, only=(), stop=None, seconds=60.0):
-    """The record of some sections of tests/benchmarks."""
+def results_of(tmp_path, text, seconds, test_seconds):
+    """The results of a file of tests, of which each may take `test_seconds`."""
+    (tmp_path / "test_some.py").write_text(text)
+    part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull, "test_some.py"), 1, test_seconds)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    record = Record(out)
-    stage = Stage(seconds * BUDGET / budget, tuple(Section(name, "", package="tests.benchmarks") for name in sections))
-    options = Options("cpu", False, budget, only, out, out, environment)
-    drive(options, record, stop or threading.Event(), (stage,))
-    return record
+    check.run_part(part, "", seconds, tmp_path, environment)
+    results = Results(tmp_path / "lines.jsonl")
+    results.read()
+    return results
 
 
-def statuses(record):
-    return {line["case"]: line["status"] for line in record.lines}
+def lives(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_case_that_fails_does_not_stop_the_others(tmp_path):
-    record = driven(tmp_path, "failing")
-    assert statuses(record) == {
-        **{"right": "ok", "wrong": "wrong", "raises": "error", "does not apply": "skipped", "aborts": "died"},
-        **{"exits": "died", "hangs": "hung", "prints": "ok", "last": "ok"},
+def outcomes(results):
+    return {name.rpartition("::")[2]: test["outcome"] for name, test in results.tests.items()}
+
+
+def test_a_test_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    results = results_of(tmp_path, FAILING, 60.0, 1.0)
+    assert outcomes(results) == {
+        **{"test_right": "passed", "test_wrong": "failed", "test_not_here": "skipped"},
+        **{"test_hangs": "failed", "test_last": "passed"},
     }
-    lines = {line["case"]: line for line in record.lines}
-    assert lines["wrong"]["facts"] == {"off": 2.0}
-    assert "ZeroDivisionError" in lines["raises"]["error"]
-    assert lines["raises"]["where"][-1].startswith("tests/benchmarks/failing.py:")
-    assert "SIGABRT" in lines["aborts"]["error"]
-    assert "exit status 7" in lines["exits"]["error"]
-    written = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert written == record.lines
-    child = int(re.search(r"child (\d+)", lines["hangs"]["output"])[1])
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()
-    assert "{not json}" in (tmp_path / "log.txt").read_text(errors="replace")
+    assert [*results.figures().values()] == [{"us": 42}]
+    assert "assert 1 == 2" in results.failures["test_some.py::test_wrong"]
+    assert "time.sleep" not in (tmp_path / "lines.jsonl").read_text()
+    assert "test_hangs" in (tmp_path / "lines.jsonl.stacks").read_text()
+    child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 5
+    while (running := lives(child)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running, "it is killed with its process group"
+    assert not results.complete
 
 
-def test_a_section_that_cannot_start_is_reported(tmp_path):
-    record = driven(tmp_path, "broken", "failing", only=("broken", "failing:last"))
-    assert statuses(record) == {"start": "died", "all cases": "not reached", "last": "ok"}
-    assert any("No module named 'pydantic'" in line.get("error", "") for line in record.lines)
-
-
-@pytest.mark.parametrize("how", ["stage", *(pytest.param(how, marks=pytest.mark.slow) for how in ("budget", "signal"))])
-def test_cases_without_time_are_reported(how, tmp_path):
-    stop = threading.Event()
-    threading.Timer(1.0, stop.set if how == "signal" else dict).start()
-    budget = 1.5 * BUDGET / (BUDGET - SUMMARY_SECONDS) if how == "budget" else BUDGET
-    record = driven(tmp_path, "hanging", budget=budget, seconds=1.0 if how == "stage" else 60.0, stop=stop)
-    assert [(line["case"], line["status"]) for line in record.lines] == [("hangs", "cut"), ("2 cases", "not reached")]
-    assert record.lines[1]["names"] == ["second", "third"]
-
-
-def test_a_full_disk_is_reported_and_stops_nothing(tmp_path):
-    for name in FILES:
-        (tmp_path / name).symlink_to("/dev/full")
-    record = driven(tmp_path, "failing", only=("failing:right",))
-    assert statuses(record) == {"right": "ok"}
-    assert "No space left on device" in record.problem
-
-
-def test_a_case_on_the_cpu(tmp_path, capsys):
-    assert check.main(["--device", "cpu", "--out", str(tmp_path), "--only", "rules:rule krum, float64"]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert [line["status"] for line in lines] == ["ok"]
-    shown = capsys.readouterr().out
-    assert "no case failed" in shown
-    assert (tmp_path / "summary.txt").read_text() in shown
+def test_tests_without_time_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    results = results_of(tmp_path, "import time\ndef test_a(): time.sleep(600)\ndef test_b(): pass\n", 5.0, 600.0)
+    assert outcomes(results) == {"test_a": "cut", "test_b": "not reached"}
+    assert not results.complete
 
 
 @pytest.fixture
-def gpu():
-    """A pretend GPU for a test."""
-    with pretend_gpu() as gpu:
-        yield gpu
-
-
-SLOW_CASES = ["draws:failed", "faults:captured", "memory:after runs, serial"]
-GPU_CASES = [
-    *("constants:graph of 30", "draws:graph"),
-    *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW_CASES),
-]
-
-
-@pytest.mark.parametrize("word", GPU_CASES)
-def test_cases_that_need_a_gpu_on_the_pretend_gpu(word, tmp_path, gpu):
-    section = sections_of()[word.partition(":")[0]]
-    cases = cases_of(section, Context("cuda", True, tmp_path, tmp_path, (word,)))
-    assert [run_case(case)["status"] for case in cases] == ["ok"]
-
-
-def test_a_summary_fits_on_a_screen():
-    lines = [{"section": "rules", "case": f"case {k}", "status": "error", "error": "long " * 99} for k in range(99)]
-    lines += [{"section": "ways", "case": str(k), "status": "ok", "warnings": [f"{k} " * 99]} for k in range(99)]
-    shown = summarize(lines, device="cuda", seconds=1.0, budget=BUDGET, notes=["note"] * 99).splitlines()
-    assert len(shown) == LINES
-    assert max(map(len, shown)) <= WIDTH
-
-
-def rounds(**milliseconds):
-    """Lines of workload w3."""
-    kinds = {"limit": "limit_ms"}
-    return [
-        {
-            "section": "workloads",
-            "case": f"w3, {way.replace('_', ' ')}",
-            "status": "ok",
-            "facts": {kinds.get(way, "round_ms"): ms},
-        }
-        for way, ms in milliseconds.items()
+def results(tmp_path):
+    """Results of a check of which many tests failed, and that measured a workload."""
+    lines = [{"test": f"tests/a.py::test_{k}", "outcome": "failed", "error": "long " * 99} for k in range(99)]
+    lines += [{"warning": f"{k} " * 99, "test": "a"} for k in range(99)]
+    ms = {"batched": 10.0, "serial": 300.0, "bare loop": 150.0}
+    figures = {**{way: {"round_ms": time} for way, time in ms.items()}, "limit": {"limit_ms": 1.5}}
+    figures["batched, profile"] = {"launches": 12, "kernels": 3456}
+    lines += [
+        {"test": f"measure.py::test_measurement[w3, {way}]", "outcome": "passed", "figures": known}
+        for way, known in figures.items()
     ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"test": "half a li')
+    results = Results(tmp_path / "lines.jsonl")
+    results.read()
+    return results
 
 
-def test_goals_are_against_the_faster_of_the_baselines_and_against_the_limit():
-    met = rounds(batched=10.0, serial=300.0, bare_loop=250.0, limit=2.5)
-    assert [goal.met for goal in goals(Findings(met)) if goal.met is not None] == [True, True]
-    missed = rounds(batched=10.0, serial=300.0, bare_loop=150.0, limit=1.5)
-    assert [goal.met for goal in goals(Findings(missed)) if goal.met is not None] == [False, False]
-    assert "goal NOT met: w3: 15 times faster" in summarize(missed, device="cuda", seconds=1.0, budget=BUDGET)
+def test_a_summary_fits_on_a_screen_and_has_the_figures(results):
+    lines = summarize(results).splitlines()
+    assert len(lines) < MOST_FAILURES + 15
+    assert max(map(len, lines)) <= WIDTH
+    table = {line.partition("   ")[0].strip(): line.split() for line in lines}
+    assert table["w3 ms/round"][2:] == ["10", "-", "-", "-", "-", "300", "150", "1.5"]
+    assert table["w3 launches"][2] == "12"
+    assert len(results.as_json()["failures"]) == 99
+
+
+def test_goals_are_against_the_faster_of_the_baselines_and_against_the_limit(results):
+    assert [*goals(results.figures()).values()] == [False, False]
+    faster = {**results.figures(), "w3, batched": {"round_ms": 7.5}}
+    assert [*goals(faster).values()] == [True, True]
+
+
+def test_a_device_that_does_not_compute_is_a_failure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "machine", lambda environment: {"error": "no device"})
+    assert check.main(["--out", str(tmp_path)]) == 1
+    assert "FAILED machine: no device" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["failures"] == {"machine": "no device"}
+
+
+def test_a_device_is_busy_while_a_kernel_runs():
+    events = [("a", True, 0.0, 1000.0), ("b", True, 500.0, 1500.0), ("a", True, 3000.0, 4000.0)]
+    events += [("cudaLaunchKernel", False, 0.0, 1.0), ("cudaStreamSynchronize", False, 0.0, 1.0)]
+    figures = summarize_events(events)
+    assert (figures["kernels"], figures["launches"], figures["waits"]) == (3, 1, 1)
+    assert (figures["busy_ms"], figures["span_ms"], figures["busy_share"]) == (2.5, 4.0, 0.625)
+    assert figures["top"] == [["a", 2, 2.0], ["b", 1, 1.0]]
+
+
+def test_a_measurement_on_the_cpu(monkeypatch):
+    from benchmarks.gpu import measure
+
+    monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "cohort=3"))
+    assert measure.MEASUREMENTS["node of a graph"]()["us"] > 0
+    assert measure.MEASUREMENTS["w3, batched"]()["round_ms"] > 0
 
 
 @pytest.mark.slow
 def test_the_whole_check_on_the_cpu(tmp_path):
-    assert check.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    assert {line["section"] for line in lines} >= {section.name for stage in STAGES for section in stage.sections}
-    assert {line["status"] for line in lines} <= {"ok", "skipped"}
+    assert check.main(["--device", "cpu", "--minutes", "60", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["failures"] == {}
+    assert results["figures"]["w3, same work"]["difference"] < 1e-6

@@ -556,15 +556,6 @@ def test_without_attackers_or_honest_rows(name, honest, own_updates):
         assert bound(own_updates[:0], own_updates, **given)[0].shape == (3, 33)
 
 
-@pytest.mark.gpu
-@EVERY
-def test_every_attack_on_a_gpu_gives_the_result_of_the_cpu(name, honest, own_updates):
-    rows = attack(honest.cuda(), 3, name, own_updates=own_updates.cuda(), last=honest[0].cuda(), aggregate=median)
-    assert rows.is_cuda
-    expected = attack(honest, 3, name, own_updates=own_updates, last=honest[0], aggregate=median)
-    assert torch.allclose(rows.cpu(), expected, rtol=0, atol=1e-9, equal_nan=True)
-
-
 def test_an_attack_can_be_an_import_path(honest, own_updates):
     rows = attack(honest, 3, "tests.byzantine.test_attacks:backwards", own_updates=own_updates, scale=2.0)
     assert torch.equal(rows, own_updates.flip(1) * 2)

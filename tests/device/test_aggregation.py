@@ -11,15 +11,15 @@ from fedsim.aggregation import rule
 from fedsim.aggregation.rule import pre_aggregator
 from fedsim.byzantine.base import attack_strategy
 from fedsim.server.optimizer import server_optimizer
-from tests.device.agreement import settings_of
-from tests.device.pretend import download, on_gpu, pretend_gpu, upload
+from tests.device.agreement import COLUMNS, REAL, settings_of, some_gpu, to_gpu
 
-N, D = 12, 301
+N = 12
+PRECISIONS = {torch.float64: 1e-9, **({torch.float32: 1e-4, torch.bfloat16: 5e-2} if REAL else {})}
 
 
 def rows(kind: str = "ordinary") -> torch.Tensor:
     """Float64 rows [n, d]."""
-    updates = torch.randn(N, D, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    updates = torch.randn(N, COLUMNS, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     if kind == "not finite":
         updates[2, 3], updates[5] = torch.nan, torch.inf
     if kind == "large":
@@ -28,17 +28,20 @@ def rows(kind: str = "ordinary") -> torch.Tensor:
     return updates
 
 
-def assert_same_on_gpu(function, *tensors: torch.Tensor) -> None:
-    """A function makes of tensors on the GPU what it makes of tensors on the CPU, or raises the same error."""
-    expected = refusal_or(function, *tensors)
-    with pretend_gpu():
-        found = refusal_or(function, *map(upload, tensors))
+def assert_same_on_gpu(function, *tensors: torch.Tensor, dtype: torch.dtype = torch.float64) -> None:
+    """A function makes of tensors on a GPU what it makes of float64 on the CPU, or raises the same error."""
+    rounded = [tensor.to(dtype) for tensor in tensors]
+    expected = refusal_or(function, *(tensor.double() for tensor in rounded))
+    with some_gpu():
+        found = refusal_or(function, *map(to_gpu, rounded))
+        assert isinstance(found, str) or found.is_cuda
     if isinstance(expected, str):
         assert found == expected
         return
-    assert on_gpu(found)
+    assert found.dtype == dtype
     scale = max(1.0, float(expected.nan_to_num(posinf=0, neginf=0).abs().max()))
-    assert torch.allclose(download(found) / scale, expected / scale, rtol=0, atol=1e-9, equal_nan=True)
+    found, bound = found.cpu().double() / scale, PRECISIONS[dtype]
+    assert torch.allclose(found, expected / scale, rtol=0, atol=bound, equal_nan=True)
 
 
 def refusal_or(function, *tensors):
@@ -59,16 +62,27 @@ def aggregated(plug, updates, root, **given):
     return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **given)
 
 
-every_rule = pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
+def every(registry):
+    return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
 
 
-@every_rule
-@pytest.mark.parametrize(("kind", "nonfinite"), [("ordinary", "error"), ("not finite", "exclude"), ("large", "error")])
-def test_a_rule(plug, kind, nonfinite):
-    updates = rows(kind)
-    assert_same_on_gpu(lambda x, root: aggregated(plug, x, root, nonfinite=nonfinite), updates, rows()[0])
+each_precision = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 
 
+@pytest.mark.gpu
+@each_precision
+@every(rule)
+def test_a_rule(plug, dtype):
+    cases = {"ordinary": "error", "not finite": "exclude", **({"large": "error"} if dtype == torch.float64 else {})}
+    for kind, nonfinite in cases.items():
+        assert_same_on_gpu(
+            lambda x, root, nonfinite=nonfinite: aggregated(plug, x, root, nonfinite=nonfinite),
+            *(rows(kind), rows()[0]),
+            dtype=dtype,
+        )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("plug", [plug for plug in rule if "weights" in plug.takes], ids=lambda plug: plug.name)
 def test_a_rule_with_weights(plug):
     weights = torch.arange(1.0, N + 1)
@@ -76,14 +90,16 @@ def test_a_rule_with_weights(plug):
     assert_same_on_gpu(lambda x, w: aggregated(plug, x, x[0], weights=w), rows(), weights)
 
 
-@pytest.mark.parametrize("after", ["median", "krum"])
-@pytest.mark.parametrize("plug", list(pre_aggregator), ids=lambda plug: plug.name)
-def test_a_pre_aggregator(plug, after):
+@pytest.mark.gpu
+@each_precision
+@every(pre_aggregator)
+def test_a_pre_aggregator(plug, dtype):
     settings = settings_of(plug)
     name = settings.pop("name")
-    last = {"rule": after, "f": 1} if after == "krum" else after
-    assert_same_on_gpu(lambda x: fedsim.aggregate(x, rule=[{"rule": name, **settings}, last]), rows())
-    assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), rows())
+    for last in ("median", {"rule": "krum", "f": 1}):
+        chain = [{"rule": name, **settings}, last]
+        assert_same_on_gpu(lambda x, chain=chain: fedsim.aggregate(x, rule=chain), rows(), dtype=dtype)
+    assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), rows(), dtype=dtype)
 
 
 def median(x):
@@ -98,21 +114,20 @@ def attacked(plug, honest, last, own_updates=None):
     )
 
 
-every_attack = pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
-
-
-@every_attack
-def test_an_attack(plug):
+@pytest.mark.gpu
+@each_precision
+@every(attack_strategy)
+def test_an_attack(plug, dtype):
     honest, own_updates, last = rows()[:8], rows()[8:11], rows()[11]
     for tensors in ((honest, last, own_updates), (honest, last)):
-        assert_same_on_gpu(lambda *given: attacked(plug, *given), *tensors)
+        assert_same_on_gpu(lambda *given: attacked(plug, *given), *tensors, dtype=dtype)
 
 
-@every_attack
+@every(attack_strategy)
 def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(plug, gpu):
     launches = []
-    for d in (10, 200_000):
-        tensors = [upload(torch.randn(size, dtype=torch.double)) for size in ((8, d), (d,), (3, d))]
+    for d in (10, 40_000):
+        tensors = [to_gpu(torch.randn(size, dtype=torch.double)) for size in ((8, d), (d,), (3, d))]
         with gpu.counting() as counts:
             attacked(plug, *tensors)
         assert counts.uploads == 0, counts.table()
@@ -121,12 +136,13 @@ def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(plug, gpu):
 
 
 def test_an_attack_without_own_rows_uploads_nothing(gpu):
-    honest = upload(rows()[:8])
+    honest = to_gpu(rows()[:8])
     with gpu.counting() as counts:
         fedsim.attack(honest, 3, "sign_flipping")
     assert counts.uploads == 0, counts.table()
 
 
+@pytest.mark.gpu
 def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():
     def aggregated_entries(x):
         updates = [{"a": row[:300], "b": np.array([float(index)])} for index, row in enumerate(x)]
@@ -137,14 +153,17 @@ def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():
     assert_same_on_gpu(aggregated_entries, rows())
 
 
-def test_updates_in_which_parameters_lie_on_two_devices(gpu):
-    updates = [{"a": torch.ones(2), "b": upload(torch.ones(3)) * index} for index in range(4)]
-    result = fedsim.aggregate(updates, rule="mean")
-    assert not on_gpu(result["a"])
-    assert on_gpu(result["b"])
+@pytest.mark.gpu
+def test_updates_in_which_parameters_lie_on_two_devices():
+    with some_gpu():
+        updates = [{"a": torch.ones(2), "b": torch.ones(3, device="cuda") * index} for index in range(4)]
+        result = fedsim.aggregate(updates, rule="mean")
+        assert not result["a"].is_cuda
+        assert result["b"].is_cuda
 
 
-@pytest.mark.parametrize("plug", list(server_optimizer), ids=lambda plug: plug.name)
+@pytest.mark.gpu
+@every(server_optimizer)
 def test_a_server_optimizer(plug):
     def moved(row, updates):
         settings = settings_of(plug)

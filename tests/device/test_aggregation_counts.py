@@ -8,6 +8,7 @@ import torch
 import fedsim
 from fedsim.aggregation import AggregationInputs, column_blocks, make_pipeline, resolve, rule
 from fedsim.aggregation.numerics.columns import LINE, most_columns, small_blocks
+from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
 
 N, D, F = 10, 40_000, 1
@@ -119,8 +120,11 @@ def drawn_mean(updates, draws):
 drawn_mean.columnwise = drawn_mean.linear = True
 
 
-def test_a_linear_rule_draws_the_same_coefficients_on_a_gpu(gpu):
+@pytest.mark.gpu
+def test_a_linear_rule_draws_the_same_coefficients_on_a_gpu():
     updates = rows().double()
     for rules in (drawn_mean, ["bucketing", drawn_mean]):
-        found = fedsim.aggregate(upload(updates), rule=rules, seed=3)
-        assert torch.allclose(download(found), fedsim.aggregate(updates, rule=rules, seed=3), rtol=0, atol=1e-12)
+        expected = fedsim.aggregate(updates, rule=rules, seed=3)
+        with some_gpu():
+            found = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
+        assert torch.allclose(found.cpu(), expected, rtol=0, atol=1e-12)

@@ -85,7 +85,7 @@ NOT_CAPTURED = {  # of a round, and of a step
     "w2": (Bound(8 + ORDERS, 6), Bound(58, 0)),
     "w3": (Bound(8 + ORDERS, 6), Bound(36, 0)),
 }
-OF_GRADIENTS = {"w1": Bound(11, 0), "w2": Bound(11, 0), "w3": Bound(11, 0)}  # a step, beyond the model's own launches
+OF_GRADIENTS = Bound(11, 0)  # a step, beyond the model's own launches
 ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
     "k_sync": Bound(300, 13),
     "fedbuff": Bound(322, 13),
@@ -143,26 +143,36 @@ def assert_within(bounds: tuple[Bound, Bound], few: Counts, many: Counts) -> Non
         assert all(a <= b for a, b in zip(found, bound, strict=True)), f"{found}, at most {bound}\n{many.table()}"
 
 
-@pytest.mark.parametrize(("workload", "method"), [(name, method) for name in BOUNDS for method in BOUNDS[name]])
+def marks_of(workload):
+    """w2 is slow, and has the layers of w1."""
+    return pytest.mark.slow if workload == "w2" else ()
+
+
+each_workload = pytest.mark.parametrize("workload", [pytest.param(name, marks=marks_of(name)) for name in WORKLOADS])
+
+
+@pytest.mark.parametrize(
+    ("workload", "method"),
+    [pytest.param(name, method, marks=marks_of(name)) for name in BOUNDS for method in BOUNDS[name]],
+)
 def test_a_round(workload, method, phases):
     few, many = (phases(workload, steps)[method] for steps in (FEW, MANY))
     assert_within(BOUNDS[workload][method], few, many)
 
 
-@pytest.mark.parametrize("workload", NOT_CAPTURED)
+@each_workload
 def test_a_step_that_is_not_captured(workload, phases):
     few, many = (phases(workload, steps, cuda_graphs=False)["train_cohort"] for steps in (FEW, MANY))
     assert_within(NOT_CAPTURED[workload], few, many)
 
 
-@pytest.mark.parametrize("workload", OF_GRADIENTS)
+@each_workload
 def test_a_step_of_gradients(workload, phases):
     few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
     _, found = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
     _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
-    bound = OF_GRADIENTS[workload]
-    assert found.launches - model.launches <= bound.launches, many["aggregate_each_step"].table()
-    assert found.waits <= bound.waits, many["aggregate_each_step"].table()
+    assert found.launches - model.launches <= OF_GRADIENTS.launches, many["aggregate_each_step"].table()
+    assert found.waits <= OF_GRADIENTS.waits, many["aggregate_each_step"].table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)

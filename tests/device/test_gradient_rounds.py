@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fedsim
-from tests.device.pretend import pretend_gpu
+from tests.device.agreement import ROUNDING, some_gpu
 from tests.device.pretend.counting import LAUNCH, WAITS
 
 BASE = {
@@ -53,29 +53,31 @@ CASES = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
     change = {"data": BROKEN, **CASES[case]}
     change["aggregate"] = {"nonfinite": "exclude", **change.get("aggregate", {})}
     expected = run(change, "cpu")
-    with pretend_gpu():
+    with some_gpu():
         found = run(change, "cuda")
-    assert torch.allclose(found.global_row.cpu(), expected.global_row, rtol=0, atol=1e-12)
+    assert torch.allclose(found.global_row.cpu(), expected.global_row, rtol=0, atol=ROUNDING)
     assert [record["excluded"] for record in found.history] == [record["excluded"] for record in expected.history]
     assert any(record["excluded"] for record in found.history)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["uniform", [0.0, 1.0, 1.0]])
 def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts(weights):
     change = {"data": BROKEN, "aggregate": {"weights": weights}}
     if weights != "uniform":
         expected = run(change, "cpu").global_row
-        with pretend_gpu():
-            assert torch.allclose(run(change, "cuda").global_row.cpu(), expected, rtol=0, atol=1e-12)
+        with some_gpu():
+            assert torch.allclose(run(change, "cuda").global_row.cpu(), expected, rtol=0, atol=ROUNDING)
         return
     with pytest.raises(fedsim.ExperimentError) as expected:
         run(change, "cpu")
-    with pretend_gpu(), pytest.raises(fedsim.ExperimentError) as found:
+    with some_gpu(), pytest.raises(fedsim.ExperimentError) as found:
         run(change, "cuda")
     assert str(found.value) == str(expected.value)
 

@@ -20,60 +20,71 @@ from fedsim.runs.rule_replay import load_round
 from fedsim.server.optimizer import server_optimizer
 from tests import plugs
 from tests.device.agreement import (
+    CLOSE,
     DATA,
     ENGINES,
+    FULL,
+    REAL,
     ROUNDING,
     SAMPLES,
     TINY,
     assert_agrees_with_the_cpu,
+    assert_same_model,
     assert_same_results,
-    refused,
     run_on_cpu,
     run_on_gpu,
     settings_of,
+    some_gpu,
+    to_gpu,
     with_small_data,
 )
-from tests.device.pretend import download, pretend_gpu, upload
-from tests.engines.test_contract import CASES, REFUSED
+from tests.engines.test_contract import ALL_CASES, REFUSED, syncs_of
 from tests.matrix import in_turn
+
+pytestmark = pytest.mark.gpu
 
 
 def every(registry):
     return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
 
 
-def with_engines(name, values):
-    """Pair each value with one of the two engines, alternating; the other pairs are marked `slow`."""
-    return in_turn((name, "engine"), values, ENGINES)
+def with_engines(name, values, engines=("serial", "batched")):
+    """Pair each value with one of the engines, alternating; the other pairs are marked `slow`."""
+    return in_turn((name, "engine"), values, engines)
 
 
-CONTRACT = [  # no other test here has their solver, rule, attack, server optimizer, partition or shape of a round
-    *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
-    *("gradients first, then parameters", "bfloat16", "buffers kept by workers", "state that no row holds"),
-    *("shared and unused parameters", "token numbers", "a rule by distances, under attack", "pre-aggregators"),
-    *("a rule with a state", "a rule that asks for losses", "an attack tuned to the rule"),
-    *("an attack tuned to a rule by distances of clipped rows", "a server that broadcasts something else"),
-    "virtual shards of uneven sizes, under attack",
-]
-
-
-@with_engines("case", CONTRACT)
-def test_the_contract_of_engines(case, engine):
-    tables = with_small_data({**TINY, **CASES[case], "precision": "float64"})
-    with refused(REFUSED.get((engine, case))):
-        assert_agrees_with_the_cpu(tables, engine)
-
-
-@with_engines(
-    "case",
-    [
+CONTRACT = {  # no other test here has their solver, rule, attack, server optimizer, partition or shape of a round
+    "parameters": [
+        *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
+        *("gradients first, then parameters", "buffers kept by workers", "state that no row holds"),
+        *("shared and unused parameters", "token numbers", "a rule by distances, under attack", "pre-aggregators"),
+        *("a rule with a state", "a rule that asks for losses", "an attack tuned to the rule"),
+        *("an attack tuned to a rule by distances of clipped rows", "a server that broadcasts something else"),
+        "virtual shards of uneven sizes, under attack",
+    ],
+    "gradients": [
         *("partial cohorts of uneven shards", "dropout", "buffers averaged", "a rule by distances, under attack"),
         *("a rule that asks for losses", "rows left out"),
     ],
-)
-def test_rounds_of_gradients(case, engine):
-    tables = {**TINY, "local": {"batch_size": 8, "steps": 3}, **CASES[case], "sync": "gradients"}
-    assert_agrees_with_the_cpu(with_small_data(tables), engine)
+}
+RUNS = {f"{case}, {sync}": (case, sync) for sync, cases in CONTRACT.items() for case in cases}
+if REAL:
+    RUNS = {f"{case}, {sync}": (case, sync) for case in ALL_CASES for sync in syncs_of((case,))}
+
+
+@with_engines("run", RUNS, tuple(ENGINES) if REAL else ("serial", "batched"))
+def test_the_contract_of_engines(run, engine):
+    case, sync = RUNS[run]
+    if REAL:
+        tables = {**FULL, "sync": sync, **ALL_CASES[case], "precision": "float64"}
+    else:
+        local = {"local": {"batch_size": 8, "steps": 3}} if sync == "gradients" else {}
+        tables = with_small_data({**TINY, **local, "sync": sync, **ALL_CASES[case], "precision": "float64"})
+    if reason := REFUSED.get((ENGINES[engine]["engine"], case)):
+        with pytest.raises(fedsim.ExperimentError, match=reason):
+            assert_agrees_with_the_cpu(tables, engine)
+    else:
+        assert_agrees_with_the_cpu(tables, engine)
 
 
 @with_engines("plug", solver)
@@ -96,6 +107,20 @@ def test_a_server_optimizer(plug):
     assert_agrees_with_the_cpu(
         {**TINY, "rounds": 3, "server": {"optimizer": settings.pop("name"), **settings}}, "serial"
     )
+
+
+@pytest.mark.skipif(not REAL, reason="the pretend GPU computes as the CPU does")
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize("plug", [*solver, *server_optimizer] if REAL else [], ids=lambda plug: plug.name)
+def test_a_solver_or_a_server_optimizer_in_float32(plug, engine):
+    settings = settings_of(plug)
+    name = settings.pop("name")
+    if plug in solver:
+        tables = {**TINY, "local": {"solver": name, "batch_size": 8, "lr": 0.01, **settings}}
+    else:
+        tables = {**TINY, "rounds": 3, "server": {"optimizer": name, **settings}}
+    found = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
+    assert_same_model(run_on_cpu(tables), found, CLOSE["float32"])
 
 
 @with_engines("plug", attack_strategy)
@@ -138,18 +163,15 @@ def test_a_policy_on_the_clock(plug):
     tables["clock"] = {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}
     if plug.name == "sync":
         tables["sync"] = "gradients"
-    expected = fedsim.run({**tables, "device": "cpu", "engine": "serial"})
-    found, _ = run_on_gpu(tables, engine="serial")
-    assert_same_results(expected, found)
+    assert_agrees_with_the_cpu(tables, "serial")
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("tf32", 1e-2), ("bf16", 5e-2)])
-@in_turn(("sync", "engine"), ["parameters", "gradients"], ENGINES)
-def test_a_precision(precision, tolerance, sync, engine):
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+@with_engines("sync", ["parameters", "gradients"])
+def test_a_precision(precision, sync, engine):
     tables = {**TINY, "model": {"name": "2nn", "hidden": 20}, "sync": sync}
-    expected = run_on_cpu({**tables, "precision": "float32"})
-    found, _ = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
-    assert torch.allclose(expected.global_row, found.global_row, rtol=0, atol=tolerance)
+    found = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
+    assert_same_model(run_on_cpu({**tables, "precision": "float32"}), found, CLOSE[precision])
 
 
 RESUMED = {
@@ -161,18 +183,18 @@ RESUMED = {
 @with_engines("case", RESUMED)
 def test_a_resumed_run(case, engine, tmp_path):
     tables = {**TINY, "model": "tests.models:Normalised", **RESUMED[case]}
-    expected = fedsim.run({**tables, "rounds": 4, "device": "cpu", "engine": "serial"})
-    with pretend_gpu():
+    expected = run_on_cpu({**tables, "rounds": 3})
+    with some_gpu():
         tables |= {**ENGINES[engine], "checkpoint": {"every": 1}, "device": "cuda"}
-        fedsim.run(tables, tmp_path / "run")
-        found = fedsim.run({**tables, "rounds": 4}, tmp_path / "run", resume=True)
+        fedsim.run({**tables, "rounds": 1}, tmp_path / "run")
+        found = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
     assert_same_results(expected, found)
 
 
 def test_updates_on_record(tmp_path):
     tables = {**TINY, "rounds": 1, "records": {"updates": [1]}, "aggregate": {"rule": "fltrust", "root_samples": 20}}
     fedsim.run({**tables, "device": "cpu", "engine": "serial"}, tmp_path / "expected")
-    with pretend_gpu():
+    with some_gpu():
         fedsim.run({**tables, "device": "cuda", "engine": "serial"}, tmp_path / "found")
     expected, found = (load_round(tmp_path / name, allow_imports=True).tensors for name in ("expected", "found"))
     assert found.keys() == expected.keys()
@@ -180,7 +202,7 @@ def test_updates_on_record(tmp_path):
         assert torch.allclose(expected[name], found[name], rtol=0, atol=ROUNDING), name
 
 
-def test_training_and_testing_by_hand(gpu):
+def test_training_and_testing_by_hand():
     def train(device):
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).double().to(device)
@@ -193,21 +215,22 @@ def test_training_and_testing_by_hand(gpu):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         shards = fedsim.dataset_split(data, 2)
         fedsim.train_epoch(module, shards[0].batches(8), optimizer)
-        return row, fedsim.test(module, shards[1].batches(8)).loss
+        return row.cpu(), fedsim.test(module, shards[1].batches(8)).loss
 
     expected, loss = train("cpu")
-    found, loss_on_gpu = train("cuda")
-    assert torch.allclose(download(found), expected, rtol=0, atol=ROUNDING)
+    with some_gpu():
+        found, loss_on_gpu = train("cuda")
+    assert torch.allclose(found, expected, rtol=0, atol=ROUNDING)
     assert loss_on_gpu == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_labels_on_the_gpu_are_split_as_labels_on_the_host(shape, gpu):
+def test_labels_on_the_gpu_are_split_as_labels_on_the_host(shape):
     labels = torch.arange(12) % 3
-    expected = [
-        shard.indices for shard in fedsim.dataset_split(list(zip(labels, labels, strict=True)), 3, "label_k", k=1)
-    ]
-    on_gpu = [(label, label.view(shape)) for label in upload(labels)]
-    for data in (on_gpu, TensorDataset(upload(labels), upload(labels))):
-        shards = fedsim.dataset_split(data, 3, "label_k", k=1)
-        assert all(torch.equal(shard.indices, one) for shard, one in zip(shards, expected, strict=True))
+    pairs = list(zip(labels, labels, strict=True))
+    expected = [shard.indices for shard in fedsim.dataset_split(pairs, 3, "label_k", k=1)]
+    with some_gpu():
+        on_gpu = [(label, label.view(shape)) for label in to_gpu(labels)]
+        for data in (on_gpu, TensorDataset(to_gpu(labels), to_gpu(labels))):
+            shards = fedsim.dataset_split(data, 3, "label_k", k=1)
+            assert all(torch.equal(shard.indices, one) for shard, one in zip(shards, expected, strict=True))

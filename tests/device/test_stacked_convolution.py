@@ -1,4 +1,4 @@
-"""The convolution of a stack on the pretend GPU: launches that do not grow with rows."""
+"""The convolution of a stack on a GPU: the results of one row after another, by launches that do not grow with rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacking.operations import Options, stacked_convolution
+from fedsim.engines.stacking.operations import Options, one_by_one, stacked_convolution
+from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import upload
 
 MOST_LAUNCHES = 3  # forward, and backward, padded, with derivatives by all
@@ -16,6 +17,21 @@ def tensors(k, batch=2):
     generator = torch.Generator().manual_seed(0)
     shapes = (k * batch, 3, 7, 6), (k, 4, 3, 3, 2), (k, 4)
     return [torch.randn(shape, generator=generator, dtype=torch.double) for shape in shapes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [2, 10])
+def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
+    def outputs_and_derivatives(convolve, leaves):
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        outputs = convolve(F.conv2d, *leaves, Options(padding=1))
+        return outputs.detach(), *torch.autograd.grad(outputs, leaves, outputs.detach())
+
+    expected = outputs_and_derivatives(one_by_one, tensors(k))
+    with some_gpu():
+        found = outputs_and_derivatives(stacked_convolution, [to_gpu(tensor) for tensor in tensors(k)])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-9 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("k", [2, 5])

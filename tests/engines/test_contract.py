@@ -392,14 +392,3 @@ def test_mnist5k_in_full_gives_the_same_bits(sync):
     tables = {"rounds": 3, "workers": 7, "cohort": 5, "sync": sync, "partition": "tests.plugs:uneven"}
     serial, spawn = run_both(tables)
     assert torch.equal(serial.global_row, spawn.global_row)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-@pytest.mark.parametrize("case", ["plain averaging", "partial cohorts of uneven shards", "buffers averaged"])
-def test_on_a_gpu_spawn_agrees_with_serial_and_the_gpu_with_the_cpu(case, sync, tiny_experiment):
-    tables = {**tiny_experiment, "sync": sync, "precision": "float64", **CASES[case]}
-    on_cpu = fedsim.run({**tables, "device": "cpu"})
-    serial, spawn = run_both({**tables, "device": "cuda"})
-    assert torch.allclose(serial.global_row, spawn.global_row, rtol=0, atol=1e-9)
-    assert torch.allclose(serial.global_row, on_cpu.global_row, rtol=0, atol=1e-9)

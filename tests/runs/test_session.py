@@ -104,19 +104,6 @@ def test_the_least_recently_used_data_set_is_dropped(loads):
     assert [size for _, size in loads] == [*sizes, 99, sizes[1]]
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_runs_in_one_session_agree_with_single_runs_and_free_their_memory(spawned):
-    tables = {**spawned, "device": "cuda", "precision": "float64"}
-    used = []
-    with Session() as session:
-        for seed in (0, 1, 2):
-            row = fedsim.run({**tables, "seed": seed}, session=session).global_row
-            alone = fedsim.run({**tables, "seed": seed, "engine": "serial", "processes": None}).global_row
-            assert torch.allclose(row, alone, rtol=0, atol=1e-9)
-            used.append(torch.cuda.memory_allocated())
-    assert used[1] == used[2]
-
-
 def test_a_failed_run_does_not_change_later_runs(spawned):
     spawned = {**spawned, "processes": 1, "worker_retries": 0}
     with Session() as session:

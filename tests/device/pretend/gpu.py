@@ -34,6 +34,7 @@ class PretendGpu:
         generator: from which random numbers on the GPU are drawn.
         capturing: the graph that is being captured, if any.
         graphs: the graphs that were captured, in this order.
+        launches: how many there were, counted or not.
         pools: the memory pools to which the allocator directs what is allocated in a capture.
     """
 
@@ -42,6 +43,7 @@ class PretendGpu:
         self.capturing: Recording | None = None
         self.graphs: list[Recording] = []
         self.pools = set[object]()
+        self.launches = 0
         self._counting, self._of_thread = Counting(), threading.local()
 
     def counting(self) -> contextlib.AbstractContextManager[Counts]:
@@ -49,6 +51,7 @@ class PretendGpu:
         return self._counting.block()
 
     def launch(self, operation: str) -> None:
+        self.launches += 1
         if self.capturing is None:
             self._counting.add(LAUNCH, operation)
         else:

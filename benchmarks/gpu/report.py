@@ -1,0 +1,141 @@
+"""Read the lines of the tests, and summarize them as JSON and as a short table. Imports neither PyTorch nor fedsim."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
+WORKLOADS = ("w1", "w2", "w3")
+WAYS = ("batched", "no graphs", "tf32", "auto", "spawn", "serial", "bare loop")
+TIMES_FASTER = {"w1": 5.0, "w2": 5.0, "w3": 20.0}  # goals of `batched`, against one worker after another
+TIMES_THE_LIMIT = 5.0  # goal of `batched`: at most
+
+
+class Results:
+    """The outcomes of all tests so far, and the figures that they recorded.
+
+    Attributes:
+        machine: what `benchmarks.gpu.machine` tells, or its error.
+        tests: the last line of each test by its name; a failure is kept. "not reached" and "cut" (it was running when
+            the time was over) are outcomes too.
+        warnings: texts, with how often each occurred.
+    """
+
+    def __init__(self, lines: Path) -> None:
+        self.machine: dict[str, Any] = {}
+        self.tests: dict[str, dict[str, Any]] = {}
+        self.warnings: collections.Counter[str] = collections.Counter()
+        self._path = lines
+
+    def read(self) -> None:
+        """Read all lines again."""
+        self.tests, self.warnings = {}, collections.Counter()
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        for line in text.splitlines():
+            try:
+                fields = json.loads(line)
+            except ValueError:  # half a line, whose writer was killed
+                continue
+            for name in fields.get("selected", ()):
+                self.tests.setdefault(name, {"outcome": "not reached"})
+            if "started" in fields:
+                self.tests.setdefault(fields["started"], {})["outcome"] = "cut"
+            elif "warning" in fields:
+                self.warnings[fields["warning"]] += 1
+            elif "test" in fields and self.tests.get(fields["test"], {}).get("outcome") != "failed":
+                self.tests[fields["test"]] = fields
+
+    def counted(self) -> str:
+        counts = collections.Counter(test["outcome"] for test in self.tests.values())
+        return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "no tests"
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Tests that failed, with the reasons."""
+        failed = {name: test["error"] for name, test in self.tests.items() if test["outcome"] == "failed"}
+        return {"machine": self.machine["error"], **failed} if "error" in self.machine else failed
+
+    @property
+    def complete(self) -> bool:
+        """Whether tests have run, none has failed, and none was cut or not reached."""
+        return bool(self.tests) and all(test["outcome"] in ("passed", "skipped") for test in self.tests.values())
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What measurements recorded, by the part of the test's name in brackets, such as "w3, batched"."""
+        return {
+            name.partition("[")[2].removesuffix("]"): test["figures"]
+            for name, test in self.tests.items()
+            if "figures" in test
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **{"machine": self.machine, "outcomes": self.counted(), "failures": self.failures},
+            **{"figures": self.figures(), "goals": goals(self.figures()), "warnings": self.warnings},
+        }
+
+
+def goals(figures: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Whether `batched` is as fast as wanted: against the faster of `serial` and the bare loop, and the limit."""
+    found = {}
+    for name, wanted in TIMES_FASTER.items():
+        ours, serial, bare = (cell(figures, name, way, "round_ms") for way in ("batched", "serial", "bare loop"))
+        baselines = [ms for ms in (serial, bare) if ms]
+        if ours and baselines:
+            times = min(baselines) / ours
+            found[f"{name}: {times:.3g} times faster than one worker after another (wanted: {wanted:g})"] = (
+                times >= wanted
+            )
+        limit = figures.get(f"{name}, limit", {}).get("limit_ms")
+        if ours and limit:
+            times = ours / limit
+            found[f"{name}: {times:.3g} times the limit (wanted: at most {TIMES_THE_LIMIT:g})"] = (
+                times <= TIMES_THE_LIMIT
+            )
+    return found
+
+
+def summarize(results: Results) -> str:
+    """Return the text that is printed last: outcomes, failures, warnings, figures, goals."""
+    machine, figures, failures = results.machine, results.figures(), results.failures
+    lines = [f"fedsim {machine.get('git_commit') or ''} on {machine.get('device', 'no device')}: {results.counted()}"]
+    lines += [f"FAILED {name}: {error}" for name, error in [*failures.items()][:MOST_FAILURES]]
+    lines += [f"... {len(failures) - MOST_FAILURES} more failures, in results.json"] * (len(failures) > MOST_FAILURES)
+    lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
+    lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
+    lines += table(figures)
+    lines += [f"goal {'met' if met else 'NOT met'}: {text}" for text, met in goals(figures).items()]
+    return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
+
+
+def table(figures: dict[str, dict[str, Any]]) -> list[str]:
+    """Milliseconds of a round in each way, peak memory on the device, launches and kernels of a round."""
+    rows = [
+        (name, key, unit)
+        for name in WORKLOADS
+        for key, unit in (
+            ("round_ms", "ms/round"),
+            ("peak_mib", "MiB"),
+            ("launches", "launches"),
+            ("kernels", "kernels"),
+        )
+        if any(cell(figures, name, way, key) is not None for way in WAYS)
+    ]
+    if not rows:
+        return []
+    lines = [f"{'':<14}" + "".join(f"{way:>11}" for way in WAYS) + f"{'limit':>11}"]
+    for name, key, unit in rows:
+        cells = [cell(figures, name, way, key) for way in WAYS]
+        cells.append(figures.get(f"{name}, limit", {}).get("limit_ms") if key == "round_ms" else None)
+        texts = ("-" if value is None else f"{value:.4g}" for value in cells)
+        lines.append(f"{name + ' ' + unit:<14}" + "".join(f"{text:>11}" for text in texts))
+    return lines
+
+
+def cell(figures: dict[str, dict[str, Any]], workload: str, way: str, key: str) -> float | None:
+    """Return a figure of a workload in one way, measured or profiled; None if it is not known."""
+    name = f"{workload}, {way}"
+    return {**figures.get(f"{name}, profile", {}), **figures.get(name, {})}.get(key)
