@@ -15,7 +15,7 @@ from pydantic import Field, PositiveFloat, ValidationError, field_validator, mod
 from fedsim.aggregation import Pipeline
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import draw_attackers
-from fedsim.clients import LRSchedule, exchanges, needs_local_steps
+from fedsim.clients import LRSchedule
 from fedsim.config import schema
 from fedsim.config.overrides import DEFAULT_ENGINE
 from fedsim.config.schema import Amount, Count, matching
@@ -209,16 +209,6 @@ class Experiment(Table):
         ranks = engine.get(self.engine).target.traits.ranks
         averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
         return self.distributed.hook.component if averages else None
-
-    @property
-    def needs_local_steps(self) -> bool:
-        """Whether the client algorithm needs rounds of local steps."""
-        return needs_local_steps(self.local.component)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the client algorithm keeps worker state or exchanges more than rows with the server."""
-        return exchanges(self.local.component)
 
     @property
     def local_lr(self) -> float | None:

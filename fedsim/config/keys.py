@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -163,8 +163,8 @@ def _with_limits(text: str, metadata: Any) -> str:
             value = getattr(each, kind.__name__.lower(), None) if isinstance(each, kind) else None
             if value is not None and abs(value) < HUGE:
                 limits.append(f"{words} {value:g}")
-        if isinstance(each, (MinLen, MaxLen)) and getattr(each, "max_length", 0) == 0:
-            limits.append(f"at least {each.min_length} of them")  # type: ignore[union-attr]
+        if isinstance(each, MinLen):
+            limits.append(f"at least {each.min_length} of them")
     return f"{text} {' and '.join(limits)}" if limits else text
 
 

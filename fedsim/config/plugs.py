@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,41 +45,90 @@ NAME_COLUMNS = 19
 Signatures = dict[str, inspect.Signature]
 
 
-def _lister(name: str, kind: str, plugs: str, example: str) -> Callable[[], Signatures]:
-    """The public function `name`, which lists the plugs of a kind."""
+def _signatures(kind: str) -> Signatures:
+    """The parameters of each plug of a kind, by its name."""
+    return {plug.name: _configuration(plug) for plug in registry_of(kind)}
 
-    def lister() -> Signatures:
-        return {plug.name: _configuration(plug) for plug in registry_of(kind)}
 
-    lister.__name__ = lister.__qualname__ = name
-    lister.__doc__ = f"""The names of all {plugs}, each with its parameters.
+def partitions() -> Signatures:
+    """Return the parameters of all partition strategies by name.
 
-    >>> {example}
+    >>> "alpha" in partitions()["dirichlet"].parameters
     True
     """
-    return lister
+    return _signatures("partitions")
 
 
-partitions = _lister(
-    "partitions", "partitions", "partition strategies", '"alpha" in partitions()["dirichlet"].parameters'
-)
-attacks = _lister("attacks", "attacks", "attacks", '"sign_flipping" in attacks()')
-rules = _lister("rules", "rules", "aggregation rules", '"f" in rules()["krum"].parameters')
-pre_aggregators = _lister("pre_aggregators", "pre-aggregators", "pre-aggregators", '"nnm" in pre_aggregators()')
-processors = _lister(
-    "processors", "processors", "processors of updates", '"max_norm" in processors()["clip"].parameters'
-)
-server_optimizers = _lister(
-    "server_optimizers", "servers", "server optimizers", '"lr" in server_optimizers()["adam"].parameters'
-)
-policies = _lister("policies", "policies", "asynchronous policies", '"fedbuff" in policies()')
-speeds = _lister("speeds", "speeds", "distributions of worker speeds on the virtual clock", '"equal" in speeds()')
-noises = _lister(
-    "noises",
-    "noises",
-    "distributions of the duration of work on the virtual clock",
-    '"sigma" in noises()["lognormal"].parameters',
-)
+def attacks() -> Signatures:
+    """Return the parameters of all attacks by name.
+
+    >>> "sign_flipping" in attacks()
+    True
+    """
+    return _signatures("attacks")
+
+
+def rules() -> Signatures:
+    """Return the parameters of all aggregation rules by name.
+
+    >>> "f" in rules()["krum"].parameters
+    True
+    """
+    return _signatures("rules")
+
+
+def pre_aggregators() -> Signatures:
+    """Return the parameters of all pre-aggregators by name.
+
+    >>> "nnm" in pre_aggregators()
+    True
+    """
+    return _signatures("pre-aggregators")
+
+
+def processors() -> Signatures:
+    """Return the parameters of all processors of updates by name.
+
+    >>> "max_norm" in processors()["clip"].parameters
+    True
+    """
+    return _signatures("processors")
+
+
+def server_optimizers() -> Signatures:
+    """Return the parameters of all server optimizers by name.
+
+    >>> "lr" in server_optimizers()["adam"].parameters
+    True
+    """
+    return _signatures("servers")
+
+
+def policies() -> Signatures:
+    """Return the parameters of all asynchronous policies by name.
+
+    >>> "fedbuff" in policies()
+    True
+    """
+    return _signatures("policies")
+
+
+def speeds() -> Signatures:
+    """Return the parameters of all distributions of worker speeds on the virtual clock by name.
+
+    >>> "equal" in speeds()
+    True
+    """
+    return _signatures("speeds")
+
+
+def noises() -> Signatures:
+    """Return the parameters of all distributions of the duration of work on the virtual clock by name.
+
+    >>> "sigma" in noises()["lognormal"].parameters
+    True
+    """
+    return _signatures("noises")
 
 
 def registry_of(kind: str) -> Registry:

@@ -57,10 +57,6 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _text_of_path(path: Any) -> Any:
-    return str(path) if isinstance(path, Path) else path
-
-
 class Task(PlugTable):
     """The loss of training and tests, and which answers are correct.
 
@@ -86,13 +82,13 @@ class Task(PlugTable):
             reduction = getattr(task, REDUCTION, "mean")
             if reduction not in ("mean", "none"):
                 raise ExperimentError(
-                    f'task.name = {show(self.name)}: has the reduction {show(reduction)}; must be "mean" or "none", '
+                    f'{self.setting}: has the reduction {show(reduction)}; must be "mean" or "none", '
                     'since the loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
                 )
             return LossTask(self.name, bound)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(
-                f"task.name = {show(self.name)}: has no method {missing[0]}; must be a loss function of (outputs, "
+                f"{self.setting}: has no method {missing[0]}; must be a loss function of (outputs, "
                 "targets), a loss module, or a task with the methods of fedsim.core.learning_task.LearningTask"
             )
         return task
@@ -143,7 +139,7 @@ class Data(PlugTable):
     place, named_by, registry = "data", "dataset", dataset
 
     dataset: Name = "mnist5k"
-    root: Annotated[str | None, BeforeValidator(_text_of_path)] = None
+    root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, else `~/.cache/fedsim/data`."""
     worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each worker's samples on which it does not train, but tests."""

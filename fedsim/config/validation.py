@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedsim.asynchronous.policies import Policy
-from fedsim.clients import LRSchedule
+from fedsim.clients import LRSchedule, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.schema import DIRECTIONS, Clock
 from fedsim.core.learning_task import correct_of
@@ -33,17 +33,16 @@ TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}  # also of one that 
 def problems_with(experiment: Experiment) -> list[str]:
     """One error line for each combination of settings that does not work; each table is valid by itself."""
     engine_class, policy = engine.get(experiment.engine).target, experiment.policy.component
-    asynchronous = not policy.in_rounds and experiment.mode != "rounds"
     lines = [
         *_check_sizes(experiment),
-        *_check_engine(experiment, engine_class, policy),
-        *_check_worker_tests(experiment, policy),
-        *_check_sync(experiment, policy),
+        *_check_engine(experiment, engine_class),
+        *_check_worker_tests(experiment),
+        *_check_sync(experiment),
         *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
         *_check_numbers_of_tests(experiment),
         *_check_workers(experiment),
-        *(_check_policy(experiment, policy) if asynchronous else ()),
+        *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
     own_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
@@ -109,7 +108,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     yield f"mode={mode}", {"clock", "race"} - {mode}
     if mode == "race":
         yield "mode=race", {"batched", "worker_state_memory"}
-    if policy.in_rounds:
+    if experiment.in_rounds:
         reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
         if reason and "distributed" in used:
             yield f"{reason}, for which ranks send no means of gradients", {"distributed.hook"}
@@ -151,7 +150,7 @@ def what_needs_rows(experiment: Experiment) -> str | None:
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
-        f"attack.name = {show(experiment.attack.name)}": experiment.attack.name != "none",
+        experiment.attack.setting: experiment.attack.name != "none",
         "processors": experiment.processors,
         "data.worker_test": experiment.data.worker_test,
         "local.clip_norm": local.clip_norm is not None,
@@ -165,7 +164,7 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 def _client_setting(experiment: Experiment) -> str:
     """The setting that makes workers do more than step along gradients."""
-    return experiment.local.component.setting or f"local.solver = {show(experiment.local.solver)}"
+    return experiment.local.component.setting or experiment.local.setting
 
 
 def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
@@ -191,22 +190,19 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
         yield f"cohort = {cohort}: must be at most workers, {workers}"
 
 
-def _check_engine(experiment: Experiment, engine_class: type[Engine], policy: Policy) -> Iterator[str]:
+def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
     name, traits = show(experiment.engine), engine_class.traits
     if experiment.mode == "race" and traits.races_on is None:
         yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
-    elif traits.ranks and not policy.in_rounds:
-        yield (
-            f"policy.name = {show(experiment.policy.name)}: the engine {name} only runs synchronous rounds; use "
-            "another engine"
-        )
+    elif traits.ranks and not experiment.in_rounds:
+        yield f"{experiment.policy.setting}: the engine {name} only runs synchronous rounds; use another engine"
 
 
-def _check_worker_tests(experiment: Experiment, policy: Policy) -> Iterator[str]:
+def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
     every, where = experiment.evaluation.every, f"data.worker_test = {experiment.data.worker_test}"
     if not experiment.data.worker_test:
         return
-    if experiment.mode == "race" or not policy.in_rounds:
+    if not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds; omit it"
     if experiment.attack.redraw:
         yield (
@@ -217,24 +213,23 @@ def _check_worker_tests(experiment: Experiment, policy: Policy) -> Iterator[str]
             yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"
 
 
-def _check_sync(experiment: Experiment, policy: Policy) -> Iterator[str]:
+def _check_sync(experiment: Experiment) -> Iterator[str]:
     sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.local.component
     if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
         yield (
-            f"local.solver = {show(experiment.local.solver)}: sends the mean of all gradients before workers can be "
-            'excluded, so it does not work with aggregate.nonfinite = "exclude"; use "error" or another solver'
+            f"{experiment.local.setting}: sends the mean of all gradients before workers can be excluded, so it does "
+            'not work with aggregate.nonfinite = "exclude"; use "error" or another solver'
         )
     if sync == "post_local" and count is None:
         yield 'sync = "post_local": needs gradient_rounds, the number of rounds before parameters are averaged'
     if sync == "post_local" and (count or 0) > experiment.rounds:
         yield f"gradient_rounds = {count}: must be at most rounds, {experiment.rounds}"
-    if experiment.rounds_of_gradients and experiment.needs_local_steps:
+    if experiment.rounds_of_gradients and needs_local_steps(algorithm):
         yield _needs_local_steps(experiment, f"sync={sync}", "sync=parameters")
     if algorithm.alters_gradients:
         setting = _client_setting(experiment)
-        if not policy.in_rounds:
-            where = f"policy.name = {show(experiment.policy.name)}"
-            yield f"{setting}: needs rounds of gradients, and {where} has none; omit it"
+        if not experiment.in_rounds:
+            yield f"{setting}: needs rounds of gradients, and {experiment.policy.setting} has none; omit it"
         elif sync != "gradients":
             yield f"{setting}: needs sync=gradients, not {sync}; omit it"
         elif experiment.rule.accepts("root"):
@@ -245,7 +240,7 @@ def _check_sync(experiment: Experiment, policy: Policy) -> Iterator[str]:
 
 
 def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    local, rule, policy_name = experiment.local, experiment.rule, show(experiment.policy.name)
+    local, rule, policy_setting = experiment.local, experiment.rule, experiment.policy.setting
     key = "epochs" if local.steps is None else "steps"
     amount = getattr(local, key)
     where = f"local.{key} = {show(amount)}"
@@ -253,21 +248,21 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
     if isinstance(amount, list) and rule.accepts("root"):
         yield f"{where}: the rule {rule.name} lets the server train too, which is not in the list; use a number"
-    if isinstance(amount, dict) and not policy.in_rounds and policy.work == "gradient":
-        yield f"{where}: with policy.name = {policy_name} a worker sends each gradient and has no rounds; use a number"
+    if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
+        yield f"{where}: with {policy_setting} a worker sends each gradient and has no rounds; use a number"
     reasons = {
         f"with sync={experiment.sync} each batch has its own average": experiment.rounds_of_gradients,
-        "needs synchronous rounds": not policy.in_rounds,
+        "needs synchronous rounds": not experiment.in_rounds,
         f"{show(local.solver)} takes further gradients of each batch": not local.component.element_wise,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
     if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
         yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
-    if local.schedule.per == "step" and not by_function and (rule.accepts("local_lr") or experiment.exchanges):
-        needing = local.solver if experiment.exchanges else rule.name
+    if local.schedule.per == "step" and not by_function and (exchanges(local.component) or rule.accepts("local_lr")):
+        needing = local.solver if exchanges(local.component) else rule.name
         yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
     for schedule in (experiment.local_schedule, experiment.server_schedule):
-        if schedule is not None and not policy.in_rounds:
+        if schedule is not None and not experiment.in_rounds:
             yield f"{schedule.place}: asynchronous policies have no rounds in common; omit it"
 
 
@@ -290,22 +285,22 @@ def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object
 
 
 def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    mode, clock, where = experiment.mode, experiment.clock, f"policy.name = {show(experiment.policy.name)}"
-    if mode == "rounds" and not policy.in_rounds:
+    mode, clock, where = experiment.mode, experiment.clock, experiment.policy.setting
+    if mode == "rounds" and not experiment.in_rounds:
         yield f"{where}: needs mode=clock or mode=race"
-    if mode == "race" and policy.in_rounds:
+    if mode == "race" and experiment.in_rounds:
         yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
     if mode == "race" and experiment.aggregate.nonfinite == "stop":
         yield 'aggregate.nonfinite = "stop": a race has no model of the round before; use "error", "exclude" or "keep"'
     if mode != "clock":
         return
-    if clock.departures and (policy.in_rounds or experiment.cohort_size < experiment.workers):
+    if clock.departures and (experiment.in_rounds or experiment.cohort_size < experiment.workers):
         yield "clock.departures: need an asynchronous policy and no cohort"
     elif clock.departures:
         for name in clock.departures:
             if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
                 yield f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}"
-    if clock.log is not None and (policy.in_rounds or policy.locking != "server"):
+    if clock.log is not None and (experiment.in_rounds or policy.locking != "server"):
         yield f"clock.log = {show(clock.log)}: needs a policy that locks the server, and {where} does not"
 
 
@@ -353,8 +348,8 @@ def _check_workers(experiment: Experiment) -> Iterator[str]:
 
 def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
     """Check what an asynchronous policy does not support."""
-    where, algorithm = f"policy.name = {show(experiment.policy.name)}", experiment.local.component
-    attack, bound = f"attack.name = {show(experiment.attack.name)}", experiment.attack.component
+    where, algorithm = experiment.policy.setting, experiment.local.component
+    attack, bound = experiment.attack.setting, experiment.attack.component
     attacks = experiment.attack.name != "none" and experiment.attack.count(experiment.workers)
     if attacks and bound.poison is None:
         yield (
@@ -369,14 +364,16 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
     if algorithm.has("correct") or algorithm.has("receive_gradients") or algorithm.starts_from_current:
-        solver = f"local.solver = {show(experiment.local.solver)}"
-        yield f"{solver}: needs rounds in which a cohort is aggregated, and {where} has none; use policy=sync"
-    elif policy.work == "gradient" and experiment.needs_local_steps:
+        yield (
+            f"{experiment.local.setting}: needs rounds in which a cohort is aggregated, and {where} has none; use "
+            "policy=sync"
+        )
+    elif policy.work == "gradient" and needs_local_steps(algorithm):
         yield _needs_local_steps(experiment, where, "policy=sync")
-    elif experiment.mode == "race" and experiment.exchanges:
+    elif experiment.mode == "race" and exchanges(algorithm):
         yield (
             f"{_client_setting(experiment)}: keeps worker state or exchanges more than rows with the server, which a "
             "race does not support; use mode=clock"
         )
-    if policy.needs_momentum and not experiment.local.component.start(torch.zeros(1)):
+    if policy.needs_momentum and not algorithm.start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"

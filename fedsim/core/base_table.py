@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.core.registry import Plug, Registry
 from fedsim.core.suggestions import both_given_error, with_key
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,6 +112,11 @@ class PlugTable(Table):
                 raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
         self.plug.bind(checked)  # the __post_init__ of a dataclass checks combinations of fields
         self.params.update(checked)
+
+    @property
+    def setting(self) -> str:
+        """The key that names the plug, and the name, for messages: `aggregate.rule = "krum"`."""
+        return f"{self.place}.{self.named_by} = {show(getattr(self, self.named_by))}"
 
     @property
     def plug(self) -> Plug:

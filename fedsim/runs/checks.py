@@ -41,13 +41,9 @@ def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
         raise ExperimentError(line_of(one_line(error))) from error
 
 
-def _place(experiment: Experiment) -> str:
-    return f"model.name = {show(experiment.model.name)}"
-
-
 def check_model(task: RunTask) -> None:
     """Check that the model can be built, fits into memory, and has parameters and no unexpected buffers."""
-    place = _place(task.experiment)
+    place = task.experiment.model.setting
     with _errors_of_user_code(lambda reason: f"{place}: cannot be made: {reason}"):
         _check_parameters(place, task)
         layout = Layout.of(task.new_module())
@@ -62,7 +58,7 @@ def check_client_algorithm(task: RunTask) -> None:
     """Check settings against what the client algorithm needs, and what it keeps at the workers."""
     experiment = task.experiment
     task.solver.check_work(*task.schedule.least)
-    solver, layout = f"local.solver = {show(experiment.local.solver)}", Layout.of(task.new_module())
+    solver, layout = experiment.local.setting, Layout.of(task.new_module())
     sampling = experiment.sampling.component
     if "losses" in sampling.accepts and task.solver.personal_columns.width:
         raise ExperimentError(
@@ -132,7 +128,7 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
 
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
     """Check the model on a few samples of a data set: its outputs, its precision, and its number of classes."""
-    experiment, place = task.experiment, _place(task.experiment)
+    experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     try:
@@ -163,9 +159,9 @@ def _check_features(task: RunTask, inputs: Tensor) -> None:
     with torch.no_grad(), recorded_features(module) as recorded:
         module(inputs)
     if torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
-        solver = show(task.experiment.local.solver)
+        experiment = task.experiment
         raise ExperimentError(
-            f"{_place(task.experiment)}: has no hidden features, which local.solver = {solver} compares"
+            f"{experiment.model.setting}: has no hidden features, which {experiment.local.setting} compares"
         )
 
 
@@ -199,9 +195,9 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
     worker = next((k for k, size in sizes.items() if smallest_batch(k, size) == 1), None)
     if worker is None:
         return
-    batch_size, strategy = experiment.local.batch_size, show(experiment.partition.strategy)
+    batch_size = experiment.local.batch_size
     if sizes[worker] == 1:
-        subject, remedy = f"partition.strategy = {strategy}: worker {worker} has", "give each worker two or more"
+        subject, remedy = f"{experiment.partition.setting}: worker {worker} has", "give each worker two or more"
     elif batch_size == 1:
         subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
     else:
@@ -241,16 +237,12 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
     partial = len(sizes) > experiment.cohort_size or experiment.worker_dropout
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:
         return
-    weights = (
-        task.experiment.weights
-        if isinstance(task.experiment.weights, list) and task.experiment.rule.accepts_weights
-        else None
-    )
+    weights = experiment.weights if isinstance(experiment.weights, list) and experiment.rule.accepts_weights else None
     steps = {worker: task.schedule.of(worker, 1).steps_for(size) for worker, size in sizes.items()}
     last = max(count for worker, count in steps.items() if weights is None or weights[worker])
     count = sum(steps_of_worker >= last for steps_of_worker in steps.values())
     try:
-        task.experiment.rule.dry_run(count)
+        experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
         remedy = "set local.steps, so that all workers take the same number of steps"

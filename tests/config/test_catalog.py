@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-import fedsim
-from fedsim.comparison import plan_grid
 from fedsim.config import files
 from tests.commands import ROOT
 
@@ -23,8 +21,6 @@ def test_an_experiment_is_found_by_its_name(cli):
     done = cli("compare", "staleness", "--dry-run")
     assert done.exit_code == 0, done.output
     assert len(done.stdout.splitlines()) == 48
-    assert fedsim.load_experiment("fedavg_2nn").cohort == 10
-    assert plan_grid("diloco").name == "diloco"
 
 
 @pytest.mark.parametrize("word", ["mnist_sync_sdg", "experiments/mnist_sync_sgd.toml"])

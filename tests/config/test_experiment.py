@@ -43,6 +43,7 @@ WRONG = [
     ("aggregate.weights=[1,1,1,-1]", "aggregate.weights[3] = -1: must be greater than or equal to 0"),
     ("records.model=no", 'records.model = "no": must be true or false'),
     ("policy=asgd", 'policy.name = "asgd": needs mode=clock or mode=race'),
+    ("mode=race policy=hogwild aggregate.nonfinite=stop", 'aggregate.nonfinite = "stop": a race has no model'),
     ("mode=race", 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
     ("policy.name=asgd policy.k=2 mode=clock", "policy.k = 2: unknown key (the policy is asgd); k goes with "),
     ("clock.speed=fast mode=clock", 'clock.speed.name = "fast": no such speed; allowed: equal, geometric, linear'),
@@ -172,14 +173,6 @@ def test_a_valid_experiment_equals_its_resolved_description(tables):
     assert Experiment(**Experiment(**tables).resolved()) == Experiment(**tables)
 
 
-def test_defaults_are_the_default_experiment():
-    experiment = Experiment()
-    assert experiment == load_experiment()
-    assert experiment.data.dataset == "mnist5k"
-    assert experiment.local.epochs == 1
-    assert experiment.cohort_size == experiment.workers == 4
-
-
 @pytest.mark.parametrize(
     ("tables", "name"),
     [
@@ -195,12 +188,6 @@ def test_the_default_name_consists_of_model_data_and_rule_or_policy(tables, name
     assert Experiment(**tables).name == name
 
 
-def test_parameters_of_a_plug_get_its_defaults():
-    assert Experiment(server="momentum").server.params == {"lr": 1.0, "beta": 0.9, "nesterov": False}
-    assert Experiment(model="cnn").model.params == {"channels": 1, "classes": 10}
-    assert Experiment(local={"lr": 1}).local.params["lr"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("tables", "rounds"),
     [
@@ -213,11 +200,6 @@ def test_parameters_of_a_plug_get_its_defaults():
 )
 def test_the_number_of_rounds_that_aggregate_gradients(tables, rounds):
     assert Experiment(**tables).rounds_of_gradients == rounds
-
-
-def test_steps_replace_the_default_epochs():
-    local = Experiment(local={"steps": 5}).local
-    assert (local.epochs, local.steps) == (None, 5)
 
 
 def test_an_experiment_is_frozen_and_can_be_pickled():

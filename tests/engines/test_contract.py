@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.clients import needs_local_steps
 from tests.engines.sampled_cases import SAMPLED
 from tests.other_tasks import NEXT_TOKEN, REGRESSION
 
@@ -313,8 +314,8 @@ def cases_and_syncs(shift, slow=()):
 def syncs_of(names):
     """The values of `sync` with which cases can run."""
     tables = merged(*names)
-    needs_local_steps = fedsim.Experiment(local=tables.get("local", {})).needs_local_steps
-    if needs_local_steps or "server" in tables or "accumulate" in tables.get("local", {}):
+    algorithm = fedsim.Experiment(local=tables.get("local", {})).local.component
+    if needs_local_steps(algorithm) or "server" in tables or "accumulate" in tables.get("local", {}):
         return (tables.get("sync", "parameters"),)
     return "parameters", "gradients"
 

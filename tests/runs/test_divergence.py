@@ -72,9 +72,3 @@ def test_a_comparison_counts_a_run_that_diverged(tiny_experiment, tmp_path):
     before = [(run.folder / "metrics.jsonl").stat().st_mtime_ns for run in comparison.runs]
     fedsim.compare(tables, axes, tmp_path, jobs=1)
     assert [(run.folder / "metrics.jsonl").stat().st_mtime_ns for run in comparison.runs] == before
-
-
-def test_a_race_refuses_to_stop(tiny_experiment):
-    race = {"mode": "race", "policy": "hogwild", "engine": "spawn", "aggregate": {"nonfinite": "stop"}}
-    with pytest.raises(fedsim.ExperimentError, match=r'^aggregate\.nonfinite = "stop": a race has no model'):
-        fedsim.load_experiment({**tiny_experiment, **race})

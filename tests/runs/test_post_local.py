@@ -9,17 +9,13 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.callbacks.display import announcement
 from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.rule_replay import load_round
 from fedsim.runs.setup import prepare
 from fedsim.server import ServerStep
-from tests import plugs
-from tests.engines.test_contract import without_times
 from tests.matrix import in_turn
-from tests.runs.test_simulation import local_epoch
-from tests.textbook import small_two_nn, start_of, train_on_joint_batches
+from tests.textbook import small_two_nn, start_of
 
 SWITCH, ROUNDS = 2, 4
 ENGINES = {
@@ -112,40 +108,6 @@ def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switc
     assert not any(same(one, other) for one, other in pairwise(found))
 
 
-def test_it_is_the_textbook_loop(tiny_experiment):
-    """One optimizer on the joint batch, whose momentum goes on from round to round; then a new one for each worker."""
-    tables = {**tiny_experiment, "precision": "float64", "sync": "post_local", "gradient_rounds": SWITCH}
-    result = fedsim.run({**tables, "rounds": ROUNDS, "server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.5}})
-    train, _ = plugs.tiny(None)
-    train = train.to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 3, "iid", seed=0)
-    sizes = torch.tensor([len(shard) for shard in shards], dtype=torch.double)
-    model = start_of(small_two_nn)
-    layout = Layout.of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    train_on_joint_batches(model, optimizer, train, shards, range(1, SWITCH + 1))
-    row = layout.read(model)
-    velocity = torch.zeros_like(row)
-    for round in range(SWITCH + 1, ROUNDS + 1):
-        updates = []
-        for worker, shard in enumerate(shards):
-            layout.write(row, model)
-            local_epoch(model, shard, round, worker, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), 16)
-            updates.append(layout.read(model) - row)
-        velocity = 0.5 * velocity + sizes / sizes.sum() @ torch.stack(updates)
-        row = row + 0.5 * velocity
-    assert torch.allclose(result.global_row, row, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("gradient_rounds", "sync"), [(0, "parameters"), (3, "gradients")])
-def test_at_its_ends_it_is_one_or_the_other_throughout(gradient_rounds, sync, tiny_experiment):
-    tables = {**tiny_experiment, "rounds": 3}
-    found = fedsim.run({**tables, "sync": "post_local", "gradient_rounds": gradient_rounds})
-    expected = fedsim.run({**tables, "sync": sync})
-    assert torch.equal(found.global_row, expected.global_row)
-    assert without_times(found.history) == without_times(expected.history)
-
-
 def test_bytes_follow_the_phase(tiny_experiment):
     tables = {**tiny_experiment, "rounds": ROUNDS, "local": {"steps": 5}}
     history = fedsim.run({**tables, "sync": "post_local", "gradient_rounds": SWITCH}).history
@@ -179,8 +141,3 @@ def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
     for round, factor in ((1, -0.25), (2, 1.0)):
         kept = load_round(tmp_path / "run", round, allow_imports=True).tensors["updates"]
         torch.testing.assert_close(factor * kept.mean(0), moves[round - 1])
-
-
-def test_the_first_line_says_when(tiny_experiment):
-    line = announcement(fedsim.Experiment(**tiny_experiment, sync="post_local", gradient_rounds=1))
-    assert "weighted_mean of gradients, of parameters after round 1" in line

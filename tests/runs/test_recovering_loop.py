@@ -9,7 +9,7 @@ import torch
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
-from fedsim.runs.recovery import RecoveringLoop, recovering
+from fedsim.runs.recovery import recovering
 
 
 class Fake:
@@ -130,17 +130,3 @@ def test_a_loop_without_processes_or_retries_is_returned_as_it_is():
     fake = Fake()
     fake.can_lose_processes = False
     assert fake.loop() is fake
-
-
-def test_a_recovering_loop_resumes_from_a_given_state():
-    fake = Fake()
-    loop = fake.loop()
-    assert isinstance(loop, RecoveringLoop)
-    loop.run_round(1)
-    before = loop.state()
-    loop.run_round(2)
-    loop.resume(before)
-    assert loop.state() is before
-    assert loop.run_round(2)["row"] == 2.0
-    loop.finish()
-    assert fake.finished

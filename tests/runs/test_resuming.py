@@ -200,12 +200,6 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_keys_that_do_not_change_results_may_differ(tables, tmp_path):
-    fedsim.run(tables, tmp_path / "run")
-    again = {**tables, "rounds": 6, "engine": "spawn", "processes": 2, "timeout": 100.0, "checkpoint": {"every": 3}}
-    assert len(fedsim.run(again, tmp_path / "run", resume=True).history) == 6
-
-
 @pytest.mark.filterwarnings("always")
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
     words = "data=tests.plugs:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
@@ -260,17 +254,6 @@ def test_the_command_line_resumes_a_run(tmp_path, cli):
     assert refused.stderr == "error: run: holds another experiment: seed: 0 there, 7 here\n"
     assert "error: nowhere: is not a run folder (no experiment.toml)" in cli("run", "--resume", "nowhere").stderr
     assert cli("run", "--resume", "run", "--out", "x").stderr.startswith("error: --resume and --out: ")
-
-
-def test_a_folder_is_locked_while_a_run_writes_to_it(tables, tmp_path):
-    fedsim.run(tables, tmp_path / "run")
-    longer = {**tables, "rounds": ROUNDS + 1}
-
-    def again(record):
-        with pytest.raises(fedsim.RecordError, match="another run is at work there"):
-            fedsim.run(longer, tmp_path / "run", resume=True)
-
-    fedsim.run(longer, tmp_path / "run", resume=True, on_round=again)
 
 
 def flipped(path):

@@ -24,6 +24,12 @@ def local_epoch(model, shard, round, worker, optimizer, batch_size):
         optimizer.step()
 
 
+FIELDS = """
+round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort lost
+samples coefficients excluded attack_success bytes_up bytes_down asynchronous race diverged
+"""
+
+
 @pytest.fixture
 def shards():
     train, _ = plugs.tiny(None)
@@ -53,8 +59,7 @@ def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experi
     local = {"batch_size": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
     tables = {**tiny_experiment, "precision": "float64", "partition": "tests.plugs:uneven", "local": local}
     result = fedsim.run({**tables, "sync": "gradients"})
-    train, _ = plugs.tiny(None)
-    train = train.to(torch.device("cpu"), torch.float64)
+    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
     shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
     assert len({len(shard) for shard in shards}) == 3
     model = start_of(small_two_nn)
@@ -79,30 +84,12 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     result = fedsim.run({**tiny_experiment, "workers": 5, "cohort": 2, "rounds": 3})
     assert [record["round"] for record in result.history] == [1, 2, 3]
     for record in result.history:
-        assert set(record) == {
-            *("round", "test_loss", "test_accuracy", "train_loss", "seconds", "cohort", "bytes_up", "bytes_down"),
-            *(
-                "coefficients",
-                "excluded",
-                "attack_success",
-                "samples",
-                "virtual_seconds",
-                "asynchronous",
-                "race",
-                "diverged",
-            ),
-            *("lost", "metrics", "validation_loss", "validation_accuracy"),
-        }
+        assert set(record) == set(FIELDS.split())
         assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
         assert len(record["cohort"]) == 2
         assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 16_330
         assert json.loads(json.dumps(record)) == record
     assert result.test_accuracy == result.history[-1]["test_accuracy"]
-
-
-def test_averaged_gradients_send_bytes_at_every_step(tiny_experiment):
-    tables = {**tiny_experiment, "sync": "gradients", "rounds": 1, "local": {"steps": 4}}
-    assert fedsim.run(tables).history[0]["bytes_up"] == 3 * 4 * 4 * 16_330
 
 
 def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
@@ -228,17 +215,6 @@ def test_a_model_may_have_extra_state(tiny_experiment, tmp_path):
 def test_a_diverged_worker_of_weight_zero_has_no_effect():
     updates = torch.tensor([[1.0, 2.0], [float("nan"), float("-inf")], [3.0, 4.0]])
     assert fedsim.aggregate(updates, [1.0, 0.0, 1.0]).tolist() == [2.0, 3.0]
-
-
-def test_an_experiment_is_tables_a_file_or_an_object(tiny_experiment, tmp_path):
-    from fedsim.config.files import to_toml
-
-    experiment = fedsim.Experiment(**{**tiny_experiment, "rounds": 1})
-    path = tmp_path / "experiment.toml"
-    path.write_text(to_toml(experiment))
-    sources = (experiment, path, str(path), {**tiny_experiment, "rounds": 1})
-    rows = [fedsim.run(source, allow_imports=True).global_row for source in sources]
-    assert all(torch.equal(rows[0], row) for row in rows)
 
 
 def test_callbacks_get_the_facts_and_every_round(tiny_experiment):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -16,21 +17,6 @@ ENGINES = {"serial": {}, "spawn": {"processes": 2}, "batched": {"processes": 1}}
 MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}}}
 
 
-def family():
-    """This process and its descendants."""
-    parents = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended
-                continue
-    own = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in own} - own:
-        own |= more
-    return own
-
-
 def resident(pid):
     """Bytes of memory that a process does not share with others."""
     _, everything, shared, *_ = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split())
@@ -39,7 +25,7 @@ def resident(pid):
 
 def resources():
     """Bytes of memory, file descriptors, segments of shared memory, and processes of the run."""
-    pids = family()
+    pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     handles = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     return sum(map(resident, pids)), handles, len(segments()), len(pids)
 
