@@ -245,7 +245,9 @@ class Aggregator:
             return  # without honest rows, the Byzantine workers send what they have trained
         self._read_losses(context)
         rows = self.gathered(context)
-        group.at_first(self._write_byzantine, context, attackers, rows)
+        with group.at_first():
+            if group.index == 0:
+                self._write_byzantine(context, attackers, rows)
         mine, sent = group.return_rows(rows, byzantine)
         index = to_device(torch.tensor(mine, dtype=torch.int64), task.device)
         for message in shared.cohort.messages.values():  # which an attack does not replace
@@ -296,9 +298,15 @@ class Aggregator:
         if rule.columnwise or (rule.by_parts and group.divided):
             return self._aggregate_columns(context, bad)
         rows = self.gathered(context)
-        stats = group.at_first(self._aggregate_whole_rows, context, rows, bad)
+        with group.at_first() as told:
+            if group.index == 0:
+                inputs = screen(self._task, context, self._inputs(context, rows), bad)
+                outcome = rule(inputs)
+                self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
+                stats = _stats(context, bad, outcome.shares, inputs)
+                told.append(stats.on_host() if group.divided else stats)
         self._result = group.divide(self._result)
-        return stats or AggregationStats()
+        return told[0] if told else AggregationStats()
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
         """A columnwise rule, in this process's blocks; in ranks also a rule of inner products, in their columns."""
@@ -319,14 +327,6 @@ class Aggregator:
             self._state, shares = outcome.state, outcome.shares
             self._result = [(self._columns, outcome.update)]
         return _stats(context, bad, shares, inputs)
-
-    def _aggregate_whole_rows(self, context: AggregationContext, rows: Tensor, bad: list[int]) -> AggregationStats:
-        """Any other rule, of `rows` by slot."""
-        inputs = screen(self._task, context, self._inputs(context, rows), bad)
-        outcome = self._task.experiment.rule(inputs)
-        self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
-        stats = _stats(context, bad, outcome.shares, inputs)
-        return stats.on_host() if self._group.divided else stats
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:
         """A linear rule, of which each rank sums its own rows.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -90,9 +91,13 @@ class Group:
         mine = list(slots) if self.computes else []
         return mine, _copies_of(rows, mine)
 
-    def at_first(self, work: Callable[..., T], *arguments: object) -> T | None:
-        """Call `work(*arguments)` in the first process. Returns its result there, and in ranks everywhere."""
-        return work(*arguments) if self.computes else None
+    @contextlib.contextmanager
+    def at_first(self) -> Iterator[list[Any]]:
+        """Around what only the first process does; it may put results into the list.
+
+        Ranks get that list, and all raise the ExperimentError that the first one raises.
+        """
+        yield []
 
     def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
         """Columns, and the update in them, of those that this process moves.

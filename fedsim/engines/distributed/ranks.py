@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -121,18 +122,18 @@ class Ranks(Group):
         received = self._ranks.exchange(parts, [len(mine) * d] + [0] * (self.count - 1))[0]
         return mine, received.view(len(mine), d)
 
-    def at_first(self, work: Callable[..., T], *arguments: object) -> T | None:
-        """See `Group`. All ranks get the ExperimentError that it raises."""
-        error = result = None
-        if self.index == 0:
-            try:
-                result = work(*arguments)
-            except ExperimentError as refusal:
-                error = refusal
-        error, result = self._ranks.broadcast_object((error, result))
+    @contextlib.contextmanager
+    def at_first(self) -> Iterator[list[Any]]:
+        """See `Group`."""
+        told: list[Any] = []
+        error = None
+        try:
+            yield told
+        except ExperimentError as refusal:
+            error = refusal
+        error, told[:] = self._ranks.broadcast_object((error, told))
         if error is not None:
             raise error
-        return result
 
     def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
         row = update[0][1] if update else self._shared.server.row[:0]
