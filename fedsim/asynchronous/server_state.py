@@ -36,7 +36,7 @@ class ServerState:
 
     Args:
         task: the run, with its policy, its server optimizer, and its solver for steps along gradients.
-        shared: the engine's memory; the server uses its `global_row` [d], `rows` [n, d] and buffers.
+        shared: the engine's memory; the server uses its `server.row` [d], `cohort.rows` [n, d] and buffers.
         worker_states: what workers keep between their rounds.
 
     Attributes:

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -27,9 +27,6 @@ from fedsim.records.record import RoundRecord
 from fedsim.system.devices import free_memory
 from fedsim.system.files import is_outside, read_bounded, write_atomically, write_error
 from fedsim.version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 FOLDER, FORMAT = "checkpoints", 2
 NAME = re.compile(r"round-(\d{5,18})\.json")

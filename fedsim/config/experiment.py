@@ -227,10 +227,10 @@ class Experiment(Table):
         """How the learning rate of the server optimizer changes; None if it is constant."""
         return self.server.schedule.schedule(self.rounds)
 
-    def local_lr_in(self, round: int) -> float | None:
-        """The learning rate of the local solver in the first step of a round; None if it has none."""
-        schedule = self.local_schedule
-        return self.local_lr if schedule is None or self.local_lr is None else schedule.rate(self.local_lr, round)
+    def local_lr_at(self, round: int, step: int = 0) -> float | None:
+        """The learning rate of the local solver in a step (from 0) of a round; None if it has none."""
+        lr, schedule = self.local_lr, self.local_schedule
+        return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 
     @property
     def rounds_of_gradients(self) -> int:
@@ -244,13 +244,14 @@ class Experiment(Table):
         return self.cohort or self.workers
 
     def own(self) -> Experiment:
-        """A copy for one run, without the data set. What the objects in it keep belongs to that run.
+        """A copy for the processes of one run, without its data set and loggers. What its objects keep belongs to it.
 
         Raises ExperimentError if an object cannot be copied.
         """
-        copied = self.model_copy(update={"data": self.data.model_copy(update={"dataset": ""})})
+        data, records = self.data.model_copy(update={"dataset": ""}), self.records.model_copy(update={"loggers": []})
+        copied = self.model_copy(update={"data": data, "records": records})
         for table in copied.tables():
-            if isinstance(table, PlugTable) and table is not copied.data:
+            if isinstance(table, PlugTable) and table not in (data, copied.aggregate):
                 table.component  # noqa: B018  # made here, so that the copy has its own
         copied.rule  # noqa: B018
         return own_copy(copied)

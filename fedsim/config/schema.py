@@ -344,15 +344,10 @@ class Aggregate(PlugTable):
         """The rule with its parameters, for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
 
-    @cached_property
-    def component(self) -> Pipeline:
-        """The rule for `f` Byzantine rows; `Experiment.rule` knows their number if `f` is unset."""
-        return self.pipeline(self.f or 0)
-
     @property
     def label(self) -> str:
         """`nnm + trimmed_mean`."""
-        return self.component.name
+        return self.pipeline(0).name
 
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:

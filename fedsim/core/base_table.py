@@ -35,7 +35,7 @@ class Table(BaseModel):
     def tables(self) -> Iterator[Table]:
         """This table and all tables in it."""
         yield self
-        for _, value in self:
+        for value in (getattr(self, name) for name in type(self).model_fields):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, Table):
                     yield from item.tables()

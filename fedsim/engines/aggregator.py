@@ -169,7 +169,7 @@ class Aggregator:
     Attributes:
         root_slot: the slot of the server's own row, if the rule takes it.
         has_last: whether there is a last aggregated update, for rules and attacks that take it.
-        losses: [n], of the last aggregation, if the rule takes them.
+        losses: [n], of the last aggregation, in the order of its slots, if the rule takes them.
         deferred_check: checks the rows of a round together, where that is possible.
     """
 
@@ -446,7 +446,7 @@ class Aggregator:
             moment=context.moment,
             state=self._state,
             last=self._shared.server.last if self.has_last else None,
-            local_lr=task.local_lr_at(*context.moment),
+            local_lr=task.experiment.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=reduce,
             weight_total=1.0 if task.experiment.weights == "inverse_probability" else None,
@@ -454,7 +454,8 @@ class Aggregator:
 
     def _read_losses(self, context: AggregationContext) -> None:
         if self._task.experiment.rule.accepts("losses"):
-            self.losses = self._group.of_all(self._shared.cohort.losses, context.slots)
+            losses = self._group.of_all(self._shared.cohort.losses, context.slots)
+            self.losses = losses.clone()  # a rule may write to them
 
     def _bad(self, context: AggregationContext) -> list[int]:
         """The positions of the rows that are not finite."""

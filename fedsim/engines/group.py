@@ -20,7 +20,7 @@ LENGTH = 8  # bytes of the length of a message
 
 
 class Group:
-    """The processes that compute a task, on one machine and with the same tensors; one process is a group too.
+    """The processes that compute a task, with the same tensors in shared memory; one process is a group too.
 
     All processes call each method at the same point of a round. Rows are addressed by slot: the number of a member in
     the cohort, and after the cohort the server's own row. Here the rows of all members lie in memory that all processes
@@ -34,7 +34,7 @@ class Group:
         process: its heartbeats, and its share of what the processes that share memory divide among them.
         index, count: its share of the members and of the test batches.
         computes: whether this process computes what is computed once in each memory: the first process of those that
-            share memory, and every rank.
+            share memory, and every rank. What only one of all processes does is done where `index` is 0.
         divided: whether each process has rows of its own, and its own columns of the optimizer's state.
     """
 
@@ -52,7 +52,7 @@ class Group:
             slots: of all members of the cohort.
             steps: that each of them takes.
 
-        Returns the position of each in `slots`, and the row of `SharedState.rows` that it trains.
+        Returns the position of each in `slots`, and the row of `CohortRows.rows` that it trains.
         """
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
@@ -95,7 +95,8 @@ class Group:
     def at_first(self) -> Iterator[list[Any]]:
         """Around what only the first process does; it may put results into the list.
 
-        Ranks get that list, and all raise the ExperimentError that the first one raises.
+        Ranks get that list, and all raise the ExperimentError that the first one raises; after any other error of the
+        first one they end as after the loss of a rank.
         """
         yield []
 

@@ -197,7 +197,7 @@ class SharedState:
     def allocate(cls, task: RunTask, *data: Any, ranks: int = 1) -> SharedState:
         """Room for a cohort, with the global model at its start; `data` as in `RunData.on`, after the dtype.
 
-        Each of several ranks allocates its part of the rows only, and leaves the optimizer states to its aggregator.
+        Each of several ranks allocates its part of the rows only, and leaves the optimizer states to `Ranks`.
         """
         of_run, module = RunData.on(task.device, task.dtype, *data), task.new_module()
         layout = Layout.of(module)

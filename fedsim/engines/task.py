@@ -15,7 +15,6 @@ from fedsim.clients import ClientAlgorithm
 from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import preserve_random_state, seed_everything
 from fedsim.core.training import Objective
-from fedsim.data import transforms_of_workers
 from fedsim.data.partitions import Transform
 from fedsim.engines.schedule import Amount, DrawnAmount, Schedule
 from fedsim.errors import ExperimentError
@@ -75,8 +74,8 @@ class RunTask:
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
         """What the partition does to the samples of each worker; None: nothing."""
-        partition = self.experiment.partition
-        return transforms_of_workers(self.experiment.workers, partition.strategy, **partition.params)
+        make = getattr(self.experiment.partition.component, "transforms", None)
+        return None if make is None else make(self.experiment.workers)
 
     @property
     def worker_state_memory(self) -> int | None:
@@ -108,14 +107,9 @@ class RunTask:
         """Whether there are rows of single workers in any round."""
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
-    def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """The learning rate of the local solver in a step (from 0) of a round, if it has one."""
-        lr, schedule = self.experiment.local_lr, self.experiment.local_schedule
-        return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
-
     def solver_at(self, round: int, step: int = 0) -> ClientAlgorithm:
         """The solver with the learning rate of a step (from 0) of a round."""
-        lr = self.local_lr_at(round, step)
+        lr = self.experiment.local_lr_at(round, step)
         return self.solver if self.experiment.local_schedule is None or lr is None else self.solver.with_lr(lr)
 
     def server_at(self, round: int) -> ServerStep:

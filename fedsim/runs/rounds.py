@@ -26,7 +26,7 @@ from fedsim.runs.setup import prepare
 
 
 class Rounds:
-    """Runs the rounds of one run; all that `fedsim.run` and its callbacks know about engines and modes.
+    """The rounds of one run, whatever its engine and mode, for `fedsim.run` and its callbacks.
 
     Attributes:
         loop: the rounds of the experiment's mode, which are repeated if a process is lost.

@@ -220,7 +220,7 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
         workers=stored.workers,
         seed=experiment.seed,
         moment=(stored.round,),
-        local_lr=experiment.local_lr_in(stored.round),
+        local_lr=experiment.local_lr_at(stored.round),
         sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
         weight_total=1.0 if given == "inverse_probability" else None,
     )

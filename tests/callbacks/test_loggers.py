@@ -6,6 +6,7 @@ import contextlib
 import json
 import struct
 import sys
+import threading
 
 import pytest
 
@@ -54,6 +55,20 @@ def test_a_logger_is_told_of_the_run_and_of_each_round(tiny_experiment, tmp_path
     assert [round for round, _ in rounds] == [1, 2]
     assert rounds[1][1]["test/accuracy"] == result.test_accuracy
     assert last == "finished"
+
+
+def test_a_logger_stays_in_the_process_that_writes_the_records(tiny_experiment):
+    class Connected:
+        def __init__(self):
+            self.lock, self.rounds = threading.Lock(), []  # a lock can neither be copied nor sent
+
+        @contextlib.contextmanager
+        def __call__(self, run):
+            yield lambda round, numbers: self.rounds.append(round)
+
+    connected = Connected()
+    fedsim.run(logging(tiny_experiment, connected))
+    assert connected.rounds == [1, 2]
 
 
 def test_a_logger_has_parameters_and_needs_no_folder(tiny_experiment):

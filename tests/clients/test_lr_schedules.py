@@ -69,7 +69,8 @@ def test_the_rate_grows_linearly_in_the_warm_up():
     expected = [0.15, 0.3, *rates_of_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, 4), 0.3, 4)]
     assert [warmed.solver_at(round).lr for round in range(1, 7)] == pytest.approx(expected, rel=1e-12)
     constant = task(local={"lr": 0.3, "schedule": {"warmup": 3}})
-    assert [constant.local_lr_at(round) for round in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3], rel=1e-12)
+    rates = [constant.experiment.local_lr_at(round) for round in range(1, 6)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3], rel=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -46,7 +46,7 @@ class Trainer(Protocol):
         """Train each member's row on its worker's shard, for a round or for one step."""
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Write the mean gradient of all samples of each member, at its row, to `SharedState.full_gradients`."""
+        """Write the mean gradient of all samples of each member, at its row, to `CohortRows.full_gradients`."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
         """Begin a round of synchronous SGD, in which the members' rows hold gradients."""

@@ -33,7 +33,7 @@ class ClockLoop:
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
         self._task, self._engine = task, engine
-        self._policy, self._timer = experiment.policy.component, PhaseTimer()
+        self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
         self._server, scheduler = ServerState(task, shared, engine.backend.states), Scheduler.of(task, shared)
         model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
@@ -122,7 +122,7 @@ def _source_of(
     clock = experiment.clock
     if clock.log is not None:
         return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, scheduler, train)
-    delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
+    delays, departures = delays_of(task.experiment), {int(worker): at for worker, at in clock.departures.items()}
     if experiment.cohort_size == experiment.workers:
         server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
 

@@ -62,7 +62,7 @@ class RaceLoop:
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
         self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
-        self._policy, self._timer = experiment.policy.component, PhaseTimer()
+        self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
         self._server = ServerState(task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(task.new_module(), self._server.solver)
