@@ -257,7 +257,9 @@ def test_processes_end_with_their_parent_even_if_one_is_stopped(signals, stopped
         ),
     ],
 )
-def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_gets_one_error(tmp_path, from_stdin, message):
+def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_gets_one_error(
+    tmp_path, from_stdin, message
+):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom fedsim.engines.pool.process_pool import ProcessPool\n"
