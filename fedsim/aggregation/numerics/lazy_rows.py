@@ -67,9 +67,9 @@ class LazyRows:
         """Rows [m, d] that are no known combinations of the updates."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
-    def block(self, columns: slice = slice(None)) -> Tensor:
-        """The rows at these columns, [m, columns]."""
-        part = self._updates[:, columns]
+    def block(self, columns: slice | None = None) -> Tensor:
+        """The rows at these columns, [m, columns]; None: at all columns."""
+        part = self._updates if columns is None else self._updates[:, columns]
         return part if self._mixing is None else (self._factors @ part.to(self._factors.dtype)).to(part.dtype)
 
     @cached_property
