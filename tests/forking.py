@@ -36,7 +36,9 @@ PRELOADED = [
 def fork_workers():
     """Make fedsim fork its processes from the server, which the first of them starts."""
     CONTEXT.set_forkserver_preload(PRELOADED)
-    child_process.get_context = lambda method: ForkingContext
+    child_process.get_context = lambda method: (
+        ForkingContext if method == "spawn" else multiprocessing.get_context(method)
+    )
 
 
 class ForkingContext:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedsim.callbacks.callback import Callback, CurrentRun
-from fedsim.core.plotting import encode, line_style, prepare_axes
+from fedsim.callbacks.painter import Painter
+from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord, score_in
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 class Recorder(Callback):
     """Writes all files of a run but its checkpoints and stored updates; `facts` are added to `environment.json`."""
 
-    def __init__(self, run: CurrentRun, folder: RunFolder, facts: Mapping[str, Any]) -> None:
-        self._run, self._folder, self._facts = run, folder, facts
+    def __init__(self, run: CurrentRun, folder: RunFolder, facts: Mapping[str, Any], painter: Painter) -> None:
+        self._run, self._folder, self._facts, self._painter = run, folder, facts, painter
 
     def on_start(self, run: CurrentRun) -> None:
         facts, experiment = run.facts, run.experiment
@@ -44,14 +46,13 @@ class Recorder(Callback):
         folder.settle()
         if records.model:
             folder.model(result.model)
-        figures = {}
-        if records.curve and records.figures:
-            figures["curve"] = draw_curve(result.history, result.experiment.name)
-        if records.figures and (tests := self._run.rounds.tests):
-            figures["workers"] = draw_workers(tests, result.experiment.name)
-        for name, figure in figures.items():
-            for format in records.figures:
-                folder.write(f"{name}.{format}", encode(figure, format))
+        drawings = {}
+        if records.curve:
+            drawings["curve"] = partial(draw_curve, result.history, result.experiment.name)
+        if tests := self._run.rounds.tests:
+            drawings["workers"] = partial(draw_workers, tests, result.experiment.name)
+        for name, content in self._painter.files(drawings, records.figures).items():
+            folder.write(name, content)
 
 
 class KeptUpdates(Callback):

@@ -38,7 +38,7 @@ from fedsim.system.limits import format_failure, require_files
 from fedsim.system.precision import PRECISIONS
 
 ONE_PROCESS_ENGINE = "serial"
-POOL_SETTINGS = ("timeout", "batched", "worker_retries")  # that this engine does not have
+POOL_SETTINGS = ("start_method", "timeout", "batched", "worker_retries")  # that this engine does not have
 JOB_BYTES = 0.6e9  # of a process: PyTorch, data and activations, generously
 ROW_COPIES = 3  # of the cohort's rows: the rows, and the intermediate results of a rule
 HEARTBEAT_SECONDS = 1.0  # between heartbeats while a run is prepared
@@ -116,15 +116,16 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     Raises WorkerError if processes cannot be started.
     """
     require_files(count, INSTEAD)
+    work = list(work)
+    threads = 1 if all(each.experiment.threads_per_process == 1 for each in work) else None
+    new_pool = partial(ProcessPool, 1, threads, START_TIMEOUT, instead=INSTEAD, called="its process", daemon=False)
     waiting, grace = deque((each, 1) for each in work), 0.0  # with the number of the attempt
     pools, busy = list[ProcessPool](), dict[ProcessPool, tuple[Work, int]]()
     try:
         while waiting or busy:
             while len(pools) < min(count, len(waiting) + len(busy)):
                 with signals_deferred():  # until `finally` knows the pool
-                    pools.append(
-                        ProcessPool(1, None, START_TIMEOUT, instead=INSTEAD, called="its process", daemon=False)
-                    )
+                    pools.append(new_pool())
             for pool in pools:
                 if pool not in busy and waiting:
                     busy[pool] = each, _ = waiting.popleft()

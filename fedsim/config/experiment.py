@@ -63,6 +63,9 @@ class Experiment(Table):
     """
     threads_per_process: Processes = 1
     """PyTorch's threads in each process."""
+    start_method: Literal["fork", "spawn"] = "fork"
+    """How processes start. `fork`: in hundredths of a second where that is safe (Linux without a GPU, one thread per
+    process, a program without threads of its own), else as `spawn`: a new Python that imports PyTorch, in seconds."""
     timeout: PositiveFloat = 300.0
     """Seconds without a step after which a process counts as lost."""
     worker_retries: Count = 2

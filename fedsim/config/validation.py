@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 LARGE = 1_000_000  # workers from which lists of them are compared with the free memory
 BYTES_PER_WORKER = 100  # of such lists
-SETTINGS_OF_ENGINES = {"processes", "timeout", "worker_retries", "batched", "cuda_graphs", "distributed"}
+SETTINGS_OF_ENGINES = {
+    "processes",
+    "start_method",
+    "timeout",
+    "worker_retries",
+    "batched",
+    "cuda_graphs",
+    "distributed",
+}
 TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}  # also of one that does not use the key
 
 

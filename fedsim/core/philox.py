@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -188,7 +189,7 @@ def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> 
     """
     keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
-    streams = math.prod(torch.broadcast_shapes(keys.shape, step.shape, layer.shape))
+    streams = math.prod(np.broadcast_shapes(keys.shape, step.shape, layer.shape))
     at_once = (BLOCKS_AT_ONCE if keys.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU) // max(1, streams)
     for start in range(0, max(1, len(numbers)), max(1, at_once)):
         some = slice(start, start + max(1, at_once))

@@ -29,6 +29,7 @@ from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import OperationCheck
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
+from fedsim.system.child_process import can_fork
 from fedsim.system.devices import release_memory
 
 LARGEST_BATCH = 100  # samples; stacks of larger batches were never faster than single rows
@@ -36,7 +37,7 @@ SMALLEST_STACK = 4  # rows; fewer do not share enough of the fixed cost
 ACTIVATION_BYTES = 7.5e5  # of one row's batch in float32: with more, a stack leaves the caches
 PARAMETER_SHARE = 0.35  # of a row's bytes are allowed on top, since a stack writes no gradients of weights to memory
 
-START_SECONDS = 3.0  # that processes take to start; they must save more
+FORK_SECONDS, SPAWN_SECONDS = 0.3, 3.0  # that processes take to start; they must save more
 STEP_SECONDS = 3e-4  # fixed cost of a training step of one row: Python and the launch of operations
 FLOPS_PER_SECOND = 6e10  # of one core in float32
 BYTES_PER_SECOND = 2e10  # of one core, through its caches and memory
@@ -157,8 +158,10 @@ class AutoEngine(Engine):
         races_on=RACING,
     )
 
-    def __init__(self, processes: int, threads: int, timeout: float) -> None:
-        self._processes, self._timeout = processes, timeout
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        self._processes = processes
+        self._new_pool = partial(InPool, processes, threads, timeout, start_method)
+        self._start_seconds = FORK_SECONDS if start_method == "fork" and threads == 1 and can_fork() else SPAWN_SECONDS
         self._here = InProcess(threads)
         self._pool: InPool | None = None
         self._plans: dict[str, Plan] = {}
@@ -184,7 +187,7 @@ class AutoEngine(Engine):
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
             if plan.processes > 1 and self._pool is None:
-                self._pool = InPool(self._processes, self._threads, self._timeout)
+                self._pool = self._new_pool()
             self.backend = self._pool if plan.processes > 1 and self._pool is not None else self._here
             super().begin(task, shared, make)
         except Exception as error:
@@ -210,8 +213,9 @@ class AutoEngine(Engine):
         if self._processes == 1:
             return Plan(1, probe, f"{rows}; one process is all that the cores and the cohort allow")
         saved = seconds_saved(task, shared, self._processes, stacked=unstacked is None)
-        reason = f"{self._processes} processes would save about {saved:.1f} s and take {START_SECONDS:g} s to start"
-        return Plan(self._processes if saved > START_SECONDS else 1, probe, f"{rows}; {reason}")
+        start = self._start_seconds
+        reason = f"{self._processes} processes would save about {saved:.1f} s and take {start:g} s to start"
+        return Plan(self._processes if saved > start else 1, probe, f"{rows}; {reason}")
 
     def facts(self) -> dict[str, Any]:
         plan = self._plan

@@ -42,7 +42,7 @@ def stacked(
 class SerialEngine(Engine):
     """One process, one row after another. The reference for all other engines."""
 
-    def __init__(self, processes: int, threads: int, timeout: float) -> None:
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         super().__init__(InProcess(threads), one_by_one, threads)
 
 
@@ -54,8 +54,8 @@ class SpawnEngine(Engine):
 
     traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
 
-    def __init__(self, processes: int, threads: int, timeout: float) -> None:
-        super().__init__(InPool(processes, threads, timeout), one_by_one, threads)
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        super().__init__(InPool(processes, threads, timeout, start_method), one_by_one, threads)
 
 
 class BatchedEngine(Engine):
@@ -68,6 +68,6 @@ class BatchedEngine(Engine):
         frozenset({"processes", "batched", "cuda_graphs"}), pool_from=2, one_process_on_gpu=True, stacks=True
     )
 
-    def __init__(self, processes: int, threads: int, timeout: float) -> None:
-        backend = InProcess(threads) if processes == 1 else InPool(processes, threads, timeout)
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        backend = InProcess(threads) if processes == 1 else InPool(processes, threads, timeout, start_method)
         super().__init__(backend, stacked, threads)

@@ -168,7 +168,9 @@ def _what_it_does(name: str, task: RunTask, serial: Engine) -> str:
     experiment, shared = Experiment(engine=name), serial.shared
     processes, traits = processes_of(experiment, task.device), engines.get(name).target.traits
     if traits.chooses:
-        plan = AutoEngine(processes, experiment.threads_per_process, experiment.timeout).choose(task, shared)
+        plan = AutoEngine(
+            processes, experiment.threads_per_process, experiment.timeout, experiment.start_method
+        ).choose(task, shared)
         how = "stacks of rows" if plan.stacked else "one row at a time"
         return f"{_count(plan.processes)}, {how}, since {plan.reason}"
     if not traits.stacks:

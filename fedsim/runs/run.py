@@ -14,6 +14,7 @@ from fedsim.callbacks.checkpoints import Checkpoints
 from fedsim.callbacks.early_stopping import FinalWorkerTests, StopEarly
 from fedsim.callbacks.loggers import Loggers
 from fedsim.callbacks.notebook import display_of
+from fedsim.callbacks.painter import Painter
 from fedsim.callbacks.records import KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
@@ -116,6 +117,7 @@ def _prepared(
     stack.enter_context(display)
     stack.enter_context(engines.get(experiment.engine).target.joined(experiment.resolved()))
     folder = stack.enter_context(RunFolder(path, resume=resume)) if path is not None and is_main else None
+    painter = stack.enter_context(Painter() if folder else contextlib.nullcontext(Painter()))
     past = ResumeState(folder, experiment)
     display.announce()
 
@@ -149,7 +151,7 @@ def _prepared(
     callbacks: list[Callback] = [StopEarly(current), KeptUpdates(current), FinalWorkerTests(current)]
     loggers = stack.enter_context(Loggers(experiment, folder, done)) if is_main else None
     if folder and loggers:
-        callbacks += [Recorder(current, folder, loggers.facts)]
+        callbacks += [Recorder(current, folder, loggers.facts, painter)]
     if loggers:
         callbacks += [loggers]
     return current, [*callbacks, display, users, Checkpoints(current, past.checkpoints)]

@@ -33,12 +33,12 @@ class Session:
         self._data: dict[str, tuple[TensorData, TensorData]] = {}
 
     @contextlib.contextmanager
-    def engine(self, name: str, processes: int, threads: int, timeout: float, device: torch.device) -> Iterator[Engine]:
-        """The engine for one run; it leaves its task when the `with` block ends."""
-        key = (name, processes, threads, timeout, device)
+    def engine(self, name: str, device: torch.device, *arguments: Any) -> Iterator[Engine]:
+        """The engine for one run, made with these arguments; it leaves its task when the `with` block ends."""
+        key = (name, device, *arguments)
         if self._engine is None or key != self._engine_key:
             self._close_engine()
-            self._engine, self._engine_key = engines.get(name).target(processes, threads, timeout), key
+            self._engine, self._engine_key = engines.get(name).target(*arguments), key
         engine = self._engine
         try:
             yield engine

@@ -67,7 +67,7 @@ def prepare(
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
     with (
         preserve_random_state(device),
-        session.engine(engine_name, processes, threads, experiment.timeout, device) as engine,
+        session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
         contextlib.ExitStack() as stack,
     ):
         on_setup(f"making the model {show(experiment.model.name)}")

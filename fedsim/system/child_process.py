@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import current_process, get_context, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
+
+import torch
 
 from fedsim.errors import WorkerError, show_warnings_as_lines
 from fedsim.system.limits import limit_hint
@@ -29,8 +32,18 @@ class Child(NamedTuple):
     pipe: Channel
 
 
-def start_process(serve: Callable[..., object], *arguments: Any, name: str, daemon: bool) -> Child:
-    """Start a spawn process, inside `signals_deferred`.
+def can_fork() -> bool:
+    """Whether a process that is forked now, and computes with one thread, works as one that is spawned.
+
+    A thread that holds a lock would leave it locked for ever in the child, and a GPU cannot be used after a fork.
+    OpenMP's own threads, which the child does not have, are of no use to a child with one thread.
+    """
+    alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
+    return sys.platform == "linux" and alone and not torch.accelerator.is_available()
+
+
+def start_process(serve: Callable[..., object], *arguments: Any, name: str, daemon: bool, fork: bool = False) -> Child:
+    """Start a process, inside `signals_deferred`.
 
     Args:
         serve: the main function, `serve(pipe, *arguments)`, with a Connection. It calls `init_child_process` and then
@@ -38,14 +51,18 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
         arguments: objects that can be pickled, or that multiprocessing passes to a process as it starts.
         name: name of the process.
         daemon: as in multiprocessing: the process has no children, and Python ends it at exit.
+        fork: whether to fork this process, see `can_fork`, which takes some 10 ms; spawn imports everything anew.
 
     Raises WorkerError, which names the limit of the system, if that does not start another process.
     """
-    context = get_context("spawn")
+    context = get_context("fork" if fork else "spawn")
     try:
         ours, theirs = context.Pipe()
-        with theirs:
-            process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)
+        with theirs, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 also counts the idle threads of NumPy
+            process = context.Process(  # type: ignore[attr-defined]
+                target=serve, args=(theirs, *arguments), name=name, daemon=daemon
+            )
             process.start()
     except OSError as error:
         raise WorkerError(
@@ -58,6 +75,7 @@ def init_child_process() -> None:
     """Call first in a process that was started inside `signals_deferred`: ignore Ctrl-C, and end with the parent."""
     show_warnings_as_lines()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the handler of its parent
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     _end_with_parent()

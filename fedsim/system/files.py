@@ -150,7 +150,7 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
             raise RecordError(f"{folder}: {by_whom} is at work there")
         yield
     finally:
-        os.close(handle)
+        _release(handle)
 
 
 @contextlib.contextmanager
@@ -162,7 +162,7 @@ def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY)
-            stack.callback(os.close, handle)
+            stack.callback(_release, handle)
             deadline = time.monotonic() + seconds
             while fcntl is not None and not _take_lock(handle) and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -176,6 +176,13 @@ def _take_lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _release(handle: int) -> None:
+    """Close a file, and release its lock, which processes forked meanwhile would keep."""
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:

@@ -16,7 +16,7 @@ class InProcessPool:
 
     count = 1
 
-    def __init__(self, count, threads=1, timeout=300.0):
+    def __init__(self, count, threads=1, timeout=300.0, start_method="fork"):
         self.called, self.at_work = [], True
 
     def call(self, function, *arguments):

@@ -70,10 +70,10 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
     local = {"batch_size": batch_size, "steps": 1}
     wanted = fedsim.Experiment(model=model, workers=10, rounds=1, local=local, data="tests.plugs:tiny", engine="serial")
     with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
-        assert AutoEngine(1, 1, 60.0).choose(task, engine.shared).stacked == stacked
+        assert AutoEngine(1, 1, 60.0, "spawn").choose(task, engine.shared).stacked == stacked
 
 
-def one_process_called_several(processes, threads, timeout):
+def one_process_called_several(processes, threads, timeout, start_method):
     backend = InProcess(threads)
     backend.processes = processes
     return backend
@@ -193,9 +193,9 @@ def test_on_a_gpu_one_process_trains_whatever_it_costs(task, monkeypatch):
     spec, shared = task
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     monkeypatch.setattr(auto, "probe_if_stacks_pay", lambda *_: (None, "it has state"))
-    assert AutoEngine(4, 1, 60.0).choose(spec, shared).processes == 4
-    assert AutoEngine(1, 1, 60.0).choose(spec, shared).processes == 1
-    plan = AutoEngine(4, 1, 60.0).choose(replace(spec, device=torch.device("cuda", 0)), shared)
+    assert AutoEngine(4, 1, 60.0, "spawn").choose(spec, shared).processes == 4
+    assert AutoEngine(1, 1, 60.0, "spawn").choose(spec, shared).processes == 1
+    plan = AutoEngine(4, 1, 60.0, "spawn").choose(replace(spec, device=torch.device("cuda", 0)), shared)
     assert (plan.processes, plan.stacked) == (1, False)
     assert "cuda:0" in plan.reason
 

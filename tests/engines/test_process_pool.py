@@ -257,14 +257,15 @@ def test_processes_end_with_their_parent_even_if_one_is_stopped(signals, stopped
         ),
     ],
 )
-def test_a_script_without_a_main_guard_gets_one_error(tmp_path, from_stdin, message):
+def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_gets_one_error(tmp_path, from_stdin, message):
     script = tmp_path / "script.py"
     script.write_text(
-        "from fedsim.engines.pool.process_pool import ProcessPool\n"
-        "from tests.engines.pool_calls import who\nProcessPool(1).call(who)\n"
+        "import sys\nfrom fedsim.engines.pool.process_pool import ProcessPool\n"
+        "from tests.engines.pool_calls import who\nprint(ProcessPool(1, start_method=sys.argv[1]).call(who))\n"
     )
     source = script.read_text() if from_stdin else ""
-    done = run_python("-" if from_stdin else str(script), input=source)
+    assert run_python("-" if from_stdin else str(script), "fork", input=source).stdout.startswith("[(0, 1, ")
+    done = run_python("-" if from_stdin else str(script), "spawn", input=source)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]

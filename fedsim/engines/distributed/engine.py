@@ -103,7 +103,7 @@ class DistributedEngine(Engine):
                     raise
                 raise WorkerError(group.give_up(cause)) from None  # a launcher ends all ranks when one has ended
 
-    def __init__(self, processes: int, threads: int, timeout: float) -> None:
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         assert RankGroup.joined is not None
         self._group = RankGroup.joined
         super().__init__(InRank(self._group, threads), self._trainers_of, threads)

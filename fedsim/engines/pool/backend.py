@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -27,15 +28,15 @@ T = TypeVar("T")
 
 
 class InPool(Backend):
-    """Processes started once with `torch.multiprocessing` spawn, which share rows, columns and test batches.
+    """Processes started once, which share rows, columns and test batches.
 
     Rows, gradients and data lie in shared memory, or in CUDA memory that the processes open by handle; nothing large
     goes through a pipe.
     """
 
-    def __init__(self, processes: int, threads: int, timeout: float) -> None:
-        self._arguments = processes, threads, timeout
-        self._pool = ProcessPool(*self._arguments)
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        self._new_pool = partial(ProcessPool, processes, threads, timeout, start_method)
+        self._pool = self._new_pool()
         self._began = False
 
     @property
@@ -45,7 +46,7 @@ class InPool(Backend):
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
         if not self.at_work:  # an earlier task lost processes as it began
-            self._pool = ProcessPool(*self._arguments)
+            self._pool = self._new_pool()
         self.shared, mailbox = shared.share(), new_mailbox(self.processes)
         most = min(len(shared.data.shards), task.experiment.rounds * len(shared.cohort.workers))
         self.states = WorkerStates.of(task, self.shared).share(most)
@@ -83,7 +84,7 @@ class InPool(Backend):
         """Restart all processes, since the survivors may be in the middle of anything."""
         self._pool.close()
         release_memory(self.shared.server.row.device)
-        self._pool = ProcessPool(*self._arguments)
+        self._pool = self._new_pool()
         self.shared.cohort.unfit.zero_()  # new executors count aggregations from the first
         self._call(_make_executor, *self._work)
 

@@ -1,4 +1,4 @@
-"""A pool of spawn processes, started once, that carry out calls together until the pool is closed.
+"""A pool of processes, started once, that carry out calls together until the pool is closed.
 
 The parent sends each call through pipes and waits on the pipes and on the processes themselves, so it notices a death
 at once. Functions, arguments and results go through the pipes; large tensors lie in shared memory.
@@ -27,6 +27,7 @@ from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, Worker
 from fedsim.system.child_process import (
     GRACE,
     Child,
+    can_fork,
     describe_exit,
     describe_failed_start,
     init_child_process,
@@ -42,7 +43,7 @@ START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and send its fi
 
 
 class ProcessPool:
-    """Spawn processes that carry out calls together. Use it in a `with` block, or call `close`.
+    """Processes that carry out calls together. Use it in a `with` block, or call `close`.
 
     The first failure (an exception in a process, its death, its silence) closes the pool and raises one WorkerError; a
     death or silence raises a ProcessLostError. The processes end if their parent dies.
@@ -51,6 +52,7 @@ class ProcessPool:
         processes: their number.
         threads: threads that PyTorch uses in each; None: as PyTorch chooses.
         timeout: seconds without a heartbeat after which a process counts as hanging.
+        start_method: "fork" forks processes with one thread where that is safe, and spawns others; or "spawn".
         instead: a setting that starts no processes, for errors.
         called: format string for error messages: what a process is called, {} being its index.
         daemon: as in multiprocessing: the processes have no children, and Python ends them at exit.
@@ -63,12 +65,15 @@ class ProcessPool:
         processes: int,
         threads: int | None = 1,
         timeout: float = 300.0,
+        start_method: str = "fork",
         *,
         instead: str = INSTEAD,
         called: str = "process {}",
         daemon: bool = True,
     ) -> None:
-        require_importable_main(instead)
+        fork = start_method == "fork" and threads == 1 and can_fork()
+        if not fork:
+            require_importable_main(instead)
         require_files(processes, instead)
         self.count, self._timeout, self._instead, self._called = processes, timeout, instead, called
         self._table = HeartbeatTable(processes)
@@ -81,7 +86,9 @@ class ProcessPool:
             with signals_deferred():  # child processes inherit the blocked signals: only the parent handles Ctrl-C
                 for index in range(processes):
                     self._children.append(
-                        start_process(_serve, index, self._table, threads, name=f"fedsim-{index}", daemon=daemon)
+                        start_process(
+                            _serve, index, self._table, threads, name=f"fedsim-{index}", daemon=daemon, fork=fork
+                        )
                     )
             self.expect_heartbeats(START_TIMEOUT)
         except BaseException:

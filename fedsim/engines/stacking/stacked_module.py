@@ -113,7 +113,7 @@ class StackedModule:
             if term is not None:
                 losses = losses + term.loss(self._precision.widened(features[0]), at_points)
             losses = (losses * weights).sum(1)
-            found = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
+            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         gradients = [
             _total(parameter, gradient, left or [])
             for parameter, gradient, left in zip(parameters, found, products, strict=True)

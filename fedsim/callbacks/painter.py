@@ -1,0 +1,75 @@
+"""The figures of a run, drawn by a process that imports matplotlib while the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
+
+from fedsim.core.plotting import encode
+from fedsim.system.child_process import Child, can_fork, init_child_process, signals_deferred, start_process
+from fedsim.system.messages import Channel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Drawings = Mapping[str, Callable[[], "Figure"]]
+TIMEOUT = 20.0  # seconds after which this process draws by itself
+
+
+class Painter:
+    """Draws figures, in a process of its own if matplotlib is not imported yet; a context manager that ends it.
+
+    To import matplotlib and to draw a first figure takes more than a second, which users would wait for after the last
+    round.
+    """
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
+        """The figures as files, `name.format`; the functions that draw them are picklable, as `partial` objects are."""
+        if self._child is not None:
+            process, pipe = self._child
+            with contextlib.suppress(OSError, EOFError):  # the process is lost
+                pipe.send((drawings, formats))
+                if wait([pipe, process.sentinel], TIMEOUT) and (answer := pipe.receive()):  # type: ignore[list-item]
+                    return answer.load()
+        return _files(drawings, formats)
+
+    def __enter__(self) -> Painter:
+        if can_fork() and "matplotlib.figure" not in sys.modules:
+            with signals_deferred():
+                self._child = start_process(_serve, name="fedsim-figures", daemon=True, fork=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            with signals_deferred():
+                process, pipe = self._child
+                process.kill()
+                process.join()
+                process.close()
+                pipe.close()
+
+
+def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
+    figures = {name: draw() for name, draw in drawings.items()}
+    return {f"{name}.{format}": encode(figure, format) for name, figure in figures.items() for format in formats}
+
+
+def _serve(pipe: Connection) -> None:
+    init_child_process()
+    os.nice(19)  # the rounds come first
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    figure.subplots().plot([0, 1], label="0123456789")
+    encode(figure, "png")  # loads fonts
+    channel = Channel(pipe)
+    with contextlib.suppress(EOFError, OSError):  # the run has ended
+        if (message := channel.receive()) is not None:
+            channel.send(_files(*message.load()))
