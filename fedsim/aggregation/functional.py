@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast, get_args
@@ -18,6 +19,8 @@ from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 from fedsim.system.precision import full_precision
+
+PLAIN = {int, float, str, bool, type(None)}  # types of parameters whose values cannot change
 
 
 def aggregate(
@@ -68,7 +71,7 @@ def aggregate(
     {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
     checked_nonfinite(nonfinite)
-    pipeline = make_pipeline(resolve(rule, params))
+    pipeline = _pipeline(rule, params)
     updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape
@@ -78,6 +81,18 @@ def aggregate(
     if losses is not None:
         inputs.losses = _checked("losses", losses, (n,), "cpu").double()
     return form.rebuild(aggregate_inputs(inputs, pipeline, nonfinite).update)
+
+
+def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
+    """The pipeline of the arguments of `aggregate`; that of a registered rule with plain parameters is made once."""
+    if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
+        return _registered(rule, **params)
+    return make_pipeline(resolve(rule, params))
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # since f = True is an error, and equal to f = 1
+def _registered(rule: str, /, **params: Any) -> Pipeline:
+    return make_pipeline(resolve(rule, params))
 
 
 def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:

@@ -70,7 +70,7 @@ class AggregationInputs:
 
     def __post_init__(self) -> None:
         if self.workers is None:
-            self.workers = list(range(len(self.updates)))
+            self.workers = list(range(self.updates.shape[0]))
 
     @cached_property
     def rng(self) -> np.random.Generator:

@@ -127,7 +127,8 @@ class Pipeline:
         shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
         if shares is not None:
             return combine(shares, updates)
-        if not rows.are_mixed and d < 2 * BLOCK:
+        averages = self.rule.linear and inputs.weights is None  # without weights of 0, whose rows would be copied out
+        if not rows.are_mixed and (averages or d < 2 * BLOCK):
             return self.of_columns(rows.block(), rows, inputs)
         result = updates.new_empty(d)
         blocks = small_blocks(updates) if rows.are_mixed else column_blocks(d, n=n, device=updates.device)

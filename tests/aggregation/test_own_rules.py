@@ -7,7 +7,9 @@ import torch
 
 import fedsim
 from fedsim.aggregation import AggregationInputs, LinearCombination, make_pipeline, resolve
-from fedsim.aggregation.numerics.threads import WORTH_SHARING, alone_if_small
+from fedsim.aggregation.numerics.columns import map_columns
+from fedsim.aggregation.numerics.threads import FEW_ROWS, WORTH_SHARING, alone_if_small
+from fedsim.errors import ExperimentError
 
 
 def sums_of_rows(updates):
@@ -112,3 +114,23 @@ def test_rules_use_one_thread_for_small_updates():
         fedsim.aggregate(updates, rule=counts_threads)
         pipeline(AggregationInputs(updates))
     assert seen == [1, 1, 2, 2]
+
+
+def test_blocks_of_few_rows_use_one_thread():
+    seen = []
+
+    def counts_threads(block):
+        seen.append(torch.get_num_threads())
+        return block.mean(0)
+
+    for n in (FEW_ROWS, FEW_ROWS + 1):
+        map_columns(torch.ones(n, 5), counts_threads)
+    assert seen == [1, 2]
+
+
+def test_a_plain_parameter_is_checked_in_each_call():
+    updates = torch.arange(5.0)[:, None]
+    assert fedsim.aggregate(updates, rule="trimmed_mean", f=1).item() == 2
+    for wrong in (1.0, True, "1", None):  # some equal 1
+        with pytest.raises(ExperimentError):
+            fedsim.aggregate(updates, rule="trimmed_mean", f=wrong)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.aggregation.numerics.threads import alone_if_few
 from fedsim.system.devices import to_device, total_memory_of, wide_dtype
 
 Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes that each have other columns
@@ -78,10 +79,15 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
     n, d = updates.shape
     widest = min(d, block_size(updates))
     buffer = torch.empty(n, widest, dtype=wide_dtype(updates.device), device=updates.device)
+    by_numpy = updates.device.type == "cpu" and updates.dtype != torch.bfloat16
     for block in small_blocks(updates):
         width = block.stop - block.start
         wide = buffer if width == widest else buffer[:, :width]
-        yield block, wide.copy_(updates[:, block])
+        if by_numpy:  # a tenth faster, and never in several threads
+            np.copyto(wide.numpy(), updates[:, block].numpy())
+        else:
+            wide.copy_(updates[:, block])
+        yield block, wide
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
@@ -96,8 +102,9 @@ def sampled_columns(updates: Tensor) -> Tensor:
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `function`, from a block [n, columns] in float32 or wider to [columns], to all blocks; returns [d]."""
     result = updates.new_empty(updates.shape[1])
-    for block in small_blocks(updates):
-        result[block] = function(at_least_float32(updates[:, block])).to(result.dtype)
+    with alone_if_few(len(updates)):
+        for block in small_blocks(updates):
+            result[block] = function(at_least_float32(updates[:, block])).to(result.dtype)
     return result
 
 
@@ -120,7 +127,7 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
     """|x_k - point|^2, [n], for a point [d] (None: zero), in double precision if the device has it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
     sums = total.numpy() if total.device.type == "cpu" else None
-    with np.errstate(all="ignore"):  # overflow gives infinity
+    with np.errstate(all="ignore"), alone_if_few(len(updates)):  # overflow gives infinity
         for block, rows in wide_blocks(updates):
             if point is not None:
                 rows.sub_(point[block])
@@ -145,23 +152,23 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
     """Inner products [n] of the rows with `vector` [d], in double precision if the device has it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    for block, rows in wide_blocks(updates):
-        total += rows @ vector[block].to(rows.dtype)
+    with alone_if_few(len(updates)):
+        for block, rows in wide_blocks(updates):
+            total += rows @ vector[block].to(rows.dtype)
     return total
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     """Return coefficients [n] @ updates [n, d]: [d]. Rows with coefficient 0 are left out, so they may hold NaN."""
-    used = coefficients.nonzero().flatten()
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
+    factors = coefficients.to(torch.float32 if narrow else updates.dtype)
+    if not narrow and 1 < len(factors) == int(coefficients.count_nonzero()):
+        return to_device(factors, updates.device) @ updates
+    used = coefficients.nonzero().flatten()
     if len(used) == 1 and not narrow:
         return updates[int(used[0])] * float(coefficients[used[0]])
-    factors = coefficients.to(torch.float32 if narrow else updates.dtype)
-    if not narrow:
-        if len(used) == len(updates):
-            return to_device(factors, updates.device) @ updates
-        if updates.device.type == "cpu" and math.isfinite((result := factors @ updates).sum()):
-            return result
+    if not narrow and updates.device.type == "cpu" and math.isfinite((result := factors @ updates).sum()):
+        return result
     factors, used = (to_device(values, updates.device) for values in (factors[used], used))
     return map_columns(updates, lambda block: factors @ block[used])  # 0 times infinity would be NaN
 

@@ -18,11 +18,11 @@ from fedsim.aggregation.numerics.columns import (
     small_blocks,
     wide_blocks,
 )
+from fedsim.aggregation.numerics.threads import FEW_ROWS, alone_if_few
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import to_device, wide_dtype
 
 STRIP = 48  # columns of a product at once: of a symmetric matrix, those above the diagonal are mostly left out
-FEW = 32  # rows up to which NumPy takes half of PyTorch's time
 UNSHARED = 2**18  # multiplications in one product, up to which NumPy's BLAS uses one thread
 CANCELLED = 1e-7  # a difference this small relative to its terms has lost half its digits
 TIED = 1e-12  # relative difference up to which two sums count as equal
@@ -219,10 +219,11 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
     else:
         centre = to_device(known.diagonal()[:first].argmin().reshape(1), updates.device)  # the product is 0 there
     total = torch.zeros(n - first, n, dtype=wide, device=updates.device)
-    for _, rows in wide_blocks(updates):
-        middle = rows.index_select(0, centre)
-        rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
-        _add_products(total, rows)
+    with alone_if_few(n):
+        for _, rows in wide_blocks(updates):
+            middle = rows.index_select(0, centre)
+            rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
+            _add_products(total, rows)
     on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy, to wait for the device once
     lower, row = torch.zeros(n, n, dtype=torch.double), int(on_host[-1])
     lower[first:] = reduce(on_host[:-1].view(total.shape), "sum")
@@ -243,7 +244,7 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
     """total [m, n] += last m rows @ rows^T; only the lower triangle, which ends with the last row, is used."""
-    if len(rows) <= FEW and rows.device.type == "cpu" and len(total) == len(rows):
+    if len(rows) <= FEW_ROWS and rows.device.type == "cpu" and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
         return
     first = len(rows) - len(total)
@@ -253,7 +254,7 @@ def _add_products(total: Tensor, rows: Tensor) -> None:
 
 
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
-    """`_add_products` for few rows, as a stack of products that are too small for several threads."""
+    """`_add_products` for few rows in half of PyTorch's time: a stack of products too small for several threads."""
     n, width = rows.shape
     parts = math.ceil(width / min(512, UNSHARED // n**2))
     step = width // parts

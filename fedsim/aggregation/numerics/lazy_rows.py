@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import Reduce, at_least_float32, combine, keep_own, small_blocks
 from fedsim.aggregation.numerics.gram import Gram
+from fedsim.aggregation.numerics.threads import alone_if_few
 from fedsim.aggregation.rule import LinearCombination
 from fedsim.system.devices import to_device
 
@@ -66,9 +67,9 @@ class LazyRows:
         """Rows [m, d] that are no known combinations of the updates."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
-    def block(self, columns: slice = slice(None)) -> Tensor:
-        """The rows at these columns, [m, columns]."""
-        part = self._updates[:, columns]
+    def block(self, columns: slice | None = None) -> Tensor:
+        """The rows at these columns, [m, columns]; None: at all columns."""
+        part = self._updates if columns is None else self._updates[:, columns]
         return part if self._mixing is None else (self._factors @ part.to(self._factors.dtype)).to(part.dtype)
 
     @cached_property
@@ -89,8 +90,9 @@ class LazyRows:
             return row if combination.base is None else row + combination.base
         rows_of = self._rows_of(coefficients)
         result = self._updates.new_empty(self._updates.shape[1])
-        for block in small_blocks(self._updates):
-            result[block] = combination.then(at_least_float32(rows_of(self._updates[:, block]))).to(result.dtype)
+        with alone_if_few(len(self._updates)):
+            for block in small_blocks(self._updates):
+                result[block] = combination.then(at_least_float32(rows_of(self._updates[:, block]))).to(result.dtype)
         return result
 
     def _rows_of(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
