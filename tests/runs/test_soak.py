@@ -54,7 +54,7 @@ def test_a_thousand_rounds_of_256_workers_leak_nothing(engine, mode, tmp_path, c
         print(f"\n{engine}, {mode}: {early / 2**20:.1f} MiB at first, {late / 2**20:.1f} at last, of")
         print(f"which {of_history / 2**20:.1f} are the history; descriptors, segments, processes {before}, {after}")
     assert after == before
-    assert late - early - of_history < 0.02 * early
+    assert late - early - of_history < 0.04 * early  # a row that leaks in each round would be 0.08
 
 
 def _bytes_of(thing):
