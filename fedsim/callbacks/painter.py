@@ -1,4 +1,4 @@
-"""The figures of a run, drawn by a process that imports matplotlib while the run goes on."""
+"""The figures of a run or comparison, drawn by a process that imports matplotlib while the runs go on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fedsim.core.plotting import encode
 from fedsim.system.child_process import Child, can_fork, init_child_process, signals_deferred, start_process
@@ -16,32 +16,35 @@ from fedsim.system.messages import Channel
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Drawings = Mapping[str, Callable[[], "Figure"]]
+Drawings = Mapping[str, Callable[[], "Figure | None"]]
 TIMEOUT = 20.0  # seconds after which this process draws by itself
 
 
 class Painter:
-    """Draws figures, in a process of its own if matplotlib is not imported yet; a context manager that ends it.
+    """Draws figures; a context manager in which the first painter of a program does so in a process of its own.
 
     To import matplotlib and to draw a first figure takes more than a second, which users would wait for after the last
-    round.
+    round. A program that draws again imports matplotlib itself, once for all later figures.
     """
+
+    came_before: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._child: Child | None = None
 
     def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
-        """The figures as files, `name.format`; the functions that draw them are picklable, as `partial` objects are."""
+        """The figures as files, `name.format`. A function, best a `partial` that can be pickled, may return None."""
         if self._child is not None:
             process, pipe = self._child
-            with contextlib.suppress(OSError, EOFError):  # the process is lost
+            with contextlib.suppress(Exception):  # the process is lost, or something cannot be pickled
                 pipe.send((drawings, formats))
                 if wait([pipe, process.sentinel], TIMEOUT) and (answer := pipe.receive()):  # type: ignore[list-item]
                     return answer.load()
         return _files(drawings, formats)
 
     def __enter__(self) -> Painter:
-        if can_fork() and "matplotlib.figure" not in sys.modules:
+        if can_fork() and not Painter.came_before and "matplotlib.figure" not in sys.modules:
+            Painter.came_before = True
             with signals_deferred():
                 self._child = start_process(_serve, name="fedsim-figures", daemon=True, fork=True)
         return self
@@ -58,7 +61,9 @@ class Painter:
 
 def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
     figures = {name: draw() for name, draw in drawings.items()}
-    return {f"{name}.{format}": encode(figure, format) for name, figure in figures.items() for format in formats}
+    return {
+        f"{name}.{format}": encode(figure, format) for name, figure in figures.items() if figure for format in formats
+    }
 
 
 def _serve(pipe: Connection) -> None:

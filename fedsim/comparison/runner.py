@@ -8,10 +8,12 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fedsim.callbacks.painter import Painter
 from fedsim.comparison.displays import Callback, display_of
 from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.folder import SHARDS, GridFolder, Shard, differences_of_grids, inner_folder, result_in
@@ -45,7 +47,6 @@ from fedsim.comparison.tables import (
 )
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
-from fedsim.core.plotting import encode
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, RecordError, SettingWarning, one_line, show
@@ -54,6 +55,9 @@ from fedsim.records.reader import GRID, GridFile, read_grid_file
 from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
 from fedsim.system.child_process import exit_if_imported_by_child
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def compare(
@@ -152,7 +156,7 @@ def run_grid(
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
         exit_if_imported_by_child()  # else it would find the folder locked by its own parent
-    with GridFolder(path, grid) as folder:
+    with GridFolder(path, grid) as folder, Painter() as painter:
         grid = folder.grid
         runs = grid.runs if shard is None else shard.of(grid)
         todo = [run for run in runs if not folder.is_finished(run)]
@@ -164,14 +168,14 @@ def run_grid(
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not grid.engine_chosen)
         if shard is not None:
             return Comparison(grid.name, grid.axes, list(map(folder.result, runs)), grid.settings, path)
-        return summarised(folder, kept=kept)
+        return summarised(folder, painter if kept else None)
 
 
-def summarised(folder: GridFolder, *, kept: bool = True) -> Comparison:
-    """Compare the runs in a folder, and write the tables and figures unless the folder is temporary."""
-    comparison = folder.comparison(kept=kept)
-    if kept:
-        _write(comparison, folder)
+def summarised(folder: GridFolder, painter: Painter | None) -> Comparison:
+    """Compare the runs in a folder, and write the tables and figures unless the folder is temporary (no painter)."""
+    comparison = folder.comparison(kept=painter is not None)
+    if painter is not None:
+        _write(comparison, folder, painter)
     return comparison
 
 
@@ -213,7 +217,7 @@ def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Ca
         run_in_jobs(work, jobs, callback.on_round, on_end, on_retry)
 
 
-def _write(comparison: Comparison, folder: GridFolder) -> None:
+def _write(comparison: Comparison, folder: GridFolder, painter: Painter) -> None:
     runs, axes, settings = comparison.runs, comparison.axes, comparison.settings
     folder.write("results.csv", results_csv(comparison).encode())
     folder.write("curves.csv", curves_csv(comparison).encode())
@@ -221,26 +225,30 @@ def _write(comparison: Comparison, folder: GridFolder) -> None:
     folder.write("summary.txt", f"{comparison.table}\n".encode())
     what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.by).path[-1].removeprefix("test_"))
     over = settings.heat_axes(list(axes))
-    figures = {what: draw_curves(comparison), "heatmap": draw_heatmap(comparison, over=over)}
+    drawings: dict[str, Callable[[], Figure | None]] = {
+        what: partial(draw_curves, comparison),
+        "heatmap": partial(draw_heatmap, comparison, over=over),
+        "workers": partial(draw_worker_comparison, comparison),
+    }
     if over is not None:
         folder.write("heatmap.csv", heatmap_csv(comparison, over).encode())
-    figures["workers"] = draw_worker_comparison(comparison)
     if any("virtual_seconds" in run.metrics for run in runs):
-        figures[f"{what}_virtual_seconds"] = draw_curves(comparison, "virtual_seconds")
-        figures[f"{what}_updates"] = draw_curves(comparison, "updates")
-    figures |= {f"{what}_{key}": draw_values(comparison, key) for key in numeric_axes(axes, comparison.compared)}
+        drawings[f"{what}_virtual_seconds"] = partial(draw_curves, comparison, "virtual_seconds")
+        drawings[f"{what}_updates"] = partial(draw_curves, comparison, "updates")
+    drawings |= {
+        f"{what}_{key}": partial(draw_values, comparison, key) for key in numeric_axes(axes, comparison.compared)
+    }
     if (board := comparison.leaderboard) is not None:
         folder.write("leaderboard.csv", leaderboard_csv(board, comparison.compared[0]).encode())
-        figures["leaderboard"] = draw_leaderboard(board, f"{key_name(comparison.compared[0])}: {comparison.name}")
+        title = f"{key_name(comparison.compared[0])}: {comparison.name}"
+        drawings["leaderboard"] = partial(draw_leaderboard, board, title)
     if breaking_points(comparison):
         folder.write("breaking_points.csv", breaking_points_csv(comparison).encode())
     if settings.tune is not None:
         folder.write("tuning.csv", tuning_csv(comparison).encode())
-        figures["tuning"] = draw_tuning(comparison)
-    for name, figure in figures.items():
-        if figure is not None:
-            for format in folder.grid.runs[0].experiment.records.figures:
-                folder.write(f"{name}.{format}", encode(figure, format))
+        drawings["tuning"] = partial(draw_tuning, comparison)
+    for name, content in painter.files(drawings, folder.grid.runs[0].experiment.records.figures).items():
+        folder.write(name, content)
 
 
 def merge(
@@ -274,7 +282,7 @@ def merge(
             if not folder.is_finished(run) and (found := _find(run, grids, folder.run_folder(run))):
                 folder.clear(run)
                 _copy(found, folder.run_folder(run))
-        return summarised(folder)
+        return summarised(folder, Painter())
 
 
 def _sources(folder: Path) -> list[Path]:
