@@ -133,6 +133,7 @@ class StackStep:
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
         self._on_cpu = task.device.type == "cpu"
+        self._left_of_rows = 0 if self._on_cpu else None  # `leave_products` for gradients that become rows
 
     def __call__(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, moment: tuple[int, int] = (1, 0)
@@ -165,10 +166,12 @@ class StackStep:
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
             buffers = [buffer.clone() for buffer in state.buffers_beside or state.buffers]  # layers may change them
-            _, found = self._module.gradients(at, buffers, *batch, term=self._feature_term(state))
+            _, found = self._module.gradients(
+                at, buffers, *batch, leave_products=self._left_of_rows, term=self._feature_term(state)
+            )
             for ours, new in zip(state.buffers_beside, buffers, strict=False):
                 ours.copy_(new)
-            gradients = side_by_side(cast(list[Tensor], found))
+            gradients = self._as_rows(found)
             clip_rows(gradients, self._task.experiment.local.clip_norm)
             return gradients
 
@@ -178,10 +181,29 @@ class StackStep:
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""
-        losses, of_parameters = self.gradients(state, batch, active)
-        gradients = side_by_side(cast(list[Tensor], of_parameters))
+        losses, gradients = self.whole_gradients(state, batch, active)
         clip_rows(gradients, self._task.experiment.local.clip_norm)
         return losses, gradients
+
+    def whole_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The losses [m] and the gradients [m, d]; buffers change as in `gradients`."""
+        losses, gradients = self.gradients(state, batch, active, leave_products=self._left_of_rows)
+        return losses, self._as_rows(gradients)
+
+    def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
+        """The gradients of all parameters as rows [m, d]: on a GPU by one kernel, on a CPU without a second copy."""
+        if not self._on_cpu:
+            return side_by_side(cast(list[Tensor], gradients))
+        first = gradients[0]
+        like = first if isinstance(first, Tensor) else first.left
+        rows = like.new_empty(len(like), self._module.layout.d)
+        for entry, gradient in zip(self._module.layout.parameters, gradients, strict=True):
+            place = view_of(rows, entry)
+            if isinstance(gradient, Tensor):
+                place.copy_(gradient)
+            else:
+                torch.bmm(gradient.left.mT, gradient.right, out=place)
+        return rows
 
     def gradients(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
-from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows, side_by_side
+from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.system.devices import total_memory_of
 
 # In a round of synchronous SGD: a stack, its members' state, the factors of dropout, and the batches to come.
@@ -81,7 +80,7 @@ class StackTrainer:
                 for whole in stack.full_pass():
                     factors = ahead.of(whole.step, len(stack))
                     for part, theirs, batch in self._parts(stack, state, whole, factors, alterations):
-                        gradients = side_by_side(cast(list[Tensor], self._step.gradients(theirs, batch)[1]))
+                        _, gradients = self._step.whole_gradients(theirs, batch)
                         share = part.counts.unsqueeze(1).to(total.dtype) / samples[part.places]
                         total[part.places] += gradients * share
                 shared.cohort.full_gradients[stack.index] = total
@@ -162,8 +161,8 @@ class StackTrainer:
         for whole in stack.step_batches():
             factors = ahead.of(whole.step, len(whole.members))
             for part, theirs, batch in self._parts(stack, state, whole, factors):
-                losses, gradients = self._step.gradients(theirs, batch)
-                total[part.places] += side_by_side(cast(list[Tensor], gradients))
+                losses, gradients = self._step.whole_gradients(theirs, batch)
+                total[part.places] += gradients
                 stack.count(part, losses)
             number, count = whole.step // accumulate, whole.step % accumulate + 1
             going_on = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
