@@ -118,7 +118,7 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
 
 @dataset("mnist")
 def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST: 60,000 images to train and 10,000 to test; torchvision reads the files and downloads missing ones.
+    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
 
     Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
 
@@ -129,21 +129,30 @@ def mnist(root: Path) -> tuple[TensorData, TensorData]:
 
     >>> train, test = fedsim.load_dataset("mnist", "~/data")  # doctest: +SKIP
     """
-    return _load_from_torchvision("mnist", root)
+    return _mnist_files("mnist", root)
 
 
 @dataset("fashion_mnist")
 def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision reads the files and downloads missing ones.
+    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
 
     Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
 
     >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data")  # doctest: +SKIP
     """
-    return _load_from_torchvision("fashion_mnist", root)
+    return _mnist_files("fashion_mnist", root)
 
 
-def _load_from_torchvision(name: str, root: Path) -> tuple[TensorData, TensorData]:
+def _read_idx(path: Path) -> torch.Tensor:
+    """The numbers in a file of MNIST: uint8 of any shape. Importing torchvision to read it would take a second."""
+    content = np.fromfile(path, np.uint8)
+    if content[:3].tolist() != [0, 0, 8]:  # 8: uint8
+        raise ValueError(f"{path.name} is not in the format of MNIST")
+    start = 4 + 4 * int(content[3])
+    return torch.from_numpy(content[start:].reshape(content[4:start].view(">u4").tolist()))
+
+
+def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
     class_name = CLASS_NAMES[name]
     folder = root / class_name / "raw"
     if lacks_files(name, root):
@@ -154,11 +163,14 @@ def _load_from_torchvision(name: str, root: Path) -> tuple[TensorData, TensorDat
                 f"data.dataset: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
                 f"folder that holds {class_name}/raw, or use the embedded data set: data.dataset=mnist5k"
             ) from error
-    read = getattr(packages.import_torchvision().datasets, class_name)
     try:
-        parts = [read(root, train=part) for part in (True, False)]
         train, test = (
-            TensorData.of_images(part.data[:, None], part.targets, *STATISTICS[class_name]) for part in parts
+            TensorData.of_images(
+                _read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
+                _read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
+                *STATISTICS[class_name],
+            )
+            for part in ("train", "t10k")
         )
     except Exception as error:
         raise DataError(f"{folder}: cannot be read: {one_line(error)}; remove it to download it again") from error

@@ -71,6 +71,14 @@ def test_missing_data_is_downloaded_through_torchvision(name, class_name, data_r
     assert asked == [(class_name, data_root)]
 
 
+def test_files_are_read_as_torchvision_reads_them(small_mnist, data_root):
+    for part, samples in zip((True, False), fedsim.load_dataset("mnist", data_root), strict=True):
+        theirs = packages.import_torchvision().datasets.MNIST(data_root, train=part)
+        assert torch.equal(samples.inputs[:, 0], theirs.data)
+        assert torch.equal(samples.targets, theirs.targets)
+        assert samples.targets.dtype == theirs.targets.dtype
+
+
 def test_missing_data_is_an_error_with_advice(data_root, monkeypatch):
     def no_network(*args, **kwargs):
         raise RuntimeError("Error downloading\nname or service not known")
