@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -10,6 +11,8 @@ import socket
 import stat
 import struct
 import sys
+import termios
+import time
 from pathlib import Path
 
 import torch
@@ -71,7 +74,7 @@ def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
 
 
 def acknowledged() -> int:
-    """Bytes that this process has sent to others and they have acknowledged, by the kernel's count; 0 but on Linux."""
+    """Bytes that this process has sent to others, by the kernel's count, once they have come; 0 but on Linux."""
     total = 0
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
@@ -79,9 +82,17 @@ def acknowledged() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                    deadline = time.monotonic() + 10
+                    while _on_the_way(connection) and time.monotonic() < deadline:
+                        time.sleep(0.001)
                     told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     total += struct.unpack_from("Q", told, BYTES_ACKED)[0]
     return total
+
+
+def _on_the_way(connection: socket.socket) -> int:
+    """Bytes that have been written to a connection, and that the other end has not acknowledged."""
+    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
 
 
 if __name__ == "__main__":
