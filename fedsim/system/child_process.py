@@ -39,7 +39,8 @@ def can_fork() -> bool:
     OpenMP's own threads, which the child does not have, are of no use to a child with one thread.
     """
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
-    return sys.platform == "linux" and alone and not torch.accelerator.is_available()
+    may_have_children = not current_process().daemon
+    return sys.platform == "linux" and alone and may_have_children and not torch.accelerator.is_available()
 
 
 def start_process(serve: Callable[..., object], *arguments: Any, name: str, daemon: bool, fork: bool = False) -> Child:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import threading
 
 import pytest
 
+import fedsim
 from fedsim.system.child_process import can_fork
 from tests.commands import run_python
 
@@ -58,3 +60,16 @@ def test_a_program_with_other_threads_does_not_fork():
     finally:
         ended.set()
         other.join()
+
+
+def test_a_daemonic_process_may_run_an_experiment(tmp_path):
+    """It may have no children, so it draws by itself."""
+    process = multiprocessing.get_context("spawn").Process(target=_run_in, args=(tmp_path / "run",), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert (tmp_path / "run" / "curve.png").exists()
+
+
+def _run_in(folder):
+    fedsim.run(rounds=1, model="logistic", workers=2, engine="serial", data="mnist5k", out=folder)
