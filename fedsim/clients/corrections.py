@@ -123,7 +123,7 @@ class FedNova(LocalSGD):
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         normaliser = self.normaliser(worker.steps).to(rows.dtype)
         divisor = torch.where(worker.steps > 0, normaliser, 1)  # the update of a worker without samples is 0
-        rows.copy_(state["start"] + (rows - state["start"]) / divisor)
+        rows.sub_(state["start"]).div_(divisor).add_(state["start"])
         return {"weight": worker.weights, "weighted_normaliser": worker.weights * normaliser}
 
     def receive(self, server: State, sums: State, workers: int, population: int) -> None:

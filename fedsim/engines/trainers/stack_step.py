@@ -155,9 +155,7 @@ class StackStep:
         if active is None:
             leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
         losses, gradients = self.gradients(state, batch, active, leave_products=leave_products)
-        entries = self._module.layout.parameters
-        parts = list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
-        move(solver, state, parts, active)
+        move(solver, state, self._parts(gradients), active)
         return losses
 
     def _whole_rows(self, solver: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
@@ -189,6 +187,21 @@ class StackStep:
         """The losses [m] and the gradients [m, d]; buffers change as in `gradients`."""
         losses, gradients = self.gradients(state, batch, active, leave_products=self._left_of_rows)
         return losses, self._as_rows(gradients)
+
+    def sum_gradients(self, state: StackState, batch: Batch) -> None:
+        """Add the gradients to the state "sum" [m, d]; buffers change as in `gradients`."""
+        _, gradients = self.gradients(state, batch, leave_products=self._left_of_rows)
+        for entry, gradient in self._parts(gradients):
+            total = state.part(entry)[1]["sum"]
+            if isinstance(gradient, Tensor):
+                total.add_(gradient)
+            else:
+                gradient.add_to(total)
+
+    def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
+        """The gradients of all parameters with their columns: few on a GPU, where each is a kernel."""
+        entries = self._module.layout.parameters
+        return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
     def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
         """The gradients of all parameters as rows [m, d]: on a GPU by one kernel, on a CPU without a second copy."""

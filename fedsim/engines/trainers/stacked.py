@@ -72,18 +72,17 @@ class StackTrainer:
         for stack in self._stacks(members):
             with self._process.working_on_several(stack.members[0].round):
                 rows = shared.cohort.rows[stack.index]
-                state, total = StackState(self._module, rows, {}, self._buffers(stack)), torch.zeros_like(rows)
+                state = StackState(self._module, rows, {"sum": torch.zeros_like(rows)}, self._buffers(stack))
                 sizes = [[self._batch_source.size(member.worker)] for member in stack.members]
-                samples = torch.tensor(sizes, dtype=total.dtype, device=total.device)
+                samples = torch.tensor(sizes, dtype=rows.dtype, device=rows.device)
                 ahead = stack.dropout_factors(self._probe.dropouts, after=True)
                 alterations = stack.alterations_of_view("full_gradient")
                 for whole in stack.full_pass():
                     factors = ahead.of(whole.step, len(stack))
-                    for part, theirs, batch in self._parts(stack, state, whole, factors, alterations):
-                        _, gradients = self._step.whole_gradients(theirs, batch)
-                        share = part.counts.unsqueeze(1).to(total.dtype) / samples[part.places]
-                        total[part.places] += gradients * share
-                shared.cohort.full_gradients[stack.index] = total
+                    for part, theirs, batch in self._parts(stack, state, whole, factors, alterations, moves=True):
+                        share = part.counts.unsqueeze(1).to(rows.dtype) / samples[part.places]
+                        self._step.sum_gradients(theirs, batch._replace(weights=batch.weights * share))
+                shared.cohort.full_gradients[stack.index] = state.solver_state["sum"]
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         self._gradient_states = []
