@@ -48,11 +48,11 @@ def bare_loop(
         loss: default: NLL for a model that gives log-probabilities, cross-entropy for one that gives logits.
     """
     local, seed = experiment.local, experiment.seed
-    assert (experiment.sync, local.solver) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
+    assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
     assert local.epochs, "this loop trains for whole epochs"
     torch.set_num_threads(1)
     dtype = PRECISIONS[experiment.precision].rows
-    train_data, test_data = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+    train_data, test_data = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
     inputs, targets = _preloaded(train_data, device, dtype)
     test_inputs, test_targets = _preloaded(test_data, device, dtype)
     tests = list(zip(test_inputs.split(TEST_BATCH), test_targets.split(TEST_BATCH), strict=True))

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def of_torch(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the solver `sgd` as those of `torch.optim.SGD`."""
+    """The parameters of the client algorithm `sgd` as those of `torch.optim.SGD`."""
     if params.get("momentum_at", "server") != "server":
         raise ValueError('momentum_at: torch.optim.SGD has "server" only')
     return {name: value for name, value in params.items() if name != "momentum_at"}

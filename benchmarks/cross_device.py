@@ -50,7 +50,7 @@ PINS = {
     "engine": "engine",
     "processes": "processes",
     "threads_per_process": "threads",
-    "batched.width": "width",
+    "batched.max_rows": "width",
 }  # keys that ask for the same again
 
 
@@ -161,7 +161,7 @@ def limit(
     experiment: Experiment, environment: dict[str, Any], machine: Machine, round_seconds: float
 ) -> dict[str, float]:
     """A round's counted cost against what was measured of the machine."""
-    train, _ = load_dataset(experiment.data.dataset, experiment.data.root, **experiment.data.params)
+    train, _ = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
     sizes = environment["train_samples"], environment["test_samples"]
     return machine.compare(round_cost(experiment, tuple(train.inputs.shape[1:]), *sizes), round_seconds)
 

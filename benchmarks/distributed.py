@@ -71,7 +71,7 @@ def experiment(workers: int, rounds: int, **changes: Any) -> dict[str, Any]:
         "workers": workers,
         "rounds": rounds,
         "model": "2nn",
-        "data": {"dataset": "distributed:images", "n": workers * SAMPLES},
+        "data": {"name": "distributed:images", "n": workers * SAMPLES},
         "local": {"batch_size": BATCH, "lr": 0.05},
         "records": {"curve": False},
         **changes,

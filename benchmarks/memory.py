@@ -76,7 +76,7 @@ def main() -> None:
     extra = _megabytes(data) - _megabytes(small)
     four = [peak_pss("workers=4") for _ in range(repeats)]
     sixty_four = [peak_pss("workers=64") for _ in range(repeats)]
-    baseline = [peak_pss("workers=4", "data.dataset=memory:small_mnist") for _ in range(repeats)]
+    baseline = [peak_pss("workers=4", "data.name=memory:small_mnist") for _ in range(repeats)]
     report(
         "memory",
         peak_mb_4_workers=median(four),

@@ -38,20 +38,20 @@ STATUS = Path("/proc/self/status")
 
 
 def params_of(name: str, f: int) -> dict[str, Any]:
-    plug = rule.get(name)
+    registration = rule.get(name)
     enough = {"f": f, "c": 1.0}
-    return {key: value for key, value in enough.items() if plug.parameters.model_fields.get(key) is not None}
+    return {key: value for key, value in enough.items() if registration.parameters.model_fields.get(key) is not None}
 
 
 def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
-    plug, given = rule.get(name), params_of(name, f)
+    registration, given = rule.get(name), params_of(name, f)
     if name == "geometric_median":
         given |= {"nu": 0.1, "iterations": 3, "tol": 0.0, "start": "zeros"}  # byzfl's
     if name == "centered_clipping":
         given |= {"tau": 100.0}  # byzfl's
-    if "root" in plug.takes:
+    if "root" in registration.takes:
         given["root"] = updates[0].clone()
-    if "losses" in plug.takes:
+    if "losses" in registration.takes:
         given["losses"] = torch.ones(len(updates))
     return lambda: fedsim.aggregate(updates, rule=name, **given)
 
@@ -116,7 +116,10 @@ def memories(n: int, d: int) -> dict[str, float]:
 
 def memory_of_rules(n: int, d: int) -> dict[str, float]:
     updates = some_updates(n, d)
-    return {plug.name: memory(ours(plug.name, updates, largest_f(plug.name, n)), updates) for plug in rule}
+    return {
+        registration.name: memory(ours(registration.name, updates, largest_f(registration.name, n)), updates)
+        for registration in rule
+    }
 
 
 def some_updates(n: int, d: int) -> Tensor:
@@ -143,19 +146,19 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
         "torch_sort": lambda: updates.sort(0),
     }
     others, rules, times, needed = theirs(n // 5), {}, {}, memories(n, d)
-    for plug in rule:
-        function = ours(plug.name, updates, largest_f(plug.name, n))
-        against = {name: baselines[name] for name in PLAINLY.get(plug.name, ())}
-        if plug.name in others:
-            against["byzfl"] = lambda other=others[plug.name]: other(updates)
-            if plug.name not in OTHERWISE_DEFINED:
+    for registration in rule:
+        function = ours(registration.name, updates, largest_f(registration.name, n))
+        against = {name: baselines[name] for name in PLAINLY.get(registration.name, ())}
+        if registration.name in others:
+            against["byzfl"] = lambda other=others[registration.name]: other(updates)
+            if registration.name not in OTHERWISE_DEFINED:
                 away = float((function() - against["byzfl"]()).abs().max())
-                assert away < 1e-5, f"{plug.name}: byzfl's result differs by {away}"
+                assert away < 1e-5, f"{registration.name}: byzfl's result differs by {away}"
         took = seconds(function, *against.values(), repeats=repeats)
-        times[plug.name] = dict(zip(("ours", *against), took, strict=True))
-        rules[plug.name] = {"ms": round(1e3 * took[0], 3), "memory": needed.get(plug.name)}
-        if plug.name in others:
-            rules[plug.name]["byzfl_over_ours"] = round(times[plug.name]["byzfl"] / took[0], 3)
+        times[registration.name] = dict(zip(("ours", *against), took, strict=True))
+        rules[registration.name] = {"ms": round(1e3 * took[0], 3), "memory": needed.get(registration.name)}
+        if registration.name in others:
+            rules[registration.name]["byzfl_over_ours"] = round(times[registration.name]["byzfl"] / took[0], 3)
     ratios = [figures["byzfl_over_ours"] for figures in rules.values() if "byzfl_over_ours" in figures]
 
     def over_ours(baseline: str) -> dict[str, float]:

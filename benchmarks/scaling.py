@@ -43,7 +43,7 @@ def experiment(population: int, cohort: int, rounds: int, **changes: Any) -> dic
         "engine": "batched",
         "processes": 1,
         "model": "2nn",
-        "partition": {"strategy": "virtual", "samples": 60, "alpha": 0.5},
+        "partition": {"name": "virtual", "samples": 60, "alpha": 0.5},
         "local": {"batch_size": 10, "lr": 0.1},
         **changes,
     }

@@ -5,7 +5,7 @@ gradients that its definition needs for each batch; a pass over all samples at t
 float64 the rows of both engines must agree up to rounding after two rounds. Timed, in float32, is the training alone,
 not start-up and not tests.
 
-    python benchmarks/solvers.py [--repeats 5] [--rounds 11] [--model 2nn]
+    python benchmarks/algorithms.py [--repeats 5] [--rounds 11] [--model 2nn]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common import median, report
 import fedsim
 
 ENGINES: dict[str, dict[str, Any]] = {"serial": {}, "batched": {"processes": 1}}
-SOLVERS: dict[str, tuple[int, dict[str, Any]]] = {  # gradients for each batch, and parameters
+ALGORITHMS: dict[str, tuple[int, dict[str, Any]]] = {  # gradients for each batch, and parameters
     "sgd": (1, {}),
     "fedprox": (1, {}),
     "adam": (1, {"lr": 1e-3}),
@@ -60,13 +60,13 @@ def main() -> None:
     times: dict[tuple[str, str], list[float]] = {}
     for _ in range(arguments.repeats):  # all algorithms in turn, so that a slow minute does not fall on one of them
         for engine, settings in ENGINES.items():
-            for name, (_, params) in SOLVERS.items():
-                local = {"solver": name, **params}
+            for name, (_, params) in ALGORITHMS.items():
+                local = {"algorithm": name, **params}
                 seconds, _ = seconds_of_step({**base, "engine": engine, **settings, "local": local})
                 times.setdefault((engine, name), []).append(seconds)
     figures: dict[str, Any] = {}
-    for name, (gradients, params) in SOLVERS.items():
-        wide = {**base, "precision": "float64", "rounds": 2, "local": {"solver": name, **params}}
+    for name, (gradients, params) in ALGORITHMS.items():
+        wide = {**base, "precision": "float64", "rounds": 2, "local": {"algorithm": name, **params}}
         rows = [seconds_of_step({**wide, "engine": engine, **settings})[1] for engine, settings in ENGINES.items()]
         furthest = float((rows[0] - rows[1]).abs().max())
         assert furthest < TOLERANCE, f"{name}: the engines did different work: rows differ by {furthest}"
@@ -75,7 +75,7 @@ def main() -> None:
             pairs = zip(times[engine, name], times[engine, "sgd"], strict=True)
             ratio = median([ours / of_sgd for ours, of_sgd in pairs])
             figures[name][engine] = {"over_sgd": ratio, "per_gradient": round(ratio / gradients, 4)}
-    report("solvers", model=arguments.model, repeats=arguments.repeats, **figures, keep=not arguments.no_keep)
+    report("algorithms", model=arguments.model, repeats=arguments.repeats, **figures, keep=not arguments.no_keep)
 
 
 if __name__ == "__main__":

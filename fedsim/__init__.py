@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from fedsim.byzantine import attack
     from fedsim.callbacks import Callback
     from fedsim.comparison import Comparison, compare, load_comparison, plot
-    from fedsim.config.experiment import Experiment
-    from fedsim.config.load import load_experiment
-    from fedsim.config.plugs import (
+    from fedsim.config.components import (
         attacks,
         noises,
         partitions,
@@ -38,8 +36,10 @@ if TYPE_CHECKING:
         processors,
         rules,
         server_optimizers,
-        speeds,
+        slowdowns,
     )
+    from fedsim.config.experiment import Experiment
+    from fedsim.config.load import load_experiment
     from fedsim.core.randomness import Draws
     from fedsim.core.rows import Layout, bind, new_rows, pull_down
     from fedsim.core.training import test, train_epoch

@@ -1,4 +1,4 @@
-"""The plugs of this project. Keyword-only parameters are their configuration: keys of an experiment."""
+"""The components of this project. Keyword-only parameters are their configuration: keys of an experiment."""
 
 from __future__ import annotations
 

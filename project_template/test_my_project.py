@@ -36,8 +36,8 @@ def test_worst_class_is_the_lowest_accuracy_of_a_class():
 
 def test_fedcm_is_sgd_in_the_first_round():
     same = {"model": my_project.perceptron, "data": my_project.small_digits, "rounds": 1, "engine": "serial"}
-    ours = fedsim.run({**same, "local": {"solver": my_project.FedCM, "lr": 0.2, "alpha": 0.5}})
-    sgd = fedsim.run({**same, "local": {"solver": "sgd", "lr": 0.1}})
+    ours = fedsim.run({**same, "local": {"algorithm": my_project.FedCM, "lr": 0.2, "alpha": 0.5}})
+    sgd = fedsim.run({**same, "local": {"algorithm": "sgd", "lr": 0.1}})
     assert ours.history[-1]["test_loss"] == pytest.approx(sgd.history[-1]["test_loss"], rel=1e-4)
 
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.main import app
+from tests.components import TINY_TEST, TINY_TRAIN
 from tests.forking import fork_workers
 from tests.leftovers import left_behind, segments
-from tests.plugs import TINY_TEST, TINY_TRAIN
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; the tests' must not
 # Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile all for itself.
@@ -76,7 +76,7 @@ def tiny_experiment():
         "workers": 3,
         "engine": "serial",
         "model": {"name": "2nn", "hidden": 20},
-        "data": "tests.plugs:tiny",
+        "data": "tests.components:tiny",
         "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
         "records": {"curve": False},  # a tenth of a second
     }

@@ -27,7 +27,7 @@ from fedsim.system import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
-    *("tests.forking", "tests.models", "tests.plugs"),
+    *("tests.forking", "tests.models", "tests.components"),
     *("fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"),
     "torch._dynamo",  # which PyTorch imports at the first use of some functions, for a second
 ]

@@ -1,4 +1,4 @@
-"""Plugs that kill or stop their process when a test orders it."""
+"""Components that kill or stop their process when a test orders it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.asynchronous.policies.gradient_updates import Locked
 from fedsim.server.optimizer import ServerAdam
-from tests.plugs import tiny
+from tests.components import tiny
 
 
 def order(folder, *orders):

@@ -1,4 +1,4 @@
-"""Models that tests name by import path, as a user would name their own; `tests/plugs.py` has plugs of other kinds."""
+"""Models that tests name by import path, as users name their own; other components are in `tests/components.py`."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ def test_import_fedsim_loads_pytorch_and_other_packages_on_first_use():
     code = (
         "import sys, fedsim; before = [name for name in ('torch', 'pydantic') if name in sys.modules]\n"
         "import fedsim.comparison\n"
-        "from fedsim.config.plugs import registry_of\n"
+        "from fedsim.config.components import registry_of\n"
         f"print(before, [module for module in {RARELY_USED} if module in sys.modules])\n"
-        "print([plug.name for plug in registry_of('partitions') if 'parameters' in vars(plug) and plug.name != 'iid'])"
+        "print([each.name for each in registry_of('partitions') if 'parameters' in vars(each) and each.name != 'iid'])"
     )
     assert run_python("-c", code).stdout == "[] []\n[]\n"
 

@@ -1,8 +1,8 @@
 """The numbers of small experiments stay what they are, to 1e-12, whatever is done to the structure of the code.
 
-One experiment for every plug, and one for each mode and way to synchronise, with engine=serial in float64. For a new
-plug, `python -m tests.test_frozen_numbers` adds its numbers. Where numbers are meant to change, write all of them again
-with `python -m tests.test_frozen_numbers all`, and say why in the commit.
+One experiment for every component, and one for each mode and way to synchronise, with engine=serial in float64. For a
+new component, `python -m tests.test_frozen_numbers` adds its numbers. Where numbers are meant to change, write all of
+them again with `python -m tests.test_frozen_numbers all`, and say why in the commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import fedsim
 from fedsim.aggregation.rule import pre_aggregator, rule
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import attack_strategy
-from fedsim.clients.solver import solver
+from fedsim.clients import client_algorithm
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.server.optimizer import server_optimizer
@@ -34,38 +34,45 @@ SMALL = {
     "workers": 6,
     "cohort": 5,
     "model": "logistic",
-    "data": {"dataset": "tests.plugs:tiny", "train": 120},
-    "partition": {"strategy": "dirichlet", "alpha": 0.5},
+    "data": {"name": "tests.components:tiny", "train": 120},
+    "partition": {"name": "dirichlet", "alpha": 0.5},
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
 NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow, or newer
-SLOW = {  # cases of plugs that have an experiment of their own
+SLOW = {  # cases of components that have an experiment of their own
     *("case: fedprox", "case: scaffold", "case: scaffold with full gradients", "case: fednova", "case: feddyn"),
     *("case: adam", "case: adamw", "case: adagrad", "case: augmentation", "case: a rule with a state"),
     *("case: a rule that draws", "case: a rule that asks for losses", "case: an adaptive server", "case: dropout"),
     *("case: virtual shards and data of the server's own", "case: an attack tuned to the rule"),
     *("case: an attack that draws", "case: an attack on data", "case: workers that see their samples differently"),
 }
-SETTINGS_OF_SOLVERS = {
+SETTINGS_OF_ALGORITHMS = {
     "fedbn": {"model": "tests.models:Normalised", "buffers": "local"},
     "fedrep": {
-        "local": {"solver": "fedrep", "batch_size": 8, "lr": 0.01, "personal": ["*bias"], "steps": 4, "head_steps": 2}
+        "local": {
+            "algorithm": "fedrep",
+            "batch_size": 8,
+            "lr": 0.01,
+            "personal": ["*bias"],
+            "steps": 4,
+            "head_steps": 2,
+        }
     },
     "moon": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # which has hidden features
 }
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
 
 
-def named(plug, key):
-    """The table of a plug whose name stands under `key`."""
-    settings = settings_of(plug)
+def named(registration, key):
+    """The table of a component whose name stands under `key`."""
+    settings = settings_of(registration)
     return {key: settings.pop("name"), **settings}
 
 
 def experiments():
     """Each experiment by name."""
-    clock = {"mode": "clock", "clock": {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}}
+    clock = {"mode": "clock", "clock": {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}}
     plain = {"workers": 3, "cohort": None, "partition": "iid", "data": {**SMALL["data"], "train": 203}}
     plain["local"] = {**SMALL["local"], "batch_size": 12}
     found = {f"case: {name}": {**plain, **case} for name, case in CASES.items() if name not in NOT_FROZEN}
@@ -79,28 +86,43 @@ def experiments():
             "rows left out",
         )
     }
-    for plug in rule:
-        found[f"rule: {plug.name}"] = {"attack": ATTACK, "aggregate": named(plug, "rule"), "workers": 12, "cohort": 11}
-    for plug in pre_aggregator:
-        rules = {"rule": [named(plug, "rule"), "median"]}
-        found[f"pre-aggregator: {plug.name}"] = {"attack": ATTACK, "aggregate": rules, "workers": 12, "cohort": 11}
-    for plug in attack_strategy:
-        attack = settings_of(plug, workers=[1, 4])
-        found[f"attack: {plug.name}"] = {"attack": attack, "aggregate": {"rule": "median", "nonfinite": "exclude"}}
-    for plug in partition_strategy:
-        if plug.name != "natural":  # which needs a data set with writers
-            found[f"partition: {plug.name}"] = {"partition": named(plug, "strategy")}
-    for plug in solver:
-        local = {"batch_size": 8, "lr": 0.01, **named(plug, "solver")}
-        found[f"solver: {plug.name}"] = {"local": local, **SETTINGS_OF_SOLVERS.get(plug.name, {})}
-    for plug in server_optimizer:
-        found[f"server: {plug.name}"] = {"server": named(plug, "optimizer")}
-    for plug in augmentation:
-        found[f"augmentation: {plug.name}"] = {"data": {**SMALL["data"], "augment": [settings_of(plug)]}}
-    for plug in policy:
-        sync = {"sync": "gradients"} if plug.name == "sync" else {}
-        more = {"model": "tests.models:Normalised", "policy": settings_of(plug), "cohort": 6, **sync}
-        found[f"policy: {plug.name}"] = {**clock, **more}
+    for registration in rule:
+        found[f"rule: {registration.name}"] = {
+            "attack": ATTACK,
+            "aggregate": named(registration, "rule"),
+            "workers": 12,
+            "cohort": 11,
+        }
+    for registration in pre_aggregator:
+        rules = {"rule": [named(registration, "rule"), "median"]}
+        found[f"pre-aggregator: {registration.name}"] = {
+            "attack": ATTACK,
+            "aggregate": rules,
+            "workers": 12,
+            "cohort": 11,
+        }
+    for registration in attack_strategy:
+        attack = settings_of(registration, workers=[1, 4])
+        found[f"attack: {registration.name}"] = {
+            "attack": attack,
+            "aggregate": {"rule": "median", "nonfinite": "exclude"},
+        }
+    for registration in partition_strategy:
+        if registration.name != "natural":  # which needs a data set with writers
+            found[f"partition: {registration.name}"] = {"partition": named(registration, "name")}
+    for registration in client_algorithm:
+        local = {"batch_size": 8, "lr": 0.01, **named(registration, "algorithm")}
+        found[f"algorithm: {registration.name}"] = {"local": local, **SETTINGS_OF_ALGORITHMS.get(registration.name, {})}
+    for registration in server_optimizer:
+        found[f"server: {registration.name}"] = {"server": named(registration, "name")}
+    for registration in augmentation:
+        found[f"augmentation: {registration.name}"] = {
+            "data": {**SMALL["data"], "augment": [settings_of(registration)]}
+        }
+    for registration in policy:
+        sync = {"sync": "gradients"} if registration.name == "sync" else {}
+        more = {"model": "tests.models:Normalised", "policy": settings_of(registration), "cohort": 6, **sync}
+        found[f"policy: {registration.name}"] = {**clock, **more}
     return {name: {**SMALL, **tables} for name, tables in found.items()}
 
 
@@ -149,7 +171,7 @@ def test_the_numbers_of_an_experiment_stay(name, frozen):
             assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (one != one and other != other)
 
 
-def test_every_plug_is_held(frozen):
+def test_every_component_is_held(frozen):
     assert set(frozen) == set(experiments())
     assert set(frozen) > SLOW
 

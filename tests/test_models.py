@@ -17,9 +17,9 @@ def test_the_published_number_of_parameters(factory, parameters):
     assert Layout.of(factory()).d == parameters
 
 
-@pytest.mark.parametrize("plug", list(model), ids=lambda plug: plug.name)
-def test_every_model_maps_images_to_ten_classes(plug):
-    assert plug.bind(plug.check({}))()(torch.randn(3, 1, 28, 28)).shape == (3, 10)
+@pytest.mark.parametrize("registration", list(model), ids=lambda registration: registration.name)
+def test_every_model_maps_images_to_ten_classes(registration):
+    assert registration.bind(registration.check({}))()(torch.randn(3, 1, 28, 28)).shape == (3, 10)
 
 
 def test_net_is_the_hogwild_example():

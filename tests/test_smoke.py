@@ -8,8 +8,8 @@ import torch
 
 import fedsim
 
-QUICK = ["model=logistic", "data=tests.plugs:tiny", "workers=3", "local.lr=0.05"]
-TABLES = {"model": "2nn", "data": "tests.plugs:tiny", "workers": 3, "rounds": 2}
+QUICK = ["model=logistic", "data=tests.components:tiny", "workers=3", "local.lr=0.05"]
+TABLES = {"model": "2nn", "data": "tests.components:tiny", "workers": 3, "rounds": 2}
 
 
 def test_a_run_learns_and_leaves_its_records(cli):

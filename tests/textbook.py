@@ -88,7 +88,7 @@ def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=1
 
 
 def finished(tables):
-    """A run of synchronous rounds: its `start` and `row` (global rows), `records`, last `updates`, and `solver`.
+    """A run of synchronous rounds: its `start` and `row` (global rows), `records`, last `updates`, and `algorithm`.
 
     `states` has what each worker that has taken part keeps, by name, and `initial` what the others have.
     """
@@ -103,5 +103,5 @@ def finished(tables):
         updates, _ = engine.backend.round_rows(records[-1].cohort, experiment.rounds)
         return SimpleNamespace(
             **{"start": start, "row": engine.shared.server.row.clone(), "records": records, "updates": updates.clone()},
-            **{"solver": task.solver, "states": states, "initial": engine.backend.states.initial},
+            **{"algorithm": task.algorithm, "states": states, "initial": engine.backend.states.initial},
         )

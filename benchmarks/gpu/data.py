@@ -30,5 +30,5 @@ def synthetic(root: Path, *, train: int = 60_000, test: int = 10_000) -> tuple[T
 def workload_data(quick: bool) -> dict[str, object]:
     """The data set of the workloads, as the table `data` of an experiment."""
     if quick:
-        return {"dataset": "benchmarks.gpu.data:synthetic", "train": 6000, "test": 1000}
-    return {"dataset": "mnist"} if has_mnist() else {"dataset": "benchmarks.gpu.data:synthetic"}
+        return {"name": "benchmarks.gpu.data:synthetic", "train": 6000, "test": 1000}
+    return {"name": "mnist"} if has_mnist() else {"name": "benchmarks.gpu.data:synthetic"}

@@ -158,7 +158,7 @@ def limit(workload: str) -> Figures:
     """Milliseconds of a round's arithmetic at the device's rate in float32, and of its rows' traffic."""
     experiment = experiment_of(workload, rounds=1)
     data = experiment.data
-    train, test = fedsim.load_dataset(data.dataset, data.root, **data.params)
+    train, test = fedsim.load_dataset(data.name, data.root, **data.params)
     cost = round_cost(experiment, tuple(train.inputs.shape[1:]), len(train), len(test))
     arithmetic, rows = cost.flops / machine().rate, cost.row_bytes / machine().bandwidth
     return {

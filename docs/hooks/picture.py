@@ -22,7 +22,7 @@ EXPERIMENT = {
     "workers": 11,
     "rounds": 20,
     "model": "2nn",
-    "partition": {"strategy": "dirichlet", "alpha": 1.0},
+    "partition": {"name": "dirichlet", "alpha": 1.0},
     "local": {"steps": 20, "batch_size": 32, "lr": 0.1},
     "aggregate": {"nonfinite": "stop"},
     "attack": {"fraction": 0.3},

@@ -11,29 +11,29 @@ from typing import Any
 
 import typer
 from blocks import CACHE, ROOT, code_digest
+from component_pictures import draw
 from docstrings import cell, escaped, markdown_of
-from plug_pictures import draw
 
 import fedsim
 from fedsim.cli.main import app
+from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.keys import attribute_docstrings, key_tables, type_text
-from fedsim.config.plugs import PLUGS, registry_of
 from fedsim.errors import show
 from fedsim.records import record
 from fedsim.records.history import FILES
 
-KINDS = {  # the title of the page of each kind of plug
+KINDS = {  # the title of the page of each kind of component
     "rules": "Aggregation rules",
     "pre-aggregators": "Pre-aggregators",
     "attacks": "Attacks",
     "partitions": "Partitions",
-    "solvers": "Solvers and client algorithms",
-    "servers": "Server optimizers",
+    "client-algorithms": "Client algorithms",
+    "server-optimizers": "Server optimizers",
     "schedules": "Learning-rate schedules",
-    "cohorts": "Cohort strategies",
+    "sampling": "Sampling of cohorts",
     "processors": "Processors of updates",
     "policies": "Asynchronous policies",
-    "speeds": "Speeds of workers",
+    "slowdowns": "Slowdowns of workers",
     "noises": "Noise of the time of work",
     "tasks": "Tasks",
     "metrics": "Metrics",
@@ -51,34 +51,40 @@ PYTHON = {  # the sections of the page of the Python API, and their names
     "Data": "load_dataset TensorData partition partition_transforms dataset_split CustomSubset label_counts "
     "heterogeneity Heterogeneity draw_partition",
     "Rows and training": "Layout bind new_rows pull_down train_epoch test Draws ServerOptimizer",
-    "Lists of plugs": "rules pre_aggregators attacks partitions processors server_optimizers policies speeds noises",
+    "Lists of components": "rules pre_aggregators attacks partitions processors server_optimizers policies "
+    "slowdowns noises",
     "Errors": "FedsimError ExperimentError DataError RecordError WorkerError",
 }
 
 
-def plug_page(kind: str, pictures: dict[str, str]) -> str:
-    """The page of a kind of plug. `pictures` has the address of the picture of each plug that has one."""
+def component_page(kind: str, pictures: dict[str, str]) -> str:
+    """The page of a kind of component. `pictures` has the address of the picture of each component that has one."""
 
-    keys = " or ".join(f"`{key}`" if "," not in key else key for key in PLUGS[kind][0].split(", "))
-    plugs = list(registry_of(kind))
-    rows = [f"| [`{plug.name}`](#{plug.name}) | {cell(escaped(plug.summary))} |" for plug in plugs]
-    lead = f"In an experiment: {keys}. `fedsim list {kind}` prints a list, `fedsim list {plugs[0].name}` one of them."
-    sections = [_plug_section(plug, pictures.get(plug.name)) for plug in plugs]
+    keys = " or ".join(f"`{key}`" if "," not in key else key for key in COMPONENTS[kind][0].split(", "))
+    components = list(registry_of(kind))
+    rows = [
+        f"| [`{registration.name}`](#{registration.name}) | {cell(escaped(registration.summary))} |"
+        for registration in components
+    ]
+    lead = (
+        f"In an experiment: {keys}. `fedsim list {kind}` prints a list, `fedsim list {components[0].name}` one of them."
+    )
+    sections = [_component_section(registration, pictures.get(registration.name)) for registration in components]
     return "\n\n".join([f"# {KINDS[kind]}", lead, "\n".join(["| name | |", "|---|---|", *rows]), *sections])
 
 
-def _plug_section(plug: Any, picture: str | None) -> str:
+def _component_section(registration: Any, picture: str | None) -> str:
 
     types = {}
-    for name, field in plug.parameters.model_fields.items():
+    for name, field in registration.parameters.model_fields.items():
         types[name] = f"{type_text(field)}, {_default(field)}"
-    lines = [f"## {plug.name} {{ #{plug.name} }}"]
+    lines = [f"## {registration.name} {{ #{registration.name} }}"]
     if picture:
-        lines.append(f"![what {plug.name} does]({picture}){{ align=right loading=lazy }}")
-    lines.append(markdown_of(plug.target, types))
-    if plug.takes:
-        lines.append("Takes " + ", ".join(f"`{name}`" for name in plug.takes) + ".")
-    module = plug.target.__module__
+        lines.append(f"![what {registration.name} does]({picture}){{ align=right loading=lazy }}")
+    lines.append(markdown_of(registration.target, types))
+    if registration.takes:
+        lines.append("Takes " + ", ".join(f"`{name}`" for name in registration.takes) + ".")
+    module = registration.target.__module__
     lines.append(f"<small>`{module.replace('.', '/')}.py`</small>" + '\n\n<div style="clear: both"></div>')
     return "\n\n".join(lines)
 
@@ -95,8 +101,9 @@ def experiment_page() -> str:
     parts = [
         "# Keys of an experiment",
         "An experiment is a TOML file; `key=value` on the command line changes any key. A wrong key or value gives one "
-        "line with the place, the value, what is allowed and the nearest right name. A table that names a plug, such "
-        "as `[partition]`, also holds the parameters of that plug. A name stands for a table with only that name. "
+        "line with the place, the value, what is allowed and the nearest right name. A table that names a component, "
+        "such as `[partition]`, also holds the parameters of that component. A name stands for a table with only that "
+        "name. "
         "`fedsim list keys` prints these keys, and `--dry-run` an experiment with all its settings.",
     ]
     for table in key_tables():
@@ -108,9 +115,10 @@ def experiment_page() -> str:
         ]
         if rows:
             parts.append("\n".join(["| key | meaning | type | default |", "|---|---|---|---|", *rows]))
-        if table.plugs:
+        if table.components:
             parts.append(
-                f"Further keys: the parameters of the named plug, see [{KINDS[table.plugs]}]({table.plugs}.md)."
+                "Further keys: the parameters of the named component, see "
+                f"[{KINDS[table.components]}]({table.components}.md)."
             )
     return "\n\n".join(parts)
 
@@ -201,20 +209,20 @@ def index_page() -> str:
     pages = ["experiment.md", "command-line.md", "python.md", "run-folder.md"]
     titles = ["Keys of an experiment", "Command line", "Python", "Run folder"]
     lines = [f"- [{title}]({page})" for title, page in zip(titles, pages, strict=True)]
-    plugs = [f"- [{title}]({kind}.md)" for kind, title in KINDS.items()]
-    return "\n".join(["# Reference", "", *lines, "", "What an experiment can name:", "", *plugs])
+    components = [f"- [{title}]({kind}.md)" for kind, title in KINDS.items()]
+    return "\n".join(["# Reference", "", *lines, "", "What an experiment can name:", "", *components])
 
 
 def pictures_of(kind: str) -> dict[str, Path]:
-    """The pictures of the plugs of a kind, drawn once for each version of the code."""
+    """The pictures of the components of a kind, drawn once for each version of the code."""
 
     folder = CACHE / f"pictures-{code_digest()}" / kind
     if not folder.is_dir():
         part = folder.with_name(f"{kind}.part")
         part.mkdir(parents=True, exist_ok=True)
-        for plug in registry_of(kind):
-            if (picture := draw(kind, plug)) is not None:
-                (part / f"{plug.name}.svg").write_bytes(picture)
+        for registration in registry_of(kind):
+            if (picture := draw(kind, registration)) is not None:
+                (part / f"{registration.name}.svg").write_bytes(picture)
         part.rename(folder)
     return {path.stem: path for path in sorted(folder.iterdir())}
 
@@ -232,7 +240,7 @@ def on_files(files: Any, config: Any) -> None:
         addresses = {name: f"{kind}-{name}.svg" for name in pictures}
         for name, path in pictures.items():
             files.append(File.generated(config, f"reference/{addresses[name]}", abs_src_path=str(path)))
-        files.append(File.generated(config, f"reference/{kind}.md", content=plug_page(kind, addresses)))
+        files.append(File.generated(config, f"reference/{kind}.md", content=component_page(kind, addresses)))
 
 
 def on_config(config: Any) -> None:

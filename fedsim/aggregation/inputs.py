@@ -39,7 +39,7 @@ class AggregationInputs:
         moment: (round,) or (round, step), which seeds random draws together with `seed`.
         state: None if the next state is not kept.
         weight_total: what an average divides by; None: the sum of the weights.
-        local_lr: 0.1 in `fedsim.aggregate`, which knows no local solver.
+        local_lr: 0.1 in `fedsim.aggregate`, which knows no client algorithm.
         excluded: the number of rows that were excluded; they count as Byzantine.
         gram: the Gram of the updates if it is known.
         reduce: combines processes that have some columns of the updates each; see `Gram`.

@@ -164,8 +164,8 @@ class Pipeline:
         """Raise ExperimentError if a stage has a constraint that n rows break.
 
         fedsim's own stages are tried on n short rows, if n <= MOST_TRIED. `local_lr` is the learning rate of the local
-        solver, None if it has none. Without `weights` [n], all are equal. A pipeline with a stage that the user wrote
-        is not tried, since that stage may keep what it is called with.
+        client algorithm, None if it has none. Without `weights` [n], all are equal. A pipeline with a stage that the
+        user wrote is not tried, since that stage may keep what it is called with.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return

@@ -9,7 +9,7 @@ from typing import Any
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import RuleStage, pre_aggregator, rule
 from fedsim.core.objects import plain
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registration, Registry
 from fedsim.core.suggestions import parameter_errors, with_key
 from fedsim.errors import ExperimentError, show
 
@@ -22,7 +22,7 @@ def resolve(
     place: str = "rule",
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
-) -> list[tuple[Plug, dict[str, Any]]]:
+) -> list[tuple[Registration, dict[str, Any]]]:
     """A rule, or a list of pre-aggregators and a rule, with every parameter checked.
 
     Args:
@@ -32,11 +32,11 @@ def resolve(
         beside: other keys of that table, for hints.
         background: further parameters, which need not belong to a stage; zero keeps a stage's own default.
 
-    Returns a list of (plug, checked parameters), the rule last.
+    Returns a list of (component, checked parameters), the rule last.
 
     Raises ExperimentError with one line per problem.
 
-    >>> [(plug.name, params) for plug, params in fedsim.aggregation.resolve(["nnm", "krum"], {"f": 1})]
+    >>> [(registration.name, params) for registration, params in fedsim.aggregation.resolve(["nnm", "krum"], {"f": 1})]
     [('nnm', {'f': 1}), ('krum', {'f': 1})]
     """
     stages = plain(stages)
@@ -48,28 +48,32 @@ def resolve(
     wheres = [f"{key}[{index}]" for index in range(len(stages))] if isinstance(stages, list) else [key]
     tables = [as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
     names = [table.pop("rule") for table in tables]
-    plugs = [_plug(name, where, pre_aggregator) for name, where in zip(names[:-1], wheres[:-1], strict=True)]
-    plugs.append(_plug(names[-1], wheres[-1], rule))
+    components = [
+        _registration(name, where, pre_aggregator) for name, where in zip(names[:-1], wheres[:-1], strict=True)
+    ]
+    components.append(_registration(names[-1], wheres[-1], rule))
     table = "" if place == "rule" else place
-    if lines := parameter_errors(params, plugs, rule.kind, [*rule, *pre_aggregator], table, beside):
+    if lines := parameter_errors(params, components, rule.kind, [*rule, *pre_aggregator], table, beside):
         raise ExperimentError(*lines)
     resolved = []
-    for plug, own, where in zip(plugs, tables, wheres, strict=True):
-        fields = plug.parameters.model_fields
+    for registration, own, where in zip(components, tables, wheres, strict=True):
+        fields = registration.parameters.model_fields
         shared = {
             name: value
             for name, value in (background or {}).items()
             if name in fields and (value or fields[name].is_required())
         }
-        shared |= {name: value for name, value in params.items() if plug.accepts_any or name in fields}
+        shared |= {name: value for name, value in params.items() if registration.accepts_any or name in fields}
         try:
-            resolved.append((plug, plug.check({**shared, **own}, beside=["rule"])))
+            resolved.append((registration, registration.check({**shared, **own}, beside=["rule"])))
         except ExperimentError as error:  # each line begins with a parameter
             is_own = [re.split(r"\W", line, maxsplit=1)[0] in own for line in error.lines]
             places = [f"{where}." if own else f"{table}." if table else "" for own in is_own]
             raise ExperimentError(*map("".join, zip(places, error.lines, strict=True))) from None
-    if len(plugs) > 1 and plugs[-1].takes.get("weights"):
-        raise ExperimentError(f"{key}: {plugs[-1].name} needs weights, which pre-aggregated rows do not have; use mean")
+    if len(components) > 1 and components[-1].takes.get("weights"):
+        raise ExperimentError(
+            f"{key}: {components[-1].name} needs weights, which pre-aggregated rows do not have; use mean"
+        )
     return resolved
 
 
@@ -82,8 +86,8 @@ def as_table(stage: Any, where: str) -> dict[str, Any]:
     return dict(table)
 
 
-def _plug(name: str, where: str, registry: Registry) -> Plug:
-    """The plug of this kind. Raises ExperimentError for one that is only of the other kind, which is out of place."""
+def _registration(name: str, where: str, registry: Registry) -> Registration:
+    """Return the component of this kind. Raises ExperimentError for a component of the other kind."""
     if name not in registry.names():
         if name in rule.names():
             remedy = f"a rule must be last; pre-aggregators are {', '.join(registry.names())}"
@@ -94,13 +98,13 @@ def _plug(name: str, where: str, registry: Registry) -> Plug:
     return registry.get(name, where)
 
 
-def make_pipeline(resolved: Sequence[tuple[Plug, dict[str, Any]]]) -> Pipeline:
+def make_pipeline(resolved: Sequence[tuple[Registration, dict[str, Any]]]) -> Pipeline:
     """The pipeline of the result of `resolve`.
 
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1
     """
-    bound = [RuleStage.of(plug, params) for plug, params in resolved]
+    bound = [RuleStage.of(registration, params) for registration, params in resolved]
     return Pipeline(tuple(bound[:-1]), bound[-1])
 
 

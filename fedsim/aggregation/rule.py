@@ -19,7 +19,7 @@ inputs by name; its keyword-only parameters are its configuration:
     losses    float64 [n] on the CPU, each worker's loss at the global row before training
     workers   the workers' numbers, one per row
     last      [d], the last result, or None
-    local_lr  the learning rate of the local solver, or None if it has none
+    local_lr  the learning rate of the client algorithm, or None if it has none
     sync      "parameters" if the rows are updates, "gradients" if they are gradients at the global row
     metrics   a dict, to which the rule may add numbers or tensors with one element: they are recorded for the round
               under their names. A columnwise rule has none
@@ -48,7 +48,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.core.registry import Component, Plug, Registry
+from fedsim.core.registry import Component, Registration, Registry
 from fedsim.errors import ExperimentError
 
 GIVEN = (
@@ -98,19 +98,19 @@ class RuleStage(Component):
     f: int | None = None
 
     @classmethod
-    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> RuleStage:
+    def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> RuleStage:
         """The rule or pre-aggregator with checked parameters.
 
         Raises ExperimentError for a columnwise rule that accepts `metrics`, because it would record numbers for every
         block of columns, or `last` or `root`, which are whole rows.
         """
-        columnwise, linear = (getattr(plug.target, name, False) for name in ("columnwise", "linear"))
+        columnwise, linear = (getattr(registration.target, name, False) for name in ("columnwise", "linear"))
         for name in ("metrics", "last", "root") if columnwise else ():
-            if name in plug.takes:
+            if name in registration.takes:
                 raise ExperimentError(
-                    f"{plug.name}: a columnwise rule cannot take {name}; register it without columnwise"
+                    f"{registration.name}: a columnwise rule cannot take {name}; register it without columnwise"
                 )
-        return super().of(plug, params, columnwise=columnwise, linear=linear, f=params.get("f"))
+        return super().of(registration, params, columnwise=columnwise, linear=linear, f=params.get("f"))
 
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
         """Call the function with `value_of(name)` for each input, and with another `f` if it is not None."""

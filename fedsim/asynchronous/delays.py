@@ -1,15 +1,15 @@
-"""The time that a work item takes on the virtual clock: speeds of workers, noise, and communication.
+"""The time that a work item takes on the virtual clock: slowdowns of workers, noise, and communication.
 
-    seconds = gradients * base * speed[worker] * noise(worker, unit) + latency + bytes / bandwidth
+    seconds = gradients * step_seconds * slowdown[worker] * noise(worker, unit) + latency + bytes / bandwidth
 
 `gradients` counts the gradients of a batch that the client algorithm computes: with `sgd` one for each local step, see
 `ClientAlgorithm.gradients`. Work items that send nothing have no latency and no bytes. `unit` counts the work items of
 a worker from 0.
 
-A plug of the registry `speed` is a function `(n_workers, rng, *, parameters) -> [n_workers]` of positive factors of
-time, drawn once for a run: a worker with factor 2 takes twice as long as one with factor 1.
+A component of the registry `slowdown` is a function `(n_workers, rng, *, parameters) -> [n_workers]` that returns
+positive factors, drawn once for a run. A worker with factor 2 takes twice as long as one with factor 1.
 
-A plug of the registry `noise` is a function that returns factors of at least 0, [size], for the work items ("units")
+A component of the registry `noise` is a function that returns factors of at least 0, [size], for the work items
 start, ..., start + size - 1 of one worker. It takes by name any of these:
 
     rng        a NumPy generator for these units of this worker
@@ -39,10 +39,10 @@ from fedsim.system.files import read_bounded
 
 
 def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0) -> np.ndarray:
-    """The factors that a plug returned, as float64 [size].
+    """The factors that a component returned, as float64 [size].
 
-    Raises ExperimentError for another shape, or a factor that is negative or not finite. `place` names the plug, and
-    `unit` the position of a factor, with {} for its number, from `first`.
+    Raises ExperimentError for another shape, or a factor that is negative or not finite. `place` names the component,
+    and `unit` the position of a factor, with {} for its number, from `first`.
     """
     factors = np.asarray(values, dtype=np.float64)
     if factors.shape != (size,):
@@ -56,20 +56,20 @@ def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0)
 
 
 @dataclass(frozen=True)
-class SpeedDistribution(Component):
-    """A distribution of workers' speeds with its parameters."""
+class SlowdownDistribution(Component):
+    """A distribution of workers' slowdowns with its parameters."""
 
     def __call__(self, n_workers: int, seed: int) -> np.ndarray:
         """Each worker's factor, float64 [n_workers]; draws are of numpy_generator(seed, "speed").
 
-        Raises ExperimentError unless the plug returns one positive, finite factor for each worker.
+        Raises ExperimentError unless the component returns one positive, finite factor for each worker.
         """
-        place = f"clock.speed.name = {show(self.name)}"
+        place = f"clock.slowdown.name = {show(self.name)}"
         returned = self.on({"n_workers": n_workers, "rng": numpy_generator(seed, "speed")})
-        speeds = check_factors(place, returned, n_workers, "worker {}")
-        if not speeds.all():
+        slowdowns = check_factors(place, returned, n_workers, "worker {}")
+        if not slowdowns.all():
             raise ExperimentError(f"{place}: returned a factor of 0; factors must be positive")
-        return speeds
+        return slowdowns
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DurationNoise(Component):
 
         `start` is a multiple of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
 
-        Raises ExperimentError unless the plug returns `size` finite factors of at least 0.
+        Raises ExperimentError unless the component returns `size` finite factors of at least 0.
         """
         rng = numpy_generator(seed, "delay", worker, start // size)
         given = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
@@ -89,7 +89,7 @@ class DurationNoise(Component):
         return check_factors(place, self.on(given), size, f"unit {{}} of worker {worker}", start)
 
 
-speed = Registry("speed", given=("n_workers", "rng"), component=SpeedDistribution)
+slowdown = Registry("slowdown", given=("n_workers", "rng"), component=SlowdownDistribution)
 noise = Registry("noise", given=("rng", "size", "worker", "start", "n_workers"), component=DurationNoise)
 
 Ratio = Annotated[float, Field(ge=1)]
@@ -97,7 +97,7 @@ Sigma = Annotated[float, Field(gt=0, le=10)]  # larger ones only overflow: 10 dr
 ParetoShape = Annotated[float, Field(gt=1)]  # at 1 and below, a Pareto distribution has no mean
 
 
-@speed("equal")
+@slowdown("equal")
 def equal(n_workers: int) -> np.ndarray:
     """All workers have factor 1.
 
@@ -107,7 +107,7 @@ def equal(n_workers: int) -> np.ndarray:
     return np.ones(n_workers)
 
 
-@speed("list")
+@slowdown("list")
 def listed(n_workers: int, *, values: Annotated[list[PositiveFloat], Field(examples=[[1.0, 2.0]])]) -> np.ndarray:
     """One given factor for each worker.
 
@@ -118,19 +118,20 @@ def listed(n_workers: int, *, values: Annotated[list[PositiveFloat], Field(examp
     """
     if len(values) != n_workers:
         raise ExperimentError(
-            f"clock.speed.values: {plural(len(values), 'value')} for {plural(n_workers, 'worker')}; "
+            f"clock.slowdown.values: {plural(len(values), 'value')} for {plural(n_workers, 'worker')}; "
             "give one for each worker"
         )
     return np.array(values, dtype=np.float64)
 
 
-@speed("linear")
+@slowdown("linear")
 def linear(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, shuffle: bool = False) -> np.ndarray:
     """Evenly spaced factors: worker i of n has 1 + (ratio - 1) i / (n - 1).
 
     Args:
         ratio: factor of the slowest worker, at least 1.
-        shuffle: permute the factors with one `rng.permutation`, so that speed does not depend on the worker's number.
+        shuffle: permute the factors with one `rng.permutation`, so that the slowdown does not depend on the worker's
+            number.
 
     >>> linear(4, None, ratio=7.0)
     array([1., 3., 5., 7.])
@@ -139,7 +140,7 @@ def linear(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, shuf
     return rng.permutation(factors) if shuffle else factors
 
 
-@speed("geometric")
+@slowdown("geometric")
 def geometric(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, shuffle: bool = False) -> np.ndarray:
     """Geometrically spaced factors: worker i of n has ratio^(i / (n - 1)).
 
@@ -152,7 +153,7 @@ def geometric(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, s
     return rng.permutation(factors) if shuffle else factors
 
 
-@speed("stragglers")
+@slowdown("stragglers")
 def stragglers(
     n_workers: int,
     rng: np.random.Generator,
@@ -173,24 +174,24 @@ def stragglers(
     return factors
 
 
-@speed("lognormal")
-def lognormal_speeds(n_workers: int, rng: np.random.Generator, *, sigma: Sigma = 0.5) -> np.ndarray:
+@slowdown("lognormal")
+def lognormal_slowdowns(n_workers: int, rng: np.random.Generator, *, sigma: Sigma = 0.5) -> np.ndarray:
     """Lognormal factors with median 1 and mean e^(sigma^2 / 2): e^(sigma z), z = `rng.standard_normal(n_workers)`.
 
-    >>> lognormal_speeds(3, np.random.default_rng(0)).round(2)
+    >>> lognormal_slowdowns(3, np.random.default_rng(0)).round(2)
     array([1.06, 0.94, 1.38])
     """
     return np.exp(sigma * rng.standard_normal(n_workers))
 
 
-@speed("pareto")
-def pareto_speeds(n_workers: int, rng: np.random.Generator, *, alpha: ParetoShape = 2.0) -> np.ndarray:
+@slowdown("pareto")
+def pareto_slowdowns(n_workers: int, rng: np.random.Generator, *, alpha: ParetoShape = 2.0) -> np.ndarray:
     """Pareto factors with mean 1: P(X > x) = (m / x)^alpha for x >= m, m = (alpha - 1) / alpha.
 
     Args:
         alpha: above 1; at 2 and below the variance is infinite. Draws: one `rng.pareto(alpha, n_workers)`.
 
-    >>> pareto_speeds(3, np.random.default_rng(0)).round(2)
+    >>> pareto_slowdowns(3, np.random.default_rng(0)).round(2)
     array([0.7 , 0.83, 0.5 ])
     """
     return pareto(rng, alpha, n_workers)
@@ -314,7 +315,7 @@ class Delays:
     The noise is a pure function of (seed, worker, unit), so all policies see the same delays.
 
     Args:
-        speeds: each worker's factor of time, [n_workers], positive.
+        slowdowns: each worker's factor of time, [n_workers], positive.
         noise: the factor of each unit's time.
         base: seconds of one gradient of a batch with both factors 1.
         latency: seconds of communication for each work item that sends anything.
@@ -325,18 +326,18 @@ class Delays:
 
     def __init__(
         self,
-        speeds: np.ndarray,
+        slowdowns: np.ndarray,
         noise: DurationNoise,
         seed: int = 0,
         base: float = 1.0,
         latency: float = 0.0,
         bandwidth: float | None = None,
     ) -> None:
-        self.speeds, self.noise, self.seed = speeds, noise, seed
+        self.slowdowns, self.noise, self.seed = slowdowns, noise, seed
         self.base, self.latency = base, latency
         self._bandwidth = math.inf if bandwidth is None else bandwidth
         # As a memoryview, whose items are Python floats, which are fast.
-        self._seconds_per_gradient = (base * np.asarray(speeds, dtype=np.float64)).data
+        self._seconds_per_gradient = (base * np.asarray(slowdowns, dtype=np.float64)).data
         self._block = functools.lru_cache(CACHED_BLOCKS)(self._draw_block)
         self._block(0, 0)  # so that a wrong noise raises its error before the run
 
@@ -347,4 +348,4 @@ class Delays:
         return computing + self.latency + bytes / self._bandwidth if bytes else computing
 
     def _draw_block(self, worker: int, block: int) -> memoryview:
-        return np.ascontiguousarray(self.noise(self.seed, worker, block * BLOCK, BLOCK, len(self.speeds))).data
+        return np.ascontiguousarray(self.noise(self.seed, worker, block * BLOCK, BLOCK, len(self.slowdowns))).data

@@ -54,7 +54,7 @@ class Policy(ABC):
         work: what a worker sends: the "gradient" of one step, or the "model" after a round of local training.
         in_rounds: the policy is the synchronous loop, not an asynchronous policy.
         cancels: an update of the global row cancels all work that started before the update.
-        needs_momentum: the local solver must keep a state.
+        needs_momentum: the client algorithm must keep a state.
         allows_sampling: `cohort` workers at a time may be drawn from a larger population.
         uses_server_optimizer: the global row moves by the experiment's server optimizer.
         locking: what a race locks: the "server"; a "pair" of workers, the one whose result arrives and its `partner`;
@@ -76,7 +76,7 @@ class Policy(ABC):
 
     @property
     def state_scope(self) -> StateScope:
-        """Whose solver state the policy uses for its own steps: one of the server ("shared"), one of each worker."""
+        """The states that the policy's own steps use: one of the server ("shared"), one for each worker ("private")."""
         return frozenset(["shared"] if self.work == "gradient" else [])
 
     def check(self, n_workers: int) -> None:  # noqa: B027

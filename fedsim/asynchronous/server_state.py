@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
 from fedsim.asynchronous.policy import Policy
-from fedsim.clients import ClientAlgorithm, Solver, State
+from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows
 from fedsim.engines.pool.shared_memory import share
 from fedsim.engines.shared_state import SharedState
@@ -22,7 +22,7 @@ from fedsim.errors import ExperimentError
 
 
 class GradientOnly(ClientAlgorithm):
-    """The local solver of workers that send gradients: the row becomes the gradient."""
+    """The client algorithm of workers that send gradients: the row becomes the gradient."""
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         rows.copy_(gradients)
@@ -35,13 +35,14 @@ class ServerState:
     """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
 
     Args:
-        task: the run, with its policy, its server optimizer, and its solver for steps along gradients.
+        task: the run, with its policy, its server optimizer, and its client algorithm for steps along gradients.
         shared: the engine's memory; the server uses its `server.row` [d], `cohort.rows` [n, d] and buffers.
         worker_states: what workers keep between their rounds.
 
     Attributes:
         replicas: [n, d], the start model of each worker, if the policy needs replicas; else [0, d].
-        solver_state, worker_solver_states: solver state for the global row, of [d], and for each worker, of [n, d].
+        stepper: the client algorithm whose steps move the server's models along gradients.
+        step_state, worker_step_states: state of `stepper` for the global row, of [d], and for each worker, of [n, d].
         counts: int64 [1 + 3 n] on the CPU: the version, and for each slot the version that its worker started from, the
             number of started work items, and whether its worker is alive.
         step_seconds: float64 [n] on the CPU, the measured or given time of one local step of each worker.
@@ -52,10 +53,10 @@ class ServerState:
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
         experiment = task.experiment
         policy: Policy = experiment.policy.component
-        solver: Solver = experiment.local.component
-        self.policy, self.solver, self.optimizer = policy, solver, experiment.server.component
+        stepper: Stepper = experiment.local.component
+        self.policy, self.stepper, self.optimizer = policy, stepper, experiment.server.component
         self.seed, self.buffers, self.nonfinite = experiment.seed, experiment.buffers, experiment.nonfinite
-        self.algorithm, self.worker_states = task.solver, worker_states
+        self.algorithm, self.worker_states = task.algorithm, worker_states
         self.n, d = shared.cohort.rows.shape
         self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)
         self.counts[1 : 1 + self.n] = -1  # nothing read yet
@@ -64,8 +65,8 @@ class ServerState:
         self.replicas.copy_(shared.server.row.expand(len(self.replicas), -1))
         shared.cohort.buffers[:] = shared.server.buffers
         self.has_buffers = shared.server.buffers.numel() > 0
-        self.solver_state = solver.start(shared.server.row) if "shared" in policy.state_scope else {}
-        self.worker_solver_states = solver.start(shared.cohort.rows) if "private" in policy.state_scope else {}
+        self.step_state = stepper.start(shared.server.row) if "shared" in policy.state_scope else {}
+        self.worker_step_states = stepper.start(shared.cohort.rows) if "private" in policy.state_scope else {}
         self.step_seconds = torch.ones(self.n, dtype=torch.double)
         self.tables: Tables = ()
         self.attach(shared)
@@ -131,7 +132,7 @@ class ServerState:
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
         self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
-        if self.has_buffers and self.buffers == "server":
+        if self.has_buffers and self.buffers == "frozen":
             self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
@@ -147,20 +148,20 @@ class ServerState:
         return int(self._version[0] - self.read[slot])
 
     def step(self, gradient: Tensor, slot: int | None = None) -> None:
-        """One solver step of the global row along a gradient [d], which the solver may change: a new version.
+        """Step the global row along a gradient [d], which may change, and count a new version.
 
-        With `slot`, the solver uses the state of that worker.
+        With `slot`, the stepper uses the state of that worker.
         """
         if self.tables:
-            step_where_touched(self.solver, self.global_row, gradient, self.tables)
+            step_where_touched(self.stepper, self.global_row, gradient, self.tables)
         else:
-            state = self.solver_state if slot is None else self._worker_state(slot)
-            self.solver.step(self.global_row, gradient, state)
+            state = self.step_state if slot is None else self._worker_state(slot)
+            self.stepper.step(self.global_row, gradient, state)
         self.increment_version()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
-        """One solver step of a worker's own model along a gradient [d], which the solver may change."""
-        self.solver.step(self.replicas[slot], gradient, self._worker_state(slot))
+        """Step a worker's own model along a gradient [d], which may change."""
+        self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
         """One step of the server optimizer along an update [d]: a new version."""
@@ -192,15 +193,19 @@ class ServerState:
             self.move_buffers(self.shared.cohort.buffers[list(slots)].mean(0), share)
 
     def move_buffers(self, target: Tensor, share: float) -> None:
-        """Move the server's buffers towards `target` by `share`, unless `buffers` is "server"."""
-        if self.has_buffers and self.buffers != "server":
+        """Move the server's buffers towards `target` by `share`, unless `buffers` is "frozen"."""
+        if self.has_buffers and self.buffers != "frozen":
             self.shared.server.buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
         """The server's tensors by name, without the engine's memory."""
         own = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
-        states = {"shared": self.solver_state, "private": self.worker_solver_states, "policy_state": self.policy_state}
+        states = {
+            "shared": self.step_state,
+            "private": self.worker_step_states,
+            "policy_state": self.policy_state,
+        }
         return own | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
 
     @property
@@ -213,16 +218,16 @@ class ServerState:
         return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
 
     def _worker_state(self, slot: int) -> State:
-        return {name: tensor[slot] for name, tensor in self.worker_solver_states.items()}
+        return {name: tensor[slot] for name, tensor in self.worker_step_states.items()}
 
 
 Tables = tuple[tuple[int, int, int], ...]  # of each embedding: offset in the row, number of rows, row length
 
 
-def tables_of(module: nn.Module, solver: Solver) -> Tables:
-    """The embeddings of a module, if the solver leaves coordinates without a gradient as they are; else ().
+def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
+    """The embeddings of a module, if the client algorithm leaves coordinates without a gradient as they are; else ().
 
-    Raises ExperimentError if an embedding is sparse (sparse=True) and the solver changes such coordinates.
+    Raises ExperimentError if an embedding is sparse (sparse=True) and the client algorithm changes such coordinates.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding
@@ -230,7 +235,7 @@ def tables_of(module: nn.Module, solver: Solver) -> Tables:
         if isinstance(embedding, (nn.Embedding, nn.EmbeddingBag))
     }
     entries = [entry for entry in Layout.of(module).parameters if entry.name in embeddings]
-    if _ignores_zero_gradients(solver):
+    if _ignores_zero_gradients(algorithm):
         return tuple((entry.offset, *entry.shape) for entry in entries)
     for entry in entries:
         if embeddings[entry.name].sparse:
@@ -241,31 +246,31 @@ def tables_of(module: nn.Module, solver: Solver) -> Tables:
     return ()
 
 
-def step_where_touched(solver: Solver, row: Tensor, gradient: Tensor, tables: Tables) -> None:
-    """One solver step of a row [d] along a gradient [d], without the table rows whose gradient is zero.
+def step_where_touched(algorithm: Stepper, row: Tensor, gradient: Tensor, tables: Tables) -> None:
+    """Step a row [d] along a gradient [d], without the table rows whose gradient is zero.
 
     A dense step writes every coordinate, even if it only adds zero, and so can undo what another process has just
-    written. All other coordinates get the bits of a dense step. The solver must be stateless.
+    written. All other coordinates get the bits of a dense step. The client algorithm must be stateless.
     """
     end = 0
     for offset, rows, length in tables:
-        _step_span(solver, row, gradient, slice(end, offset))
+        _step_span(algorithm, row, gradient, slice(end, offset))
         end = offset + rows * length
         table, table_gradient = (each[offset:end].view(rows, length) for each in (row, gradient))
         used = table_gradient.any(1).nonzero().flatten()
         moved = table.index_select(0, used)
-        solver.step(moved, table_gradient.index_select(0, used), {})
+        algorithm.step(moved, table_gradient.index_select(0, used), {})
         table.index_copy_(0, used, moved)
-    _step_span(solver, row, gradient, slice(end, len(row)))
+    _step_span(algorithm, row, gradient, slice(end, len(row)))
 
 
-def _step_span(solver: Solver, row: Tensor, gradient: Tensor, span: slice) -> None:
+def _step_span(algorithm: Stepper, row: Tensor, gradient: Tensor, span: slice) -> None:
     if span.start < span.stop:
-        solver.step(row[span], gradient[span], {})
+        algorithm.step(row[span], gradient[span], {})
 
 
-def _ignores_zero_gradients(solver: Solver) -> bool:
+def _ignores_zero_gradients(algorithm: Stepper) -> bool:
     row = torch.ones(2)
-    state = solver.start(row)
-    solver.step(row, torch.zeros(2), state)
+    state = algorithm.start(row)
+    algorithm.step(row, torch.zeros(2), state)
     return not state and bool((row == 1).all())

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fedsim.core.randomness import Draws, numpy_generator
-from fedsim.core.registry import Component, Plug, Registry, taken_by_name
+from fedsim.core.registry import Component, Registration, Registry, taken_by_name
 from fedsim.errors import ExperimentError, show
 
 Aggregate = Callable[[Tensor], Tensor]
@@ -71,17 +71,19 @@ class AttackStrategy(Component):
     poison_accepts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> AttackStrategy:
+    def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> AttackStrategy:
         """The attack with checked parameters.
 
         Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
         """
-        poison = getattr(plug.target, "poison", None)
+        poison = getattr(registration.target, "poison", None)
         try:
             accepts = taken_by_name(poison, POISON_INPUTS) if poison else ()
         except TypeError as error:
-            raise ExperimentError(f"attack.name = {show(plug.name)}: its poison cannot be used: {error}") from None
-        return super().of(plug, params, poison_accepts=tuple(accepts))
+            raise ExperimentError(
+                f"attack.name = {show(registration.name)}: its poison cannot be used: {error}"
+            ) from None
+        return super().of(registration, params, poison_accepts=tuple(accepts))
 
     @property
     def poison(self) -> Poison | None:

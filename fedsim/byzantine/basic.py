@@ -55,20 +55,20 @@ class SignFlipping:
 
 
 @attack_strategy("gaussian")
-def gaussian(own_updates: Tensor, draws: Draws, *, s: NonNegativeFloat = 1.0) -> Tensor:
-    """Noise N(0, s^2) in every coordinate, drawn for each Byzantine row (Blanchard et al. 2017).
+def gaussian(own_updates: Tensor, draws: Draws, *, std: NonNegativeFloat = 1.0) -> Tensor:
+    """Noise N(0, std^2) in every coordinate, drawn for each Byzantine row (Blanchard et al. 2017).
 
     Args:
         own_updates: [b, d], whose shape the result has.
         draws: draws the noise, the same for every dtype and device except rounding.
-        s: standard deviation, >= 0.
+        std: standard deviation, >= 0.
 
     Returns [b, d]. Cost: b d draws.
 
-    >>> fedsim.attack(torch.ones(3, 2), 1, "gaussian", s=0.0)
+    >>> fedsim.attack(torch.ones(3, 2), 1, "gaussian", std=0.0)
     tensor([[0., 0.]])
     """
-    return draws.normal(*own_updates.shape, dtype=own_updates.dtype).mul_(s)
+    return draws.normal(*own_updates.shape, dtype=own_updates.dtype).mul_(std)
 
 
 @attack_strategy("nan")

@@ -52,8 +52,8 @@ def attack(
     tensor([[-1., -1.],
             [-1., -1.]])
     """
-    plug = attack_strategy.get(name, "attack.name")
-    bound = attack_strategy.bind(plug, plug.check(params, "attack", beside=["name"]))
+    registration = attack_strategy.get(name, "attack.name")
+    bound = attack_strategy.bind(registration, registration.check(params, "attack", beside=["name"]))
     honest, form = as_rows(honest, "honest")
     own_updates, _ = as_rows(own_updates, "own_updates", form)
     honest = checked_matrix(honest, "honest")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedsim.runs.result import Result
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
-MOST_METRICS = 4  # of plugs in the table; the files have all
+MOST_METRICS = 4  # of components in the table; the files have all
 ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
@@ -171,7 +171,7 @@ def columns_of(record: RoundRecord) -> list[Metric]:
 
 def _attack(experiment: Experiment) -> str:
     attack = experiment.attack
-    others = ", others in each round" if attack.redraw else ""
+    others = ", others in each round" if attack.resample else ""
     return attack.name + others + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
 
 
@@ -196,28 +196,28 @@ def headline(run: CurrentRun) -> str:
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
-        f"{experiment.data.dataset} ({samples}), {experiment.model.name} ({facts.parameters:,} parameters); "
-        f"{shards} samples each ({experiment.partition.strategy}{seen}); "
+        f"{experiment.data.name} ({samples}), {experiment.model.name} ({facts.parameters:,} parameters); "
+        f"{shards} samples each ({experiment.partition.name}{seen}); "
         f"{facts.how.get('engine', experiment.engine)}{processes}{width} on {facts.device}"
     )
 
 
 def _algorithm(experiment: Experiment) -> str:
-    """`weighted_mean of parameters`, or `ssp (s = 3) on the virtual clock (linear speeds, lognormal noise)`."""
+    """`weighted_mean of parameters`, or `ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)`."""
     policy, clock = experiment.policy, experiment.clock
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
-    if experiment.local.solver != type(experiment.local).model_fields["solver"].default:
-        described = f"{experiment.local.solver}; {described}"
+    if experiment.local.algorithm != type(experiment.local).model_fields["algorithm"].default:
+        described = f"{experiment.local.algorithm}; {described}"
     if experiment.mode == "rounds":
         return described
     if experiment.mode == "race":
         return f"{described} in mode race"
-    source = f"{clock.speed.name} speeds, {clock.noise.name} noise"
-    if clock.log is not None:
-        source = f"order from clock.log = {show(clock.log)}"
+    source = f"{clock.slowdown.name} slowdowns, {clock.noise.name} noise"
+    if clock.replay_log is not None:
+        source = f"order from clock.replay_log = {show(clock.replay_log)}"
     return f"{described} on the virtual clock ({source})"
 
 

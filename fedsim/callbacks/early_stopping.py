@@ -23,7 +23,7 @@ class StopEarly(Callback):
     def on_round(self, record: RoundRecord) -> str | None:
         run, experiment, reason = self._run, self._run.experiment, None
         if experiment.stop.active:
-            tested = run.rounds.tests_after(record.round) or not experiment.data.worker_test
+            tested = run.rounds.tests_after(record.round) or not experiment.data.local_test_fraction
             if record.cohort and tested and not self._stopping.has_best:
                 by_function = isinstance(experiment.local.component, TrainFunction)
                 self._stopping.require_number(record, by_function=by_function)

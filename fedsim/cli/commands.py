@@ -18,16 +18,16 @@ import typer
 from fedsim.cli.early_check import check_names_of_run
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, Words, is_folder, source_and_overrides
+from fedsim.config.components import COMPONENTS, describe_component, list_components, list_module
 from fedsim.config.files import experiments, list_experiments
-from fedsim.config.plugs import PLUGS, describe_plug, list_module, list_plugs
-from fedsim.config.source_catalog import keys_of_plug, source_plugs
+from fedsim.config.source_catalog import keys_of_component, source_components
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.system.packages import EXTRAS
 from fedsim.version import __version__
 
 EXPERIMENTS, KEYS = "experiments", "keys"
-KINDS = (*PLUGS, EXPERIMENTS, KEYS)
+KINDS = (*COMPONENTS, EXPERIMENTS, KEYS)
 COLUMNS = max(map(len, KINDS))
 TEMPLATE_NAME = "my_project"
 PACKAGE = Path(__file__).parent.parent
@@ -139,8 +139,8 @@ def list_command(
         str | None,
         typer.Argument(
             metavar="KIND|NAME|MODULE:NAME|FILE.py",
-            help=f"A kind ({', '.join(KINDS)}), a plug to describe, such as krum or my_rules:clipped_mean, or a Python "
-            "file whose functions and classes to list.",
+            help=f"A kind ({', '.join(KINDS)}), a component to describe, such as krum or my_rules:clipped_mean, or a "
+            "Python file whose functions and classes to list.",
             show_default="all",
         ),
     ] = None,
@@ -148,23 +148,23 @@ def list_command(
         str, typer.Option(help="Only what has these words in its name or documentation.", show_default=False)
     ] = "",
 ) -> None:
-    """List the names of all plugs and built-in experiments; those of a kind, or one of them, with their parameters."""
+    """List all components and built-in experiments by name, or those of one kind with their parameters."""
     with errors_as_lines(quick=True):
         columns = terminal_columns()
         if what is not None and what not in KINDS:
             if search:
                 raise ExperimentError(f"--search: searches all, or a kind: {', '.join(KINDS)}; {show(what)} is none")
-            if what in experiments() and not keys_of_plug(what):
+            if what in experiments() and not keys_of_component(what):
                 print(experiments()[what].read_text(encoding="utf-8"), end="")
                 return
-            print(list_module(Path(what), columns) if what.endswith(".py") else describe_plug(what, KINDS))
+            print(list_module(Path(what), columns) if what.endswith(".py") else describe_component(what, KINDS))
             return
         if what is None and not search:
             print(_overview(columns))
             return
         blocks = []
-        if plugs := [each for each in PLUGS if what in (None, each)]:
-            blocks.append(list_plugs(plugs, columns, search))
+        if components := [each for each in COMPONENTS if what in (None, each)]:
+            blocks.append(list_components(components, columns, search))
         if what in (None, EXPERIMENTS):
             blocks.append(list_experiments(columns, search))
         if what == KEYS or (what is None and search):  # they are many
@@ -178,7 +178,7 @@ def list_command(
 
 def _overview(columns: int | None) -> str:
     """A line for each kind with its names, wrapped to the columns of a terminal; PyTorch is not imported."""
-    names = {kind: ", ".join(source_plugs(kind)) for kind in PLUGS} | {EXPERIMENTS: ", ".join(experiments())}
+    names = {kind: ", ".join(source_components(kind)) for kind in COMPONENTS} | {EXPERIMENTS: ", ".join(experiments())}
     lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
     more = "fedsim list KIND or NAME describes them, fedsim list keys the keys of an experiment; --search finds words"
     return "\n".join([*lines, "", hang("", more, columns)])
@@ -309,7 +309,7 @@ def _version(package: str) -> str | None:
 def new(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="Name of the folder, and of the Python module in it.")],
 ) -> None:
-    """Make a folder with an experiment, plugs of your own, their tests, and a README that explains them."""
+    """Make a folder with an experiment, components of your own, their tests, and a README that explains them."""
     with errors_as_lines(quick=True):
         folder = make_project(name)
         print("\n".join(str(folder / path.name) for path in sorted(folder.iterdir())))

@@ -60,7 +60,7 @@ def compare(
         typer.Option(
             metavar="KEY=V1,V2",
             help="Choose the value with the best validation result for each combination: local.lr=0.03,0.1. Needs "
-            "data.validation. With --worst, the worst validation result of each value counts.",
+            "data.validation_fraction. With --worst, the worst validation result of each value counts.",
             show_default="none",
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """Check keys and names before PyTorch is imported, since most mistakes are there and the import takes seconds.
 
-The check reads keys and plugs from fedsim's source. It leaves values and their combinations to the check of the
-experiment itself, and also all plugs of an experiment that imports one, since an import may register others. Both
+The check reads keys and components from fedsim's source. It leaves values and their combinations to the check of the
+experiment itself, and also all components of an experiment that imports one, since an import may register others. Both
 checks report an error in the same words.
 """
 
@@ -20,17 +20,17 @@ from fedsim.config.source_catalog import (
     SourceTable,
     experiment_table,
     keys_of_tables,
-    source_plugs,
+    source_components,
     title_of,
 )
-from fedsim.core.suggestions import nearest_key, parameter_errors, plug_name_error, unknown_key_error, with_key
+from fedsim.core.suggestions import component_name_error, nearest_key, parameter_errors, unknown_key_error, with_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
 
 MOST_POINTS = 2000  # of a comparison; larger ones are left to the later check
 
 
 def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
-    """Raise ExperimentError if the experiment cannot be read, or if a key or a name of a plug does not exist."""
+    """Raise ExperimentError if the experiment cannot be read, or if a key or a name of a component does not exist."""
     changes = [parse_word(word) for word in words]
     description = {} if source is None else describe_file(source)
     description.pop(GRID, None)
@@ -74,10 +74,10 @@ def problems_with_names(description: dict[str, Any], changes: list[Change]) -> l
     override(description, changes)
     findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
     imports = len(findings) == MAX_PROBLEMS or any(line is None for line, _ in findings)  # or may import
-    return [line for line, of_plug in findings if line is not None and not (of_plug and imports)]
+    return [line for line, of_component in findings if line is not None and not (of_component and imports)]
 
 
-# An error line, and whether it is about a plug; the line is None for a plug that is imported.
+# An error line, and whether it is about a component; the line is None for a component that is imported.
 Finding = tuple[str | None, bool]
 
 
@@ -104,27 +104,35 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
         elif key not in table.keys:
             unknown[key] = value
     engine = tables.get("engine", DEFAULT_ENGINE)
-    if not place and isinstance(engine, str) and engine not in source_plugs("engines"):
-        yield plug_name_error(title_of("engines"), engine, f"engine = {show(engine)}", source_plugs("engines")), True
+    if not place and isinstance(engine, str) and engine not in source_components("engines"):
+        yield (
+            component_name_error(title_of("engines"), engine, f"engine = {show(engine)}", source_components("engines")),
+            True,
+        )
     if table.kind:
-        yield from ((line, True) for line in _in_plug(table, values, unknown, place))
+        yield from ((line, True) for line in _in_component(table, values, unknown, place))
         return
     elsewhere = None if place or not unknown else keys_of_tables(tables)
     for key, value in unknown.items():
         yield unknown_key_error(prefix + key, value, nearest_key(key, table.keys, place, elsewhere)), False
 
 
-def _in_plug(table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str) -> Iterator[str | None]:
-    """Check the name of a plug and its parameters; None if the name is an import path."""
+def _in_component(
+    table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str
+) -> Iterator[str | None]:
+    """Check the name of a component and its parameters; None if the name is an import path."""
     kind, name, unnumbered = str(table.kind), values.get(table.named_by, table.default), re.sub(r"\[\d+\]", "", place)
-    plugs, stages = source_plugs(kind), source_plugs("pre-aggregators")  # stages of a rule have errors of their own
-    if isinstance(name, str) and name in plugs:
-        siblings = [*plugs.values(), *(stages.values() if table.takes_list else ())]
+    components, stages = (
+        source_components(kind),
+        source_components("pre-aggregators"),
+    )  # stages of a rule have errors of their own
+    if isinstance(name, str) and name in components:
+        siblings = [*components.values(), *(stages.values() if table.takes_list else ())]
         beside = [table.named_by, *(key for key in table.keys if key != table.named_by)]
-        for line in parameter_errors(params, [plugs[name]], title_of(kind), siblings, unnumbered, beside):
+        for line in parameter_errors(params, [components[name]], title_of(kind), siblings, unnumbered, beside):
             yield place + line.removeprefix(unnumbered)
     elif isinstance(name, str) and name not in stages:
-        yield plug_name_error(title_of(kind), name, f"{place}.{table.named_by} = {show(name)}", plugs)
+        yield component_name_error(title_of(kind), name, f"{place}.{table.named_by} = {show(name)}", components)
     elif isinstance(name, list):  # stages, which the later check reports
         names = [each.get(table.named_by) if isinstance(each, dict) else each for each in name]
         yield from (None for each in names if ":" in str(each))

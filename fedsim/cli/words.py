@@ -36,7 +36,7 @@ Words = Annotated[
     typer.Argument(
         metavar="[CONFIG.toml] [KEY=VALUE]...",
         help="A TOML or YAML file, or the name of a built-in experiment (`fedsim list experiments`), and the "
-        "keys to change: rounds=5 local.lr=0.1 partition.strategy=iid. Without a file or name: the default experiment.",
+        "keys to change: rounds=5 local.lr=0.1 partition.name=iid. Without a file or name: the default experiment.",
         show_default=False,
         autocompletion=complete_words,
     ),

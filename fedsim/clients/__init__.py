@@ -11,21 +11,21 @@ from fedsim.clients.algorithm import (
     needs_local_steps,
     step_along,
 )
-from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
-from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
-from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
-from fedsim.clients.personal_models import APFL, Ditto, PerFedAvg, PFedMe
-from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD, Moon
-from fedsim.clients.solver import (
+from fedsim.clients.base import (
     Decay,
     NonNegative,
     OuterProductGrad,
     Positive,
     RowOptimizer,
-    Solver,
     State,
-    solver,
+    Stepper,
+    client_algorithm,
 )
+from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
+from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
+from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
+from fedsim.clients.personal_models import APFL, Ditto, PerFedAvg, PFedMe
+from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD, Moon
 
 __all__ = [
     "APFL",
@@ -59,14 +59,14 @@ __all__ = [
     "Positive",
     "RowOptimizer",
     "Scaffold",
-    "Solver",
     "State",
+    "Stepper",
     "WorkerFacts",
     "WorkerRound",
     "as_algorithm",
+    "client_algorithm",
     "exchanges",
     "lr_schedule",
     "needs_local_steps",
-    "solver",
     "step_along",
 ]

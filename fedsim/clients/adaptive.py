@@ -1,4 +1,4 @@
-"""Local solvers with a step size for each parameter: Adam, AdamW, Adagrad.
+"""Client algorithms with a step size for each parameter: Adam, AdamW, Adagrad.
 
 They have the parameters and the numbers of PyTorch's optimizers; Adam's `betas` are beta1 and beta2. A parameter that a
 step does not use has gradient 0 here, so its averages decay and it still moves; PyTorch's optimizers skip it.
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm
-from fedsim.clients.solver import Decay, NonNegative, Positive, State, solver
+from fedsim.clients.base import Decay, NonNegative, Positive, State, client_algorithm
 
 
-@solver("adam")
+@client_algorithm("adam")
 @dataclass(frozen=True)
 class Adam(ClientAlgorithm):
     """Adam with L2 regularisation, as `torch.optim.Adam`. Kingma and Ba 2015.
@@ -34,8 +34,8 @@ class Adam(ClientAlgorithm):
     Cost: a few passes over the row [d]; four states of [d], five with amsgrad.
 
     >>> row = torch.tensor([1.0])
-    >>> solver = fedsim.clients.Adam(lr=0.1)
-    >>> solver.step(row, torch.tensor([2.0]), solver.start(row))
+    >>> algorithm = fedsim.clients.Adam(lr=0.1)
+    >>> algorithm.step(row, torch.tensor([2.0]), algorithm.start(row))
     >>> row
     tensor([0.9000])
     """
@@ -66,7 +66,7 @@ class Adam(ClientAlgorithm):
             gradients.add_(rows, alpha=self.weight_decay)
 
 
-@solver("adamw")
+@client_algorithm("adamw")
 @dataclass(frozen=True)
 class AdamW(Adam):
     """Adam with weight decay apart from the gradient, as `torch.optim.AdamW`. Loshchilov and Hutter 2019.
@@ -80,8 +80,8 @@ class AdamW(Adam):
     Cost: that of adam on a row [d].
 
     >>> row = torch.tensor([1.0])
-    >>> solver = fedsim.clients.AdamW(lr=0.1, weight_decay=1.0)
-    >>> solver.step(row, torch.tensor([2.0]), solver.start(row))
+    >>> algorithm = fedsim.clients.AdamW(lr=0.1, weight_decay=1.0)
+    >>> algorithm.step(row, torch.tensor([2.0]), algorithm.start(row))
     >>> row
     tensor([0.8000])
     """
@@ -100,7 +100,7 @@ def averaged_weight(weight: Tensor, beta: float) -> Tensor:
     return weight.mul_(beta).add_(1 - beta)
 
 
-@solver("adagrad")
+@client_algorithm("adagrad")
 @dataclass(frozen=True)
 class Adagrad(ClientAlgorithm):
     """Steps over the root of the sum of all squared gradients, as `torch.optim.Adagrad`. Duchi et al. 2011.
@@ -118,8 +118,8 @@ class Adagrad(ClientAlgorithm):
     Cost: a few passes over the row [d]; a state of [d], two with lr_decay.
 
     >>> row = torch.tensor([1.0])
-    >>> solver = fedsim.clients.Adagrad(lr=0.1)
-    >>> solver.step(row, torch.tensor([2.0]), solver.start(row))
+    >>> algorithm = fedsim.clients.Adagrad(lr=0.1)
+    >>> algorithm.step(row, torch.tensor([2.0]), algorithm.start(row))
     >>> row
     tensor([0.9000])
     """

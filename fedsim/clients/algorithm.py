@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.solver import OuterProductGrad, State
+from fedsim.clients.base import OuterProductGrad, State
 from fedsim.core.rows import ColumnSpans
 
 GradientAt = Callable[[Tensor], Tensor]
@@ -136,7 +136,7 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """For errors: the key and value of [local] that need local steps, if that is not `local.solver`."""
+        """For errors: the key and value of [local] that need local steps, if that is not `local.algorithm`."""
         return ""
 
     @property
@@ -306,12 +306,12 @@ def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
     return any(needs) or any((state, algorithm.server_state(row), algorithm.message(row)))
 
 
-def step_along(solver: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """A solver's step along gradients [..., d], or along their factors."""
+def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
+    """A client algorithm's step along gradients [..., d], or along their factors."""
     if isinstance(gradients, Tensor):
-        solver.step(rows, gradients, state)
+        algorithm.step(rows, gradients, state)
     else:
-        solver.step_fused(rows, gradients, state)
+        algorithm.step_fused(rows, gradients, state)
 
 
 PERSONAL_BUFFERS = "personal.buffers"  # their name, which no state of an algorithm has

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
+from fedsim.clients.base import Decay, NonNegative, OuterProductGrad, Positive, State, client_algorithm
 from fedsim.clients.sgd import LocalSGD
-from fedsim.clients.solver import Decay, NonNegative, OuterProductGrad, Positive, State, solver
 
 
-@solver("feddyn")
+@client_algorithm("feddyn")
 @dataclass(frozen=True)
 class FedDyn(LocalSGD):
     """SGD on the loss - <h_k, x_k> + alpha / 2 |x_k - w|^2, a dynamic regulariser. Acar et al. 2021, algorithm 1.
@@ -78,7 +78,7 @@ class FedDyn(LocalSGD):
         update.sub_(h, alpha=1 / self.alpha)
 
 
-@solver("fednova")
+@client_algorithm("fednova")
 @dataclass(frozen=True)
 class FedNova(LocalSGD):
     """Normalised averaging of the updates of `sgd`. Wang et al. 2020, section 4.
@@ -134,7 +134,7 @@ class FedNova(LocalSGD):
         update.mul_(server["tau_eff"])
 
 
-@solver("mimelite")
+@client_algorithm("mimelite")
 @dataclass(frozen=True)
 class MimeLite(ClientAlgorithm):
     """Local steps with the momentum m of the server. Karimireddy et al. 2020, with SGD with momentum.
@@ -149,8 +149,8 @@ class MimeLite(ClientAlgorithm):
 
     Cost: one pass over a worker's samples in each round, in which it also receives and sends a row [d]; a state of [d].
 
-    >>> row, solver = torch.tensor([1.0]), fedsim.clients.MimeLite(lr=0.5, beta=0.5)
-    >>> solver.step(row, torch.tensor([2.0]), {"momentum": torch.tensor([-2.0])})
+    >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.MimeLite(lr=0.5, beta=0.5)
+    >>> algorithm.step(row, torch.tensor([2.0]), {"momentum": torch.tensor([-2.0])})
     >>> row
     tensor([1.])
     """
@@ -186,15 +186,15 @@ class MimeLite(ClientAlgorithm):
         server["momentum"].lerp_(sums["full_gradient"] / workers, 1 - self.beta)
 
 
-@solver("mime")
+@client_algorithm("mime")
 @dataclass(frozen=True)
 class Mime(MimeLite):
     """MimeLite with gradients corrected as in SVRG. Karimireddy et al. 2020, with SGD with momentum.
 
     It replaces the gradient of a batch at x by gradient at x - gradient at w + c. w is the row that the worker was
     sent; c, which the server sends too, is the mean of the cohort's full gradients at w. Workers that drop out
-    (`worker_dropout`) do not report, so c is the mean over the others. Local training for an evaluation has no cohort
-    but the worker itself: w is the row that it begins with, and c the worker's own full gradient at w.
+    (`sampling.client_dropout`) do not report, so c is the mean over the others. Local training for an evaluation has no
+    cohort but the worker itself: w is the row that it begins with, and c the worker's own full gradient at w.
 
     Args:
         lr: learning rate, >= 0.
@@ -203,9 +203,9 @@ class Mime(MimeLite):
     Cost: two gradients a step, and one pass over a worker's samples in each round, in which it also receives two rows
     [d] and sends one; three states of [d]. The workers send their gradients before any of them takes a step.
 
-    >>> row, solver = torch.tensor([1.0]), fedsim.clients.Mime(lr=0.5, beta=0.0)
+    >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.Mime(lr=0.5, beta=0.0)
     >>> state = {"start": torch.tensor([3.0]), "mean_gradient": torch.tensor([4.0]), "momentum": torch.tensor([0.0])}
-    >>> solver.step_rows(row, row.clone(), state, gradient_at=lambda point: point)
+    >>> algorithm.step_rows(row, row.clone(), state, gradient_at=lambda point: point)
     >>> row
     tensor([0.])
     """
@@ -247,7 +247,7 @@ class Mime(MimeLite):
         server["momentum"].lerp_(server["mean_gradient"], 1 - self.beta)  # the update stays as it is
 
 
-@solver("scaffold")
+@client_algorithm("scaffold")
 @dataclass(frozen=True)
 class Scaffold(ClientAlgorithm):
     """Stochastic controlled averaging: SGD along the gradient - c_k + c. Karimireddy et al. 2020, algorithm 1.

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, one_line
 
 LARGEST_RATE = torch.finfo(torch.float32).max  # an optimizer fails with a larger one
@@ -138,7 +138,7 @@ class LRSchedule:
     """A schedule of the learning rate, over the rounds of a run or over the steps of each round.
 
     Args:
-        make: the plug with its parameters.
+        make: the component with its parameters.
         takes: which of the inputs optimizer and length it takes.
         length: how many rounds or steps the schedule has; None if that is unknown.
         warmup: in the first rounds or steps, the rate grows linearly: lr / warmup, 2 lr / warmup, ..., lr (Goyal et al.
@@ -161,9 +161,9 @@ class LRSchedule:
     place: str = "local.schedule"
 
     @classmethod
-    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> LRSchedule:
-        """The schedule of a plug with its parameters."""
-        return cls(plug.bind(params), tuple(plug.takes), **settings)
+    def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> LRSchedule:
+        """The schedule of a component with its parameters."""
+        return cls(registration.bind(params), tuple(registration.takes), **settings)
 
     def rate(self, lr: float, round: int, step: int = 0) -> float:
         """The learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.

@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
+from fedsim.clients.base import State, client_algorithm
 from fedsim.clients.sgd import LocalSGD
-from fedsim.clients.solver import State, solver
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.core.suggestions import closest, nearest
 from fedsim.errors import ExperimentError, show
@@ -78,7 +78,7 @@ class PersonalSGD(LocalSGD):
         return rows
 
 
-@solver("fedper")
+@client_algorithm("fedper")
 @dataclass(frozen=True)
 class FedPer(PersonalSGD):
     """SGD of all parameters, of which the personal ones stay with the worker. Arivazhagan et al. 2019.
@@ -93,8 +93,8 @@ class FedPer(PersonalSGD):
 
     Cost: as sgd; each worker that has taken part keeps its p personal parameters, [p].
 
-    >>> solver = fedsim.clients.FedPer(personal=["fc2.*"]).for_model(fedsim.models.Net())
-    >>> solver.personal_columns, solver.worker_state(torch.zeros(21840))["personal"].shape
+    >>> algorithm = fedsim.clients.FedPer(personal=["fc2.*"]).for_model(fedsim.models.Net())
+    >>> algorithm.personal_columns, algorithm.worker_state(torch.zeros(21840))["personal"].shape
     (ColumnSpans(spans=((21330, 21840),)), torch.Size([510]))
     """
 
@@ -110,14 +110,16 @@ class FedPer(PersonalSGD):
         if len(found) in (0, len(names)):
             all_or_none, instead = ("all", "local_only") if found else ("none", "sgd")
             place = f"local.personal = {show(self.personal)}"
-            raise ExperimentError(f"{place}: {all_or_none} of the parameters are personal; use local.solver={instead}")
+            raise ExperimentError(
+                f"{place}: {all_or_none} of the parameters are personal; use local.algorithm={instead}"
+            )
         return found.union(self._matching(entry.name for entry in Layout.of(module).buffers))
 
     def _matching(self, names: Iterable[str]) -> Iterator[str]:
         return (name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal))
 
 
-@solver("lg_fedavg")
+@client_algorithm("lg_fedavg")
 @dataclass(frozen=True)
 class LGFedAvg(FedPer):
     """SGD of all parameters, of which those of the representation stay with the worker. Liang et al. 2020.
@@ -130,13 +132,13 @@ class LGFedAvg(FedPer):
 
     Cost: as `fedper`, with p parameters of the representation, [p].
 
-    >>> solver = fedsim.clients.LGFedAvg(personal=["conv*", "fc1.*"]).for_model(fedsim.models.Net())
-    >>> solver.personal_columns
+    >>> algorithm = fedsim.clients.LGFedAvg(personal=["conv*", "fc1.*"]).for_model(fedsim.models.Net())
+    >>> algorithm.personal_columns
     ColumnSpans(spans=((0, 21330),))
     """
 
 
-@solver("fedrep")
+@client_algorithm("fedrep")
 @dataclass(frozen=True)
 class FedRep(FedPer):
     """SGD of the personal parameters with the others fixed, then of the others with those fixed. Collins et al. 2021.
@@ -155,8 +157,8 @@ class FedRep(FedPer):
 
     Cost: as `fedper`, with a mask [d] and one or two more passes over the row.
 
-    >>> solver = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
-    >>> solver.personal_columns.width
+    >>> algorithm = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
+    >>> algorithm.personal_columns.width
     510
     """
 
@@ -197,7 +199,7 @@ class FedRep(FedPer):
         LocalSGD(self.lr, self.momentum, nesterov=self.nesterov, dampening=self.dampening).step(rows, gradients, state)
 
 
-@solver("fedbn")
+@client_algorithm("fedbn")
 @dataclass(frozen=True)
 class FedBN(PersonalSGD):
     """SGD of all parameters, of which those of normalisation layers stay with the worker. Li et al. 2021.
@@ -218,13 +220,15 @@ class FedBN(PersonalSGD):
     def personal_names(self, module: nn.Module) -> Collection[str]:
         layers = [part for part in module.modules() if isinstance(part, NORMALISATION_LAYERS)]
         if not layers:
-            raise ExperimentError('local.solver = "fedbn": the model has no normalisation layers; use local.solver=sgd')
+            raise ExperimentError(
+                'local.algorithm = "fedbn": the model has no normalisation layers; use local.algorithm=sgd'
+            )
         of_layers = {id(tensor) for layer in layers for tensor in chain(layer.parameters(), layer.buffers())}
         named = chain(module.named_parameters(), module.named_buffers())
         return {name for name, tensor in named if id(tensor) in of_layers}
 
 
-@solver("local_only")
+@client_algorithm("local_only")
 @dataclass(frozen=True)
 class LocalOnly(PersonalSGD):
     """SGD of each worker on its own model. The server averages nothing, and the workers send nothing.

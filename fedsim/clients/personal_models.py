@@ -10,13 +10,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
+from fedsim.clients.base import NonNegative, State, client_algorithm
 from fedsim.clients.sgd import LocalSGD
-from fedsim.clients.solver import NonNegative, State, solver
 from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError
 
 
-@solver("apfl")
+@client_algorithm("apfl")
 @dataclass(frozen=True)
 class APFL(LocalSGD):
     """Adaptive personalized federated learning: a mixture of a local and the global model. Deng et al. 2020.
@@ -34,9 +34,9 @@ class APFL(LocalSGD):
 
     Cost: two gradients a step; a state of [d], and v [d] for each worker that has taken part.
 
-    >>> row, solver = torch.tensor([1.0]), fedsim.clients.APFL(lr=0.5, alpha=0.5)
+    >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.APFL(lr=0.5, alpha=0.5)
     >>> state = {"personal": torch.tensor([3.0])}
-    >>> solver.step_rows(row, row.clone(), state, gradient_at=lambda point: point)
+    >>> algorithm.step_rows(row, row.clone(), state, gradient_at=lambda point: point)
     >>> row, state["personal"]
     (tensor([0.5000]), tensor([2.5000]))
     """
@@ -78,7 +78,7 @@ class APFL(LocalSGD):
         return alpha * kept["personal"] + (1 - alpha) * rows
 
 
-@solver("ditto")
+@client_algorithm("ditto")
 @dataclass(frozen=True)
 class Ditto(LocalSGD):
     """Federated averaging, and a personal model that is pulled to the global one. Li et al. 2021.
@@ -94,9 +94,9 @@ class Ditto(LocalSGD):
 
     Cost: two gradients a step; states of [d] for v and w, and v [d] for each worker that has taken part.
 
-    >>> row, solver = torch.tensor([1.0]), fedsim.clients.Ditto(lr=0.5, lam=1.0)
+    >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.Ditto(lr=0.5, lam=1.0)
     >>> state = {"start": torch.tensor([1.0]), "personal": torch.tensor([3.0])}
-    >>> solver.step_rows(row, torch.tensor([2.0]), state, gradient_at=lambda point: point - 3)
+    >>> algorithm.step_rows(row, torch.tensor([2.0]), state, gradient_at=lambda point: point - 3)
     >>> row, state["personal"]
     (tensor([0.]), tensor([2.]))
     """
@@ -143,7 +143,7 @@ class Ditto(LocalSGD):
         return kept["personal"]
 
 
-@solver("per_fedavg")
+@client_algorithm("per_fedavg")
 @dataclass(frozen=True)
 class PerFedAvg(ClientAlgorithm):
     """Meta-learning by model-agnostic steps, in its first-order form. Fallah et al. 2020.
@@ -161,10 +161,10 @@ class PerFedAvg(ClientAlgorithm):
 
     Cost: one gradient a local step, and a few passes over the row [d]; a state of [d].
 
-    >>> row, solver = torch.tensor([1.0]), fedsim.clients.PerFedAvg(lr=1.0, inner_lr=0.5)
-    >>> state = solver.start(row)
+    >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.PerFedAvg(lr=1.0, inner_lr=0.5)
+    >>> state = algorithm.start(row)
     >>> for _ in range(2):
-    ...     solver.step_rows(row, row.clone(), state, gradient_at=None)
+    ...     algorithm.step_rows(row, row.clone(), state, gradient_at=None)
     ...     print(row)
     tensor([0.5000])
     tensor([0.5000])
@@ -180,7 +180,7 @@ class PerFedAvg(ClientAlgorithm):
     def check_steps(self, worker: int, steps: int) -> None:
         if steps < 2:
             raise ExperimentError(
-                'local.solver = "per_fedavg": needs two local steps in a round, each on a batch, and worker '
+                'local.algorithm = "per_fedavg": needs two local steps in a round, each on a batch, and worker '
                 f"{worker} has {steps}; use local.steps = 2 or more, or a smaller local.batch_size"
             )
 
@@ -202,7 +202,7 @@ class PerFedAvg(ClientAlgorithm):
         return {}
 
 
-@solver("pfedme")
+@client_algorithm("pfedme")
 @dataclass(frozen=True)
 class PFedMe(ClientAlgorithm):
     """Each step finds a personal model near the row, and moves the row towards it. Dinh et al. 2020.
@@ -222,9 +222,9 @@ class PFedMe(ClientAlgorithm):
     Cost: `inner_steps` gradients a step, and another one if the model has buffers; a state of [d], and theta [d] for
     each worker that has taken part.
 
-    >>> row, solver = torch.tensor([2.0]), fedsim.clients.PFedMe(lr=0.5, eta=0.5, lam=1.0, inner_steps=2)
-    >>> state = solver.start(row)
-    >>> solver.step_rows(row, row.clone(), state, gradient_at=lambda point: point.clone())
+    >>> row, algorithm = torch.tensor([2.0]), fedsim.clients.PFedMe(lr=0.5, eta=0.5, lam=1.0, inner_steps=2)
+    >>> state = algorithm.start(row)
+    >>> algorithm.step_rows(row, row.clone(), state, gradient_at=lambda point: point.clone())
     >>> row, state["theta"]
     (tensor([1.5000]), tensor([1.]))
     """

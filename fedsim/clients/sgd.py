@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.solver import Decay, NonNegative, OuterProductGrad, Positive, State, solver
+from fedsim.clients.base import Decay, NonNegative, OuterProductGrad, Positive, State, client_algorithm
 from fedsim.errors import ExperimentError
 
 
 @dataclass(frozen=True)
 class LocalSGD(ClientAlgorithm):
-    """The local steps of `SGD`, without `momentum_at`: the base class of solvers that need local steps."""
+    """The local steps of `SGD`, without `momentum_at`: the base class of client algorithms that need local steps."""
 
     lr: NonNegative = 0.05
     momentum: Decay = 0.0
@@ -72,7 +72,7 @@ class LocalSGD(ClientAlgorithm):
                 rows.add_(state["constant"], alpha=-self.lr)
 
 
-@solver("sgd")
+@client_algorithm("sgd")
 @dataclass(frozen=True)
 class SGD(LocalSGD):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
@@ -103,8 +103,8 @@ class SGD(LocalSGD):
     with momentum_at = "worker".
 
     >>> row = torch.tensor([1.0])
-    >>> solver = fedsim.clients.SGD(lr=0.1)
-    >>> solver.step(row, torch.tensor([2.0]), solver.start(row))
+    >>> algorithm = fedsim.clients.SGD(lr=0.1)
+    >>> algorithm.step(row, torch.tensor([2.0]), algorithm.start(row))
     >>> row
     tensor([0.8000])
     """
@@ -136,7 +136,7 @@ class SGD(LocalSGD):
         return {} if self.alters_gradients else super().start(rows)
 
 
-@solver("fedprox")
+@client_algorithm("fedprox")
 @dataclass(frozen=True)
 class FedProx(LocalSGD):
     """SGD on the loss plus mu / 2 |w - w_start|^2, which keeps a worker near the global row. Li et al. 2020.
@@ -151,10 +151,10 @@ class FedProx(LocalSGD):
     Cost: as sgd, with another state of [d] and one more pass over the row.
 
     >>> row = torch.tensor([1.0])
-    >>> solver = fedsim.clients.FedProx(lr=0.5, mu=1.0)
-    >>> state = solver.start(row)
+    >>> algorithm = fedsim.clients.FedProx(lr=0.5, mu=1.0)
+    >>> state = algorithm.start(row)
     >>> for _ in range(2):
-    ...     solver.step(row, torch.tensor([1.0]), state)
+    ...     algorithm.step(row, torch.tensor([1.0]), state)
     >>> row
     tensor([0.2500])
     """
@@ -170,7 +170,7 @@ class FedProx(LocalSGD):
         return {**super().start(rows), **({"constant": rows * -self.mu} if self.mu else {})}
 
 
-@solver("fedsam")
+@client_algorithm("fedsam")
 @dataclass(frozen=True)
 class FedSAM(LocalSGD):
     """Sharpness-aware minimization at the workers. Qu et al. 2022; Foret et al. 2021.
@@ -183,8 +183,8 @@ class FedSAM(LocalSGD):
 
     Cost: two gradients a step, and a few passes over the row [d].
 
-    >>> row, solver = torch.tensor([3.0, 4.0]), fedsim.clients.FedSAM(lr=0.5, rho=1.0)
-    >>> solver.step_rows(row, row.clone(), solver.start(row), gradient_at=lambda point: 2 * point)
+    >>> row, algorithm = torch.tensor([3.0, 4.0]), fedsim.clients.FedSAM(lr=0.5, rho=1.0)
+    >>> algorithm.step_rows(row, row.clone(), algorithm.start(row), gradient_at=lambda point: 2 * point)
     >>> row
     tensor([-0.6000, -0.8000])
     """
@@ -204,7 +204,7 @@ class FedSAM(LocalSGD):
         self.step(rows, gradients, state)
 
 
-@solver("moon")
+@client_algorithm("moon")
 @dataclass(frozen=True)
 class Moon(LocalSGD):
     """SGD on the loss plus mu times a contrastive loss between features of models. Li et al. 2021.
@@ -225,9 +225,9 @@ class Moon(LocalSGD):
 
     Cost: as sgd, and two more forward passes and two states [d]; each worker keeps its last model, [d].
 
-    >>> solver = fedsim.clients.Moon(mu=1.0)
+    >>> algorithm = fedsim.clients.Moon(mu=1.0)
     >>> z = torch.tensor([[1.0, 0.0]])
-    >>> solver.feature_loss(z, [z, -z])
+    >>> algorithm.feature_loss(z, [z, -z])
     tensor([0.0181])
     """
 

@@ -17,7 +17,7 @@ import torch
 
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
-from fedsim.config.overrides import Change, changes_in, key_changed, override, plug_table
+from fedsim.config.overrides import Change, changes_in, component_table, key_changed, override
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
@@ -166,7 +166,7 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
     """Return which of these keys the point of a run sets.
 
-    A value that names a plug, such as an attack, also sets its parameters, but not the other keys of its table.
+    A value that names a component, such as an attack, also sets its parameters, but not the other keys of its table.
     """
     changed = {key_changed(*change) for axis, value in run.point.items() for change in changes_of(axis, value)}
     tables = (*(f"{key}." for key in changed),)
@@ -175,8 +175,8 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
 
 @functools.cache
 def _naming_key(key: str) -> str | None:
-    """The key that names the plug of which `key` is a parameter; None if it is none."""
-    table, within = plug_table(key.split("."))
+    """The key that names the component of which `key` is a parameter; None if it is none."""
+    table, within = component_table(key.split("."))
     if table is None or within[0] in table.keys:
         return None
     return f"{key.removesuffix('.' + '.'.join(within))}.{table.named_by}"
@@ -330,20 +330,21 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
             raise ExperimentError(f"{name} = {show(axis)}: is not an axis that varies; {nearest(str(axis), varied)}")
     if settings.tune is not None and settings.tune == settings.worst:
         raise ExperimentError(f"worst = {show(settings.worst)}: is tuned; choose another axis")
-    if settings.tune is not None and not all(each.data.validation for each in experiments):
+    if settings.tune is not None and not all(each.data.validation_fraction for each in experiments):
         raise ExperimentError(
-            f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation=0.1"
+            f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation_fraction=0.1"
         )
     if settings.tune is not None and (found := untrained_part(experiments)):
-        solver, number = found
+        algorithm, number = found
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results of the global model, and with "
-            f"{solver} workers keep a part of it; compare all values of {settings.tune}, without tune, with by={number}"
+            f"{algorithm} workers keep a part of it; compare all values of {settings.tune}, without tune, "
+            f"with by={number}"
         )
 
 
 def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
-    """Return the first `local.solver` that never trains a part of the global model, since workers keep that part.
+    """Return the first `local.algorithm` that never trains a part of the global model, since workers keep that part.
 
     The second text is the number by which such runs can be compared, and the setting that it needs.
     """
@@ -354,11 +355,11 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
         if key in seen or not each.local.component.has("for_model"):
             continue
         seen.add(key)
-        if task_of(each, torch.device("cpu")).solver.personal_columns.width:
+        if task_of(each, torch.device("cpu")).algorithm.personal_columns.width:
             score = "accuracy" if correct_of(each.task.component) else "loss"
-            personal = f"metrics.personal_worker_{score}_mean and data.worker_test=0.2"
+            personal = f"metrics.personal_worker_{score}_mean and data.local_test_fraction=0.2"
             number = personal if each.policy.component.in_rounds else "train_loss"
-            return f"local.solver = {show(each.local.solver)}", number
+            return f"local.algorithm = {show(each.local.algorithm)}", number
     return None
 
 
@@ -399,8 +400,8 @@ def check_number(by: Any, experiments: Sequence[Experiment]) -> str:
     if key not in KEYS and not key.startswith(BY_NAME):
         own = [f"metrics.{each.component.label}" for experiment in experiments for each in experiment.metrics]
         raise ExperimentError(f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *own]))}")
-    if key.startswith("validation_") and not all(each.data.validation for each in experiments):
-        raise ExperimentError(f"{where}: add data.validation=0.1")
+    if key.startswith("validation_") and not all(each.data.validation_fraction for each in experiments):
+        raise ExperimentError(f"{where}: add data.validation_fraction=0.1")
     if key in ("test_accuracy", "validation_accuracy"):
         for each in experiments:
             if correct_of(each.task.component) is None:

@@ -38,7 +38,7 @@ from fedsim.system.limits import format_failure, require_files
 from fedsim.system.precision import PRECISIONS
 
 ONE_PROCESS_ENGINE = "serial"
-POOL_SETTINGS = ("start_method", "timeout", "batched", "worker_retries")  # that this engine does not have
+POOL_SETTINGS = ("start_method", "timeout", "batched", "process_retries")  # that this engine does not have
 JOB_BYTES = 0.6e9  # of a process: PyTorch, data and activations, generously
 ROW_COPIES = 3  # of the cohort's rows: the rows, and the intermediate results of a rule
 HEARTBEAT_SECONDS = 1.0  # between heartbeats while a run is prepared
@@ -111,7 +111,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     """Do the runs in at most `count` processes, each of which does one run at a time.
 
     A process that dies, or gives no sign of life for the `timeout` of its run, is replaced. Its run is repeated up to
-    `worker_retries` times; then the run has failed.
+    `process_retries` times; then the run has failed.
 
     Raises WorkerError if processes cannot be started.
     """
@@ -175,7 +175,7 @@ def attempt(
             )
     except FedsimError as error:
         return str(error)
-    except Exception as error:  # of a plug or of fedsim: only this run has failed
+    except Exception as error:  # of a component or of fedsim: only this run has failed
         return format_failure(error)
     return None
 
@@ -194,7 +194,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
     if signal.SIGKILL.name in error.why:
         line = f"{error}; if memory ran out, try fewer jobs"
         error = ProcessLostError(line, error.why, error.process, error.worker)
-    retries = planned.experiment.worker_retries
+    retries = planned.experiment.process_retries
     if last := last_error(error, number, retries, "the run has been tried"):
         return str(last)
     announce(error, number, retries, run=f"{planned.id}: ", then=", and the run is done again")

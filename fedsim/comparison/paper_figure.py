@@ -162,7 +162,7 @@ def _grid_in(folders: Sequence[Path]) -> Comparison:
 
 
 def _only(grid: Comparison, only: Mapping[str, Any]) -> Comparison:
-    """The grid with these values of some of its axes: `alie` means all values of this plug, such as `alie,z=1.5`."""
+    """Return the runs with these values on some axes; `alie` selects all its settings, such as `alie,z=1.5`."""
     axes, runs = dict(grid.axes), grid.runs
     for key, given in only.items():
         key = axis_called(key)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.comparison.leaderboard import Leaderboard, leaderboard
 from fedsim.comparison.tables import answer_text, comparison_text
-from fedsim.config.source_catalog import plug_tables
+from fedsim.config.source_catalog import component_tables
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.axes import label, shape_of
@@ -222,10 +222,10 @@ def _names_of(runs: Sequence[Run]) -> list[str]:
     leaves = [dict(leaves_of(run.experiment)) for run in runs]
     keys = [key for key in dict.fromkeys(key for table in leaves for key in table) if not _is_neutral(key)]
     differing = [key for key in keys if len({canonical(table.get(key)) for table in leaves}) > 1]
-    plugs = {f"{place}.{table.named_by}" for place, table in plug_tables().items()}
+    components = {f"{place}.{table.named_by}" for place, table in component_tables().items()}
 
     def text(key: str, value: object) -> str:
-        return label(value) if key in plugs else f"{key.rpartition('.')[2]}={label(value)}"
+        return label(value) if key in components else f"{key.rpartition('.')[2]}={label(value)}"
 
     names = [", ".join(text(key, table[key]) for key in differing if key in table) for table in leaves]
     same = Counter((name, run.seed) for name, run in zip(names, runs, strict=True))

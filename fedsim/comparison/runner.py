@@ -92,7 +92,7 @@ def compare(
         target: a test accuracy, or a test loss of tasks without accuracy; the summary reports the time to reach it. The
             table `grid` may have it too.
         tune: an axis. For each combination of the others, the value with the best validation result is reported; of
-            several attacks, of an axis `worst`, the worst result counts. It needs `data.validation`.
+            several attacks, of an axis `worst`, the worst result counts. It needs `data.validation_fraction`.
         worst: an axis, such as "attack.name": the value with the worst result is reported.
         by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
             "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses, errors, perplexity,
@@ -161,7 +161,7 @@ def run_grid(
         runs = grid.runs if shard is None else shard.of(grid)
         todo = [run for run in runs if not folder.is_finished(run)]
         for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
-            load_dataset(data.dataset, data.root, **data.params)  # now: else every run would fail of missing data
+            load_dataset(data.name, data.root, **data.params)  # now: else every run would fail of missing data
         jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
         _warn(todo, grid.settings.by)
         callback.on_start(grid, todo, jobs)
@@ -188,10 +188,10 @@ def _warn(runs: Sequence[PlannedRun], by: str | None) -> None:
 
     lines = [line for run in distinct(runs, relevant) for line in warnings_about(run.experiment)]
     if by is None and (found := untrained_part(run.experiment for run in runs)):
-        solver, number = found
+        algorithm, number = found
         lines.append(
-            f"{solver}: runs are compared by tests of the global model, of which a part stays untrained, since workers "
-            f"keep their own; compare with by={number}"
+            f"{algorithm}: runs are compared by tests of the global model, of which a part stays untrained, since "
+            f"workers keep their own; compare with by={number}"
         )
     for line in dict.fromkeys(lines):
         warnings.warn(line, SettingWarning, stacklevel=3)

@@ -13,7 +13,7 @@ from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records import formatting as fmt
 from fedsim.records.axes import describe_point, label
-from fedsim.records.numbers import LAST_ROUND, Progress, mean_or_none, plug_metrics
+from fedsim.records.numbers import LAST_ROUND, Progress, component_metrics, mean_or_none
 from fedsim.records.rows import (
     BreakingPoint,
     Group,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TABLE_COLUMNS = 120  # of the printed table
 GAP = "  "
-PLUG = "metrics."  # before the name of a plug's metric
+COMPONENT = "metrics."  # before the name of a component's metric
 MARK_WORDS = {"*": "best", "~": "tie", "": ""}
 MOST_CASES = 6  # groups with a line each; of more the values are counted
 MOST_NAMES = 6  # names in a sentence
@@ -88,9 +88,9 @@ def columns(comparison: Comparison) -> dict[str, Column]:
     success = Column("attack success", lambda row: estimate_cell(row.metrics.get("attack_success"), _four))
     found |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
     found["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
-    plugs = [name for name in names if name.startswith(PLUG)]
-    means_first = sorted(plugs, key=lambda name: not name.endswith("_mean"))  # those of single workers
-    found |= {name: Column(name.removeprefix(PLUG), amount(name)) for name in means_first}
+    components = [name for name in names if name.startswith(COMPONENT)]
+    means_first = sorted(components, key=lambda name: not name.endswith("_mean"))  # those of single workers
+    found |= {name: Column(name.removeprefix(COMPONENT), amount(name)) for name in means_first}
     found["best_accuracy"] = Column("highest", mean("best_accuracy", fixed))
     found["best_loss"] = Column("lowest", mean("best_loss", lambda loss: fixed(loss, test.decimals_for(loss))))
     found |= {"seconds": Column("time of a run", mean("seconds", fmt.seconds)), "runs": Column("runs", _runs)}
@@ -422,13 +422,15 @@ def results_csv(comparison: Comparison) -> str:
 
 def curves_csv(comparison: Comparison) -> str:
     """One row per run and round; cells are empty if the round has no such number."""
-    declared = dict.fromkeys(name for run in comparison.runs for each in run.history for name in plug_metrics(each))
+    declared = dict.fromkeys(
+        name for run in comparison.runs for each in run.history for name in component_metrics(each)
+    )
     names = ["test_accuracy", *LAST_ROUND, *declared]
     rows: list[list[Any]] = [["id", *comparison.axes, *Progress._fields, *names, "seconds"]]
     for run in comparison.runs:
         point = [run.id, *map(label, run.point.values())]
         for progress, record in zip(run.progress, run.history, strict=True):
-            values = {**record, **plug_metrics(record)}
+            values = {**record, **component_metrics(record)}
             rows.append([*point, *progress, *map(values.get, names), record.total_seconds])
     return to_csv(rows)
 

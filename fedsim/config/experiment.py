@@ -21,7 +21,7 @@ from fedsim.config.overrides import DEFAULT_ENGINE
 from fedsim.config.schema import Amount, Count, matching
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.validation import problems_with, what_needs_rows
-from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import Name, own_copy, plain
 from fedsim.core.validation_errors import explain
@@ -68,7 +68,7 @@ class Experiment(Table):
     process, a program without threads of its own), else as `spawn`: a new Python that imports PyTorch, in seconds."""
     timeout: PositiveFloat = 300.0
     """Seconds without a step after which a process counts as lost."""
-    worker_retries: Count = 2
+    process_retries: Count = 2
     """Maximum number of times that new processes repeat a round in which a process was lost. 0: the run ends."""
     worker_state_memory: Amount = 4_000_000_000
     """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
@@ -86,12 +86,10 @@ class Experiment(Table):
     aggregated. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
     gradient_rounds: Count | None = None
     """With `sync = "post_local"`: the rounds before parameters are averaged."""
-    buffers: Literal["average", "local", "server", "error"] = "average"
+    buffers: Literal["average", "local", "frozen", "error"] = "average"
     """BatchNorm statistics and other buffers. `average`: the server averages them. `local`: each worker keeps its own,
-    and their average is tested. `server`: they are never updated. `error`: a model with buffers is refused.
+    and their average is tested. `frozen`: they are never updated. `error`: a model with buffers is refused.
     Those of personal models stay with the workers in any case."""
-    worker_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability that a chosen worker does not report: its update is lost."""
     processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
     """What is done to each update, or gradient, before it is aggregated: names or tables, applied in this order."""
     task: schema.Task = schema.Task()
@@ -110,7 +108,7 @@ class Experiment(Table):
     policy: schema.AsyncPolicy = schema.AsyncPolicy()
     clock: schema.Clock = schema.Clock()
     race: schema.Race = schema.Race()
-    evaluation: schema.WorkerEvaluation = schema.WorkerEvaluation()
+    worker_evaluation: schema.WorkerEvaluation = schema.WorkerEvaluation()
     stop: schema.Stop = schema.Stop()
     records: schema.Records = schema.Records()
     checkpoint: schema.Checkpoint = schema.Checkpoint()
@@ -157,11 +155,11 @@ class Experiment(Table):
 
     @property
     def byzantine(self) -> list[int]:
-        """The Byzantine workers, ascending; without those of `attack.redraw` and `attack.holding`."""
+        """The Byzantine workers, ascending; without those of `attack.resample` and `attack.by_class`."""
         attack, count = self.attack, self.attack.count(self.workers)
         if attack.workers is not None:
             return sorted(attack.workers)
-        if not count or attack.redraw or attack.holding is not None:
+        if not count or attack.resample or attack.by_class is not None:
             return []
         return draw_attackers(self.seed, self.workers, count)
 
@@ -215,7 +213,7 @@ class Experiment(Table):
 
     @property
     def local_lr(self) -> float | None:
-        """The learning rate of the local solver; None if it has no parameter `lr`."""
+        """The learning rate of the client algorithm; None if it has no parameter `lr`."""
         return self.local.params.get("lr")
 
     @cached_property
@@ -231,7 +229,7 @@ class Experiment(Table):
         return self.server.schedule.schedule(self.rounds)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """The learning rate of the local solver in a step (from 0) of a round; None if it has none."""
+        """The learning rate of the client algorithm in a step (from 0) of a round; None if it has none."""
         lr, schedule = self.local_lr, self.local_schedule
         return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 
@@ -251,10 +249,10 @@ class Experiment(Table):
 
         Raises ExperimentError if an object cannot be copied.
         """
-        data, records = self.data.model_copy(update={"dataset": ""}), self.records.model_copy(update={"loggers": []})
+        data, records = self.data.model_copy(update={"name": ""}), self.records.model_copy(update={"loggers": []})
         copied = self.model_copy(update={"data": data, "records": records})
         for table in copied.tables():
-            if isinstance(table, PlugTable) and table not in (data, copied.aggregate):
+            if isinstance(table, ComponentTable) and table not in (data, copied.aggregate):
                 table.component  # noqa: B018  # made here, so that the copy has its own
         copied.rule  # noqa: B018
         return own_copy(copied)
@@ -274,20 +272,20 @@ def _without_unset(value: Any) -> Any:
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
     """The name of an experiment without a name: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
 
-    Its parts are the model, the data, the local solver unless it is sgd, the rule (or the asynchronous policy), and
+    Its parts are the model, the data, the client algorithm unless it is sgd, the rule (or the asynchronous policy), and
     `race` for a race.
 
     Args:
         experiment: the experiment, with checked tables.
         varied: dotted keys that a comparison varies; parts that depend on them are left out.
     """
-    policy, rule, solver = experiment.policy, experiment.aggregate.rule, experiment.local.solver
+    policy, rule, algorithm = experiment.policy, experiment.aggregate.rule, experiment.local.algorithm
     stages = rule if isinstance(rule, list) else [rule]
     rules = [stage if isinstance(stage, str) else stage["rule"] for stage in stages]
     parts = [
         ({"model.name"}, [experiment.model.name]),
-        ({"data.dataset"}, [experiment.data.dataset]),
-        ({"local.solver"}, [solver] if solver != schema.Local.model_fields["solver"].default else []),
+        ({"data.name"}, [experiment.data.name]),
+        ({"local.algorithm"}, [algorithm] if algorithm != schema.Local.model_fields["algorithm"].default else []),
         ({"aggregate.rule", "policy.name", "mode"}, rules if experiment.in_rounds else [policy.name]),
         ({"mode"}, ["race"] if experiment.mode == "race" else []),
     ]

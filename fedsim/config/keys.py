@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.source_catalog import KIND_OF_KEY
-from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.objects import Name
 from fedsim.core.suggestions import has_words
 from fedsim.errors import show
@@ -44,13 +44,13 @@ class Key:
 class KeyTable:
     """A table of an experiment: its dotted path ("" for the keys outside tables), what it is, and its keys.
 
-    `plugs` is the kind of plug that the table names: its parameters are further keys.
+    `components` is the kind of component that the table names: its parameters are further keys.
     """
 
     path: str
     description: str
     keys: list[Key]
-    plugs: str | None = None
+    components: str | None = None
 
 
 def key_tables() -> list[KeyTable]:
@@ -64,8 +64,8 @@ def key_tables() -> list[KeyTable]:
 
 def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
     described = attribute_docstrings(table)
-    kind = None  # of the plugs that the table names, as `fedsim list` calls it
-    if issubclass(table, PlugTable):
+    kind = None  # of the components that the table names, as `fedsim list` calls it
+    if issubclass(table, ComponentTable):
         kind = KIND_OF_KEY.get(f"{table.place}.{table.named_by}") or KIND_OF_KEY[table.place]
     keys: list[Key] = []
     inner: list[tuple[type[Table], str]] = []
@@ -78,7 +78,7 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
             if not in_list:
                 continue
         description = described.get(name, "")
-        if kind and issubclass(table, PlugTable) and name == table.named_by and not description:
+        if kind and issubclass(table, ComponentTable) and name == table.named_by and not description:
             description = f"One of `fedsim list {kind}`, or an import path."
         keys.append(Key(place, type_text(field), _default(field.default), description))
     yield KeyTable(path, "" if table is Experiment else inspect.cleandoc(table.__doc__ or ""), keys, kind)
@@ -116,8 +116,8 @@ def list_keys(columns: int | None = None, search: str = "") -> str:
         for key in keys:
             lines += _wrapped(f"{key.path} = {key.default}  ({key.type.replace('`', '')})", width, "  ")
             lines += _wrapped(key.description, width, "      ")
-        if table.plugs:
-            lines += _wrapped(f"and the parameters of what is named: fedsim list {table.plugs}", width, "  ")
+        if table.components:
+            lines += _wrapped(f"and the parameters of what is named: fedsim list {table.components}", width, "  ")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) if len(blocks) > 1 else ""
 

@@ -96,15 +96,15 @@ def experiment_of(description: Mapping[str, Any]) -> Experiment:
 
 def _refuse_untrusted_places(experiment: Experiment) -> None:
     """Raise ExperimentError if an untrusted file sets the address of the ranks, or the folder of a download."""
-    init, data = experiment.distributed.init, experiment.data
-    if init != Distributed().init and is_untrusted(init):
+    init, data = experiment.distributed.init_method, experiment.data
+    if init != Distributed().init_method and is_untrusted(init):
         raise ExperimentError(
-            f"distributed.init = {show(init)}: a file may not set this address; set it on the command line"
+            f"distributed.init_method = {show(init)}: a file may not set this address; set it on the command line"
         )
     if data.root is None or not is_untrusted(data.root):
         return
-    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.dataset, data.root):
+    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root):
         raise ExperimentError(
-            f"data.root = {show(data.root)}: has no {data.dataset}, and a file may not download data to a folder "
+            f"data.root = {show(data.root)}: has no {data.name}, and a file may not download data to a folder "
             "outside the working directory; set it on the command line"
         )

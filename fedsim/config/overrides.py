@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedsim.config.source_catalog import SourceTable, plug_tables
+from fedsim.config.source_catalog import SourceTable, component_tables
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
 from fedsim.core.suggestions import both_given_error, with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
@@ -85,46 +85,46 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
-    """Apply changes to nested tables in place. A plug's name and its parameters may come in any order.
+    """Apply changes to nested tables in place. A component's name and its parameters may come in any order.
 
-    The new values replace whatever contradicts them: another plug removes the parameters of the plug before, and
-    `local.steps` replaces `local.epochs`.
+    The new values replace whatever contradicts them: another component removes the parameters of the component before,
+    and `local.steps` replaces `local.epochs`.
 
     Raises ExperimentError if the changes contradict each other, such as local.epochs and local.steps.
     """
     changes = sorted(
-        ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_plug(change[0])
+        ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_component(change[0])
     )
     _refuse_alternatives(changes)
     for keys, value in changes:
         _set(description, keys, value)
 
 
-def plug_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
-    """The plug table that holds a key, or None, and the key within it; [] if the key is the table itself."""
+def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
+    """The component table that holds a key, or None, and the key within it; [] if the key is the table itself."""
     for depth in range(len(keys), 0, -1):
-        if table := plug_tables().get(".".join(keys[:depth])):
+        if table := component_tables().get(".".join(keys[:depth])):
             return table, list(keys[depth:])
     return None, []
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """The key that names a plug, for the key `name` of its table: `server.optimizer` for `server.name`."""
-    table, within = plug_table(keys)
+    """The key that names a component, for the key `name` of its table: `server.name` for `server.name`."""
+    table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 
 
 def key_changed(keys: Sequence[str], value: Any) -> str:
-    """The dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.strategy`."""
+    """The dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.name`."""
     keys = naming_key(keys)
-    table, within = plug_table(keys)
+    table, within = component_table(keys)
     if table and not within and not isinstance(value, dict):
         keys = [*keys, table.named_by]
     return ".".join(keys)
 
 
-def _names_plug(keys: list[str]) -> bool:
-    table, within = plug_table(keys)
+def _names_component(keys: list[str]) -> bool:
+    table, within = component_table(keys)
     return table is not None and within in ([], [table.named_by])
 
 
@@ -132,21 +132,23 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
     given = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
     tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
     given |= {f"{table}.{key}" for table, value in tables for key in value}
-    for place, table in plug_tables().items():
+    for place, table in component_tables().items():
         if len(given & {f"{place}.{key}" for key in table.alternatives}) > 1:
             raise ExperimentError(both_given_error(place, table.alternatives))
 
 
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
     """Set one key of nested tables, and remove what contradicts it."""
-    of_plug, within = plug_table(keys)
-    if of_plug and len(within) == 2 and within[0] in of_plug.alternatives:  # the table is one value: {uniform = [1, 5]}
+    of_component, within = component_table(keys)
+    if (
+        of_component and len(within) == 2 and within[0] in of_component.alternatives
+    ):  # the table is one value: {uniform = [1, 5]}
         keys, within, value = keys[:-1], within[:1], {within[1]: value}
-    if of_plug and not within and of_plug.is_name(value):
-        keys, within = [*keys, of_plug.named_by], [of_plug.named_by]
+    if of_component and not within and of_component.is_name(value):
+        keys, within = [*keys, of_component.named_by], [of_component.named_by]
     table = description
     for depth, key in enumerate(keys[:-1], start=1):
-        holder = plug_tables().get(".".join(keys[:depth]))
+        holder = component_tables().get(".".join(keys[:depth]))
         if holder and holder.is_name(table.get(key)):
             table[key] = {holder.named_by: table[key]}
         inner = table.setdefault(key, {})
@@ -156,11 +158,11 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             inner = table[key] = with_key(inner, holder.named_by, ".".join(keys[:depth]))
         table = inner
     key = keys[-1]
-    if of_plug and len(within) == 1:
-        if key == of_plug.named_by and value != table.get(key, of_plug.default):
-            for parameter in set(table) - set(of_plug.keys):
+    if of_component and len(within) == 1:
+        if key == of_component.named_by and value != table.get(key, of_component.default):
+            for parameter in set(table) - set(of_component.keys):
                 del table[parameter]
-        if key in of_plug.alternatives:
-            for other in of_plug.alternatives:
+        if key in of_component.alternatives:
+            for other in of_component.alternatives:
                 table.pop(other, None)
     table[key] = value

@@ -13,16 +13,16 @@ from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
-from fedsim.asynchronous.delays import noise, speed
+from fedsim.asynchronous.delays import noise, slowdown
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import attack_strategy
-from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, lr_schedule, solver
+from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
-from fedsim.core.base_table import PlugTable, Table
+from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import REDUCTION, LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.objects import Name
-from fedsim.core.registry import Plug
+from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
@@ -31,7 +31,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
 from fedsim.processing import UpdateProcessor, processor
-from fedsim.server import cohort_strategy, server_optimizer
+from fedsim.server import sampling_strategy, server_optimizer
 
 Amount = Annotated[int, Field(gt=0, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -57,7 +57,7 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-class Task(PlugTable):
+class Task(ComponentTable):
     """The loss of training and tests, and which answers are correct.
 
     A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
@@ -74,10 +74,10 @@ class Task(PlugTable):
     @cached_property
     def component(self) -> LearningTask:
         """The task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
-        plug, bound = self.plug, self.plug.bind(self.params)
-        if plug.takes:
-            return LossTask(self.name, bound, tuple(plug.takes))
-        task = bound if is_dataclass(plug.target) else bound()
+        registration, bound = self.registration, self.registration.bind(self.params)
+        if registration.takes:
+            return LossTask(self.name, bound, tuple(registration.takes))
+        task = bound if is_dataclass(registration.target) else bound()
         if isinstance(task, nn.Module):
             reduction = getattr(task, REDUCTION, "mean")
             if reduction not in ("mean", "none"):
@@ -94,7 +94,7 @@ class Task(PlugTable):
         return task
 
 
-class EvaluationMetric(PlugTable):
+class EvaluationMetric(ComponentTable):
     """A metric of each test; `label` is its name in the records, by default that of the metric."""
 
     place, named_by, registry = "metrics", "name", metric
@@ -110,10 +110,10 @@ class EvaluationMetric(PlugTable):
 
     @cached_property
     def component(self) -> OutputMetric:
-        return OutputMetric.of(self.plug, self.params, label=self.label)
+        return OutputMetric.of(self.registration, self.params, label=self.label)
 
 
-class Model(PlugTable):
+class Model(ComponentTable):
     """The model that all workers train."""
 
     place, named_by, registry = "model", "name", model
@@ -121,7 +121,7 @@ class Model(PlugTable):
     name: Name = "net"
 
 
-class Augment(PlugTable):
+class Augment(ComponentTable):
     """One augmentation of the images of a training batch."""
 
     place, named_by, registry = "data.augment", "name", augmentation
@@ -130,22 +130,22 @@ class Augment(PlugTable):
 
     @cached_property
     def component(self) -> ImageTransform:
-        return ImageTransform(self.plug.bind(self.params), tuple(self.plug.takes))
+        return ImageTransform(self.registration.bind(self.params), tuple(self.registration.takes))
 
 
-class Data(PlugTable):
+class Data(ComponentTable):
     """The data set."""
 
-    place, named_by, registry = "data", "dataset", dataset
+    place, named_by, registry = "data", "name", dataset
 
-    dataset: Name = "mnist5k"
+    name: Name = "mnist5k"
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, else `~/.cache/fedsim/data`."""
-    worker_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    local_test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of each worker's samples on which it does not train, but tests."""
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the training samples on which nobody trains; each round records `validation_loss` and
     `validation_accuracy`."""
 
@@ -157,7 +157,7 @@ class Data(PlugTable):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_pairs(cls, value: Any) -> Any:
-        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "dataset" not in value
+        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "name" not in value
         if pair or isinstance(value, list):
             raise ExperimentError(
                 "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test are "
@@ -166,20 +166,22 @@ class Data(PlugTable):
         return value
 
 
-class Partition(PlugTable):
+class Partition(ComponentTable):
     """How the training samples are divided among the workers."""
 
-    place, named_by, registry = "partition", "strategy", partition_strategy
+    place, named_by, registry = "partition", "name", partition_strategy
 
-    strategy: Name = "iid"
+    name: Name = "iid"
 
 
-class Sampling(PlugTable):
+class Sampling(ComponentTable):
     """How the workers of a round are chosen."""
 
-    place, named_by, registry = "sampling", "strategy", cohort_strategy
+    place, named_by, registry = "sampling", "name", sampling_strategy
 
-    strategy: Name = "uniform"
+    name: Name = "uniform"
+    client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that a chosen worker does not report, so that its update is lost."""
 
 
 def _check_work(value: Any) -> Any:
@@ -201,7 +203,7 @@ def _check_work(value: Any) -> Any:
 LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_check_work)]
 
 
-class ServerSchedule(PlugTable):
+class ServerSchedule(ComponentTable):
     """How the learning rate changes over the rounds; in the first `warmup` rounds it grows linearly."""
 
     place, named_by, registry = "server.schedule", "name", lr_schedule
@@ -215,11 +217,11 @@ class ServerSchedule(PlugTable):
         if self == type(self)():
             return None
         settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
-        return LRSchedule.of(self.plug, self.params, **settings)
+        return LRSchedule.of(self.registration, self.params, **settings)
 
 
 class LocalSchedule(ServerSchedule):
-    """How the learning rate of the local solver changes over the rounds, or over the steps of each round."""
+    """How the learning rate of the client algorithm changes over the rounds, or over the steps of each round."""
 
     place = "local.schedule"
 
@@ -227,21 +229,21 @@ class LocalSchedule(ServerSchedule):
     """Whether the learning rate changes over the rounds, or over the steps of each round."""
 
 
-class Local(PlugTable):
+class Local(ComponentTable):
     """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
 
     Each is a number, a list with one for each worker, or drawn for each worker and round: {uniform = [1, 5]} draws an
     integer from 1 to 5, {choice = [1, 5, 20]} one of these.
     """
 
-    place, named_by, registry = "local", "solver", solver
+    place, named_by, registry = "local", "algorithm", client_algorithm
     alternatives = ("epochs", "steps")
 
-    solver: Name = "sgd"
+    algorithm: Name = "sgd"
     epochs: LocalWork | None = None
     """Epochs over the worker's shard in a round; 1 if neither epochs nor steps are given."""
     steps: LocalWork | None = None
-    """Steps of the solver in a round, instead of epochs."""
+    """Steps of the client algorithm in a round, instead of epochs."""
     batch_size: Amount = 10
     """Samples of a batch."""
     drop_last: bool = False
@@ -253,15 +255,19 @@ class Local(PlugTable):
     """The largest L2 norm of a worker's gradient, which is scaled to it before weight decay and momentum. Unset: none.
     """
     keep_state: bool = False
-    """Whether a worker's solver continues with its state (momentum, ...) of its last round."""
+    """Whether a worker's client algorithm continues with its state (momentum, ...) of its last round."""
     schedule: LocalSchedule = LocalSchedule()
-    """How the parameter `lr` of the solver changes."""
+    """How the parameter `lr` of the client algorithm changes."""
 
     @cached_property
     def component(self) -> ClientAlgorithm:
         """The client algorithm, before it knows the model."""
-        plug = self.plug
-        algorithm = TrainFunction(plug, self.params) if plug.takes else as_algorithm(plug.bind(self.params))
+        registration = self.registration
+        algorithm = (
+            TrainFunction(registration, self.params)
+            if registration.takes
+            else as_algorithm(registration.bind(self.params))
+        )
         return KeptState(algorithm) if self.keep_state else algorithm
 
     @classmethod
@@ -272,7 +278,7 @@ class Local(PlugTable):
         return table if given else {**table, "epochs": 1}
 
 
-class Attack(PlugTable):
+class Attack(ComponentTable):
     """The attack, and the Byzantine workers."""
 
     place, named_by, registry = "attack", "name", attack_strategy
@@ -283,9 +289,9 @@ class Attack(PlugTable):
     """Fraction of the workers that are Byzantine, drawn by the seed."""
     workers: list[Count] | None = None
     """The Byzantine workers, instead of a fraction."""
-    redraw: bool = False
+    resample: bool = False
     """Whether each round draws its own fraction."""
-    holding: Count | None = None
+    by_class: Count | None = None
     """A class: the fraction are the workers with the most samples of it."""
     start_round: Amount = 1
     """The first round in which they attack; before it they follow the protocol."""
@@ -301,7 +307,7 @@ class Attack(PlugTable):
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
-class Aggregate(PlugTable):
+class Aggregate(ComponentTable):
     """How the rows of a cohort become one update."""
 
     place, named_by, registry = "aggregate", "rule", rule
@@ -324,7 +330,7 @@ class Aggregate(PlugTable):
         rule = table.get("rule", cls.model_fields["rule"].default)
         own = {key: table[key] for key in cls.model_fields if key in table}
         resolved = cls._resolve(rule, {key: value for key, value in table.items() if key not in own}, table.get("f"))
-        stages = [{"rule": plug.name, **_without_f(params)} for plug, params in resolved]
+        stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
             return {**stages[0], **own, "rule": stages[0]["rule"]}
         given = [as_table(stage, "aggregate.rule") for stage in rule]
@@ -335,7 +341,7 @@ class Aggregate(PlugTable):
         """`completed` has checked them."""
 
     @classmethod
-    def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Plug, dict[str, Any]]]:
+    def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
         if not isinstance(rule, (str, list)):
             raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
@@ -354,7 +360,7 @@ def _without_f(params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != "f"}
 
 
-class Processor(PlugTable):
+class Processor(ComponentTable):
     """One step of what is done to an update before it is aggregated."""
 
     place, named_by, registry = "processors", "name", processor
@@ -365,7 +371,7 @@ class Processor(PlugTable):
 
     def check_parameters(self) -> None:
         super().check_parameters()
-        if self.error_feedback and not getattr(self.plug.target, "compresses", True):
+        if self.error_feedback and not getattr(self.registration.target, "compresses", True):
             raise ExperimentError(
                 f"processors.error_feedback = true: is for compression, and {self.name} adds noise, which it would "
                 "take back; omit it"
@@ -373,15 +379,15 @@ class Processor(PlugTable):
 
     @cached_property
     def component(self) -> UpdateProcessor:
-        return UpdateProcessor.of(self.plug, self.params, error_feedback=self.error_feedback)
+        return UpdateProcessor.of(self.registration, self.params, error_feedback=self.error_feedback)
 
 
-class Server(PlugTable):
+class Server(ComponentTable):
     """How the server moves the global model by the aggregated update."""
 
-    place, named_by, registry = "server", "optimizer", server_optimizer
+    place, named_by, registry = "server", "name", server_optimizer
 
-    optimizer: Name = "sgd"
+    name: Name = "sgd"
     schedule: ServerSchedule = ServerSchedule()
     """How the parameter `lr` of the server optimizer changes over the rounds."""
 
@@ -389,11 +395,11 @@ class Server(PlugTable):
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    width: Amount | None = None
-    """Rows of a stack at most. Unset: by memory and cache."""
+    max_rows: Amount | None = None
+    """Maximum number of rows in a stack. Unset: by memory and cache."""
 
 
-class Hook(PlugTable):
+class Hook(ComponentTable):
     """How ranks send the gradients that they average: with `sync = "gradients"`, a mean and no attack."""
 
     place, named_by, registry = "distributed.hook", "name", hook
@@ -415,17 +421,17 @@ class Distributed(Table):
     """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
     timeout: PositiveFloat = 60.0
     """Seconds without a heartbeat after which a rank counts as lost, and in which all ranks must have joined."""
-    init: Annotated[str, matching(r"env://|tcp://.+:\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH")] = (
-        "env://"
-    )
+    init_method: Annotated[
+        str, matching(r"env://|tcp://.+:\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH")
+    ] = "env://"
     """Address at which ranks meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
-    inner: Literal["serial", "batched"] = "serial"
+    trainer: Literal["serial", "batched"] = "serial"
     """Whether a rank trains its rows one by one or stacked."""
     hook: Hook = Hook()
     """How ranks send the gradients that they average."""
 
 
-class AsyncPolicy(PlugTable):
+class AsyncPolicy(ComponentTable):
     """What the server does with each result that arrives, if there are no synchronous rounds."""
 
     place, named_by, registry = "policy", "name", policy
@@ -433,15 +439,15 @@ class AsyncPolicy(PlugTable):
     name: Name = "sync"
 
 
-class Speed(PlugTable):
-    """How fast each worker is on the virtual clock."""
+class Slowdown(ComponentTable):
+    """Factor of each worker's computing time on the virtual clock: 2 is twice as slow."""
 
-    place, named_by, registry = "clock.speed", "name", speed
+    place, named_by, registry = "clock.slowdown", "name", slowdown
 
     name: Name = "equal"
 
 
-class Noise(PlugTable):
+class Noise(ComponentTable):
     """How the duration of work varies on the virtual clock."""
 
     place, named_by, registry = "clock.noise", "name", noise
@@ -450,12 +456,12 @@ class Noise(PlugTable):
 
 
 class Clock(Table):
-    """Virtual time: workers compute for gradients x base x speed x noise, and send in latency + bytes / bandwidth."""
+    """Virtual time: work takes gradients x step_seconds x slowdown x noise, and sending latency + bytes / bandwidth."""
 
-    base: PositiveFloat = 1.0
+    step_seconds: PositiveFloat = 1.0
     """Seconds of a gradient of a batch; a local step of `sgd` computes one."""
-    speed: Speed = Speed()
-    """How fast each worker is."""
+    slowdown: Slowdown = Slowdown()
+    """Factor of each worker's computing time: 2 is twice as slow."""
     noise: Noise = Noise()
     """How the duration of work varies."""
     latency: NonNegative = 0.0
@@ -464,7 +470,7 @@ class Clock(Table):
     """Bytes per second. Unset: infinite."""
     departures: dict[str, NonNegative] = Field(default={})
     """Seconds after which workers leave: `{3 = 100.0}`."""
-    log: str | None = None
+    replay_log: str | None = None
     """A run folder of a race, or its race.csv: the clock repeats its order of events."""
 
 
@@ -476,7 +482,7 @@ class Race(Table):
 
 
 class WorkerEvaluation(Table):
-    """The test of single workers' models on the workers' own test samples; needs `data.worker_test`."""
+    """The test of single workers' models on the workers' own test samples; needs `data.local_test_fraction`."""
 
     every: Amount = 10
     """Rounds between two tests; there is one after the last round too."""
@@ -521,7 +527,7 @@ class Checkpoint(Table):
     """Number of newest checkpoints that are kept."""
 
 
-class Logger(PlugTable):
+class Logger(ComponentTable):
     """Where the numbers of each round go besides the run folder."""
 
     place, named_by, registry = "records.loggers", "name", logger

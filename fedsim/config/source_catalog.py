@@ -1,4 +1,4 @@
-"""The plugs and the keys of experiments as fedsim's source code declares them.
+"""The components and the keys of experiments as fedsim's source code declares them.
 
 They are read with `ast`, so that mistakes on the command line are found, and lists are made, without PyTorch, whose
 import takes seconds. Code that runs an experiment uses the registries and the pydantic tables.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.config.plugs import PLUGS
+from fedsim.config.components import COMPONENTS
 from fedsim.core.suggestions import VOCABULARY
 from fedsim.synonyms import KEYS
 
@@ -23,13 +23,13 @@ PACKAGE = Path(__file__).parent.parent
 DECLARATION = re.compile(r'^(?:(class \w+)|@?(\w+)\("|(\w+) = \w*Registry\(\s*"([^"]+)"(,\s*given=)?)', re.M)
 NO_PARAMETER = re.compile(r": (ClassVar|KW_ONLY)|init=False")  # in the field of a dataclass
 KIND_OF_KEY = {
-    key: kind for kind, (keys, _) in reversed(PLUGS.items()) for key in keys.split(", ")
+    key: kind for kind, (keys, _) in reversed(COMPONENTS.items()) for key in keys.split(", ")
 }  # rules after pre-aggregators
 
 
 @dataclass(frozen=True)
-class SourcePlug:
-    """A registered plug: its name, and the names of its parameters."""
+class SourceComponent:
+    """A registered component: its name, and the names of its parameters."""
 
     name: str
     parameter_names: tuple[str, ...]
@@ -44,8 +44,8 @@ class SourceTable:
         keys: the names of its keys, inner tables included.
         tables: the inner tables by key.
         lists: the tables of which a key holds a list, by key.
-        kind: the kind of plug that the table names; None: it names none.
-        named_by: the key that names the plug; "" if the table names none.
+        kind: the kind of component that the table names; None: it names none.
+        named_by: the key that names the component; "" if the table names none.
         default: the value of that key if it is not set.
         takes_list: whether that key may also be a list of names and tables.
         alternatives: keys of which only one may be given.
@@ -72,8 +72,8 @@ def experiment_table() -> SourceTable:
 
 
 @functools.cache
-def plug_tables() -> dict[str, SourceTable]:
-    """The tables that name a plug, by dotted key: `local`, ..., `clock.speed`; without those in lists."""
+def component_tables() -> dict[str, SourceTable]:
+    """The tables that name a component, by dotted key: `local`, ..., `clock.slowdown`; without those in lists."""
 
     def inner(table: SourceTable, prefix: str) -> Iterator[tuple[str, SourceTable]]:
         for key, below in table.tables.items():
@@ -85,16 +85,16 @@ def plug_tables() -> dict[str, SourceTable]:
 
 
 @functools.cache
-def source_plugs(kind: str) -> dict[str, SourcePlug]:
-    """The registered plugs of a kind, by name.
+def source_components(kind: str) -> dict[str, SourceComponent]:
+    """The registered components of a kind, by name.
 
-    >>> source_plugs("rules")["krum"].parameter_names
+    >>> source_components("rules")["krum"].parameter_names
     ('f',)
     """
     registry = _registry(kind)
     takes_inputs = _declarations().registries[registry][1]
     return {
-        name: SourcePlug(name, *_parameters(target, takes_inputs))
+        name: SourceComponent(name, *_parameters(target, takes_inputs))
         for path in _declarations().files.get(registry, ())
         for statement in _body(path)
         for name, target in _registrations(statement, registry)
@@ -103,13 +103,13 @@ def source_plugs(kind: str) -> dict[str, SourcePlug]:
 
 @functools.cache
 def title_of(kind: str) -> str:
-    """What errors call a plug of a kind: `aggregation rule`."""
+    """What errors call a component of a kind: `aggregation rule`."""
     return _declarations().registries[_registry(kind)][0]
 
 
-def keys_of_plug(name: str) -> list[str]:
-    """The keys of experiments that may name a plug."""
-    return [key for kind, (key, _) in PLUGS.items() if name in source_plugs(kind)]
+def keys_of_component(name: str) -> list[str]:
+    """The keys of experiments that may name a component."""
+    return [key for kind, (key, _) in COMPONENTS.items() if name in source_components(kind)]
 
 
 def keys_called(name: str) -> list[str]:
@@ -122,7 +122,7 @@ def keys_called(name: str) -> list[str]:
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     """The dotted keys of each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
 
-    Parameters of plugs that `tables` do not name are listed only if no named plug has such a parameter.
+    Parameters of components that `tables` do not name are listed only if no named component has such a parameter.
     """
     with_these: dict[str, list[str]] = {}
     with_others: dict[str, list[str]] = {}
@@ -132,22 +132,22 @@ def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
         if table.kind:
             named = tables.get(place)
             named = named.get(table.named_by) if isinstance(named, Mapping) else named
-            plugs = source_plugs(table.kind)
-            chosen = named if isinstance(named, str) and named in plugs else table.default
-            for plug in plugs.values():
-                for key in plug.parameter_names:
+            components = source_components(table.kind)
+            chosen = named if isinstance(named, str) and named in components else table.default
+            for registration in components.values():
+                for key in registration.parameter_names:
                     if key not in table.keys:
-                        found = (with_these if plug.name == chosen else with_others).setdefault(key, [])
+                        found = (with_these if registration.name == chosen else with_others).setdefault(key, [])
                         found.extend({f"{place}.{key}"} - set(found))
     return {**with_others, **with_these}
 
 
-VOCABULARY.keys_called, VOCABULARY.keys_of_plug = keys_called, keys_of_plug
+VOCABULARY.keys_called, VOCABULARY.keys_of_component = keys_called, keys_of_component
 
 
 class _Declarations(NamedTuple):
-    files: dict[str, list[Path]]  # by "class NAME", or by the name of the decorator that registers plugs
-    registries: dict[str, tuple[str, bool]]  # by name: what a plug is called, and whether it takes inputs
+    files: dict[str, list[Path]]  # by "class NAME", or by the name of the decorator that registers components
+    registries: dict[str, tuple[str, bool]]  # by name: what a component is called, and whether it takes inputs
 
 
 @functools.cache
@@ -169,11 +169,11 @@ def _body(path: Path) -> list[ast.stmt]:
 
 def _registry(kind: str) -> str:
     """The name of a kind's registry, which is also that of its decorator."""
-    return PLUGS[kind][1].partition(":")[2]
+    return COMPONENTS[kind][1].partition(":")[2]
 
 
 def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
-    """The plugs that a statement registers, with their names: `@rule("krum")`, or `engine("serial")(SerialEngine)`."""
+    """Yield the components that a statement registers: `@rule("krum")`, or `engine("serial")(SerialEngine)`."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         for decorator in statement.decorator_list:
             if isinstance(decorator, ast.Call) and _name(decorator.func) == registry:

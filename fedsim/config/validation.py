@@ -30,7 +30,7 @@ SETTINGS_OF_ENGINES = {
     "processes",
     "start_method",
     "timeout",
-    "worker_retries",
+    "process_retries",
     "batched",
     "cuda_graphs",
     "distributed",
@@ -76,7 +76,7 @@ def warnings_about(experiment: Experiment) -> list[str]:
             "attack.name is unset: the Byzantine workers train as the others do; write attack.name=sign_flipping, or "
             "attack.name=none if that is meant"
         )
-    if experiment.buffers == "server":
+    if experiment.buffers == "frozen":
         lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]
 
@@ -88,7 +88,7 @@ def _warning_about_statistics(experiment: Experiment) -> str | None:
         return None
     shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
     return (
-        f'buffers = "server": running statistics ({shown}) are never updated, so a '
+        f'buffers = "frozen": running statistics ({shown}) are never updated, so a '
         "new BatchNorm is tested with mean 0 and variance 1; use buffers=average or buffers=local"
     )
 
@@ -111,7 +111,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     used = engine.get(experiment.engine).target.traits.settings(processes)
     yield (
         f"engine={experiment.engine}",
-        SETTINGS_OF_ENGINES - used - {"batched" if experiment.distributed.inner == "batched" else ""},
+        SETTINGS_OF_ENGINES - used - {"batched" if experiment.distributed.trainer == "batched" else ""},
     )
     yield f"mode={mode}", {"clock", "race"} - {mode}
     if mode == "race":
@@ -127,24 +127,24 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     else:
         yield (
             f"policy={experiment.policy.name}",
-            {"sync", "gradient_rounds", "processors", "sampling", "worker_dropout", "records.updates"}
+            {"sync", "gradient_rounds", "processors", "sampling", "sampling.client_dropout", "records.updates"}
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
-    if experiment.clock.log is not None:
-        yield "clock.log", {f"clock.{key}" for key in Clock.model_fields if key != "log"}
+    if experiment.clock.replay_log is not None:
+        yield "clock.replay_log", {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     feedback = any(processor.error_feedback for processor in experiment.processors)
     if not (experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))):
         yield "workers that keep no state", {"worker_state_memory"}
     if isinstance(algorithm, TrainFunction):
-        function = f"local.solver={experiment.local.solver}, which takes the steps of a round itself"
+        function = f"local.algorithm={experiment.local.algorithm}, which takes the steps of a round itself"
         yield function, {"local.clip_norm", "local.accumulate", "local.schedule.per"}
     if not attack.count(experiment.workers):
         yield "no Byzantine workers (attack.fraction or attack.workers)", {"attack.name", "attack.start_round"}
     if not attack.fraction:
-        yield "attack.fraction unset", {"attack.redraw", "attack.holding"}
-    if not experiment.data.worker_test:
-        yield "data.worker_test unset", {"evaluation"}
+        yield "attack.fraction unset", {"attack.resample", "attack.by_class"}
+    if not experiment.data.local_test_fraction:
+        yield "data.local_test_fraction unset", {"worker_evaluation"}
     if not stop.active:
         yield "stop.patience and stop.target unset", {"stop.metric", "stop.mode"}
     if stop.patience is None:
@@ -160,11 +160,11 @@ def what_needs_rows(experiment: Experiment) -> str | None:
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
         experiment.attack.setting: experiment.attack.name != "none",
         "processors": experiment.processors,
-        "data.worker_test": experiment.data.worker_test,
+        "data.local_test_fraction": experiment.data.local_test_fraction,
         "local.clip_norm": local.clip_norm is not None,
         _client_setting(experiment): experiment.local.component.alters_gradients,
         'aggregate.nonfinite = "exclude"': aggregate.nonfinite == "exclude",
-        f"distributed.inner = {show(experiment.distributed.inner)}": experiment.distributed.inner != "serial",
+        f"distributed.trainer = {show(experiment.distributed.trainer)}": experiment.distributed.trainer != "serial",
         "records.updates": experiment.records.updates,
     }
     return next((setting for setting, holds in settings.items() if holds), None)
@@ -176,7 +176,7 @@ def _client_setting(experiment: Experiment) -> str:
 
 
 def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
-    other = "omit it" if experiment.local.keep_state else "use another solver"
+    other = "omit it" if experiment.local.keep_state else "use another algorithm"
     return (
         f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {other}, or {instead}"
     )
@@ -207,14 +207,17 @@ def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterato
 
 
 def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
-    every, where = experiment.evaluation.every, f"data.worker_test = {experiment.data.worker_test}"
-    if not experiment.data.worker_test:
+    every, where = (
+        experiment.worker_evaluation.every,
+        f"data.local_test_fraction = {experiment.data.local_test_fraction}",
+    )
+    if not experiment.data.local_test_fraction:
         return
     if not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds; omit it"
-    if experiment.attack.redraw:
+    if experiment.attack.resample:
         yield (
-            f"{where}: tests workers that never attack, but with attack.redraw any worker may attack; omit one of them"
+            f"{where}: tests workers that never attack, and with attack.resample any worker may; omit one of the two"
         )
     for round in experiment.records.updates:
         if round % every == 0 or round == experiment.rounds:
@@ -226,7 +229,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
     if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
         yield (
             f"{experiment.local.setting}: sends the mean of all gradients before workers can be excluded, so it does "
-            'not work with aggregate.nonfinite = "exclude"; use "error" or another solver'
+            'not work with aggregate.nonfinite = "exclude"; use "error" or another client algorithm'
         )
     if sync == "post_local" and count is None:
         yield 'sync = "post_local": needs gradient_rounds, the number of rounds before parameters are averaged'
@@ -261,13 +264,13 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     reasons = {
         f"with sync={experiment.sync} each batch has its own average": experiment.rounds_of_gradients,
         "needs synchronous rounds": not experiment.in_rounds,
-        f"{show(local.solver)} takes further gradients of each batch": not local.component.element_wise,
+        f"{show(local.algorithm)} takes further gradients of each batch": not local.component.element_wise,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
     if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
         yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
     if local.schedule.per == "step" and not by_function and (exchanges(local.component) or rule.accepts("local_lr")):
-        needing = local.solver if exchanges(local.component) else rule.name
+        needing = local.algorithm if exchanges(local.component) else rule.name
         yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
     for schedule in (experiment.local_schedule, experiment.server_schedule):
         if schedule is not None and not experiment.in_rounds:
@@ -286,9 +289,11 @@ def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object
             raise ExperimentError(line) from None
 
     if schedule := experiment.local_schedule:
-        yield partial(check, schedule, local.component.with_lr, local.params, f"the solver {show(local.solver)}")
+        yield partial(
+            check, schedule, local.component.with_lr, local.params, f"the client algorithm {show(local.algorithm)}"
+        )
     if schedule := experiment.server_schedule:
-        owner = f"the server optimizer {show(server.optimizer)}"
+        owner = f"the server optimizer {show(server.name)}"
         yield partial(check, schedule, partial(replace, server.component), server.params, owner)
 
 
@@ -308,8 +313,8 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
         for name in clock.departures:
             if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
                 yield f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}"
-    if clock.log is not None and (experiment.in_rounds or policy.locking != "server"):
-        yield f"clock.log = {show(clock.log)}: needs a policy that locks the server, and {where} does not"
+    if clock.replay_log is not None and (experiment.in_rounds or policy.locking != "server"):
+        yield f"clock.replay_log = {show(clock.replay_log)}: needs a policy that locks the server, and {where} does not"
 
 
 def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
@@ -329,8 +334,8 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
         yield f'{where}: needs stop.mode, "max" if a higher value is better, or "min"'
     if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.component) is None:
         yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or a metric"
-    elif label.startswith("validation_") and not experiment.data.validation:
-        yield f"{where}: needs data.validation, such as data.validation=0.1; or use stop.metric=test_accuracy"
+    elif label.startswith("validation_") and not experiment.data.validation_fraction:
+        yield f"{where}: needs data.validation_fraction; set it to 0.1, or use stop.metric=test_accuracy"
 
 
 def _check_workers(experiment: Experiment) -> Iterator[str]:
@@ -341,8 +346,8 @@ def _check_workers(experiment: Experiment) -> Iterator[str]:
         yield f"attack.workers = {show(listed)}: must be different workers, from 0 to {workers - 1}"
     elif count >= workers:
         yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
-    if attack.redraw and attack.holding is not None:
-        yield f"attack.holding = {attack.holding}: does not go with attack.redraw; omit one of them"
+    if attack.resample and attack.by_class is not None:
+        yield f"attack.by_class = {attack.by_class}: does not go with attack.resample; omit one of them"
     if attack.start_round > experiment.rounds:
         yield f"attack.start_round = {attack.start_round}: must be at most rounds, {experiment.rounds}"
     if isinstance(weights, list) and len(weights) != workers:

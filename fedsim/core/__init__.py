@@ -1,1 +1,1 @@
-"""Rows, the training step, random draws, and the registry of plugs."""
+"""Rows, the training step, random draws, and the registry of components."""

@@ -1,7 +1,7 @@
-"""Base classes of the tables of an experiment: strict tables, and tables that name a plug.
+"""Base classes of the tables of an experiment: strict tables, and tables that name a component.
 
-A table that names a plug (`partition.strategy`, `aggregate.rule`, ...) also holds that plug's parameters, which are
-checked against its signature.
+A table that names a component (`partition.name`, `aggregate.rule`, ...) also holds that component's parameters, which
+are checked against its signature.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registration, Registry
 from fedsim.core.suggestions import both_given_error, with_key
 from fedsim.errors import ExperimentError, show
 
@@ -41,16 +41,16 @@ class Table(BaseModel):
                     yield from item.tables()
 
 
-class PlugTable(Table):
-    """A table whose key `named_by` names a plug; its other keys are parameters of that plug.
+class ComponentTable(Table):
+    """A table whose key `named_by` names a component; its other keys are parameters of that component.
 
     A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. In every table
-    the key `name` stands for `named_by`: `{name = "momentum"}` is `{optimizer = "momentum"}`.
+    the key `name` stands for `named_by`: `{name = "momentum"}` is `{name = "momentum"}`.
 
     Attributes:
         place: the dotted key of the table.
-        named_by: the key in it that names the plug.
-        registry: the plugs that it may name.
+        named_by: the key in it that names the component.
+        registry: the components that it may name.
         alternatives: keys of which only one may be given.
     """
 
@@ -93,41 +93,41 @@ class PlugTable(Table):
         return ExperimentError(both_given_error(cls.place, cls.alternatives))
 
     @model_validator(mode="after")
-    def _check(self) -> PlugTable:
+    def _check(self) -> ComponentTable:
         self.check_parameters()
         return self
 
     def check_parameters(self) -> None:
-        """Check the plug's parameters, and add their defaults."""
+        """Check the component's parameters, and add their defaults."""
         own = [key for key in type(self).model_fields if key != self.named_by]
-        clash = sorted(({"name", *own} - {self.named_by}) & set(self.plug.parameters.model_fields))
+        clash = sorted(({"name", *own} - {self.named_by}) & set(self.registration.parameters.model_fields))
         if clash:
             raise ExperimentError(
-                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of {self.plug.name} "
-                "another name"
+                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of "
+                f"{self.registration.name} another name"
             )
-        checked = self.plug.check(self.params, self.place, beside=[self.named_by, *own])
+        checked = self.registration.check(self.params, self.place, beside=[self.named_by, *own])
         for name, value in checked.items():
-            if value is None and self.plug.parameters.model_fields[name].default is not None:
+            if value is None and self.registration.parameters.model_fields[name].default is not None:
                 raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
-        self.plug.bind(checked)  # the __post_init__ of a dataclass checks combinations of fields
+        self.registration.bind(checked)  # the __post_init__ of a dataclass checks combinations of fields
         self.params.update(checked)
 
     @property
     def setting(self) -> str:
-        """The key that names the plug, and the name, for messages: `aggregate.rule = "krum"`."""
+        """The key that names the component, and the name, for messages: `aggregate.rule = "krum"`."""
         return f"{self.place}.{self.named_by} = {show(getattr(self, self.named_by))}"
 
     @property
-    def plug(self) -> Plug:
+    def registration(self) -> Registration:
         return self.registry.get(getattr(self, self.named_by), f"{self.place}.{self.named_by}")
 
     @property
     def params(self) -> dict[str, Any]:
-        """The plug's parameters, including defaults."""
+        """The component's parameters, including defaults."""
         return cast(dict[str, Any], self.__pydantic_extra__)
 
     @cached_property
     def component(self) -> Any:
-        """The plug with its parameters, made once."""
-        return self.registry.bind(self.plug, self.params)
+        """The component with its parameters, made once."""
+        return self.registry.bind(self.registration, self.params)

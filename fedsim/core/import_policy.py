@@ -1,4 +1,4 @@
-"""Import of plugs by path, and what an experiment file may import: importing a module runs its code.
+"""Import of components by path, and what an experiment file may import: importing a module runs its code.
 
 Import paths in Python code and on the command line come from the user and are always imported. Within the block
 `untrusted_config(file)`, an import path that only the file contains is imported if
@@ -98,7 +98,10 @@ def import_object(path: str) -> Callable[..., Any]:
 
 
 def _require_local(target: Any) -> None:
-    """Raise ImportRefusedError unless a module of the working directory defines `target`: not `my_plugs:os.system`."""
+    """Raise ImportRefusedError unless a module in the working directory defines `target`.
+
+    For example, `my_components:os.system` is refused.
+    """
     home = target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", None)
     if not isinstance(home, str) or not _is_local(home):
         raise ImportRefusedError(f"leads to an object that is defined in {show(home)}; {REMEDY}")

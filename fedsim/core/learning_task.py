@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registration, Registry
 from fedsim.errors import DataError, ExperimentError, one_line
 
 Reduction = Literal["mean", "none"]
@@ -27,16 +27,16 @@ REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's f
 class TaskRegistry(Registry):
     """A registry of tasks that also accepts loss functions, whose first two parameters are outputs and targets."""
 
-    def _plug(self, name: str, target: Any) -> Plug:
-        plug = super()._plug(name, target)
+    def _registration(self, name: str, target: Any) -> Registration:
+        registration = super()._registration(name, target)
         if isinstance(target, type) or dataclasses.is_dataclass(target):
-            return plug
+            return registration
         parameters = inspect.signature(target).parameters.values()
         inputs = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         if len(inputs) != 2:
-            return plug
+            return registration
         return dataclasses.replace(
-            plug, takes={p.name: p.name in inputs for p in parameters if p.name in (*inputs, *REDUCTIONS)}
+            registration, takes={p.name: p.name in inputs for p in parameters if p.name in (*inputs, *REDUCTIONS)}
         )
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.core.registry import Component, Plug, Registry
+from fedsim.core.registry import Component, Registration, Registry
 from fedsim.errors import ExperimentError, first_line, show
 
 
@@ -33,8 +33,12 @@ class MetricRegistry(Registry):
     `@metric(name, higher_is_better=False)` sets the attribute of this name of the function or class.
     """
 
-    def _plug(self, name: str, target: Any) -> Plug:
-        return Plug(self.kind, name, target, {}, self) if _accumulates(target) else super()._plug(name, target)
+    def _registration(self, name: str, target: Any) -> Registration:
+        return (
+            Registration(self.kind, name, target, {}, self)
+            if _accumulates(target)
+            else super()._registration(name, target)
+        )
 
 
 def _accumulates(target: Any) -> bool:
@@ -57,14 +61,16 @@ class OutputMetric(Component):
     higher_is_better: bool | None = None
 
     @classmethod
-    def of(cls, plug: Plug, params: dict[str, Any], *, label: str | None = None, **settings: Any) -> OutputMetric:
+    def of(
+        cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
+    ) -> OutputMetric:
         """The metric with checked parameters; by default its label is its name."""
         return super().of(
-            plug,
+            registration,
             params,
-            label=label or plug.name.rpartition(":")[2],
-            accumulates=_accumulates(plug.target),
-            higher_is_better=getattr(plug.target, "higher_is_better", None),
+            label=label or registration.name.rpartition(":")[2],
+            accumulates=_accumulates(registration.target),
+            higher_is_better=getattr(registration.target, "higher_is_better", None),
         )
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:

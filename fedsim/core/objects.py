@@ -63,7 +63,7 @@ def _unpickled(text: str, target: bytes) -> ObjectName:
     return ObjectName(text, pickle.loads(target))
 
 
-# A field of an experiment that names a plug: a string, or the name of an object.
+# A field of an experiment that names a component: a string, or the name of an object.
 Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
 
 
@@ -178,7 +178,7 @@ def why_unsendable(names: Iterable[ObjectName]) -> str | None:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value may be a plug: a function, a class, or an instance of a class outside Python's own types."""
+    """Whether a value may be a component: a function, a class, or an instance of a class outside Python's own types."""
     if callable(value):
         return True
     own = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))

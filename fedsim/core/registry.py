@@ -1,13 +1,14 @@
-"""Plugs: the functions and dataclasses that an experiment names.
+"""Components: the functions and dataclasses that an experiment names.
 
-A plug is registered under its standard name in the literature. Its keyword parameters are its configuration:
+A component is registered under its standard name in the literature. Its keyword parameters are its configuration:
 
     @rule("krum")
     def krum(updates, weights, *, f: int) -> Tensor: ...
 
 An experiment with `aggregate.rule = "krum"` and `aggregate.f = 2` is checked against that signature. A name
-"package.module:attribute" imports a plug instead, so plugs of users need no registration; `fedsim.core.import_policy`
-decides which modules a file may import. In Python a name may be the function or class itself (`fedsim.core.objects`).
+"package.module:attribute" imports a component instead, so components of users need no registration.
+`fedsim.core.import_policy` decides which modules a file may import. In Python a name may be the function or class
+itself (`fedsim.core.objects`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import parameter_errors, plug_name_error
+from fedsim.core.suggestions import component_name_error, parameter_errors
 from fedsim.core.validation_errors import explain
 from fedsim.errors import ExperimentError, cut, one_line, show
 
@@ -36,22 +37,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plug:
+class Registration:
     """A registered or imported callable, with the parameters that configure it.
 
     Attributes:
-        kind: what the plug is, for errors: `aggregation rule`.
+        kind: what the component is, for errors: `aggregation rule`.
         name: its registered name, or its import path.
         target: the function, the class, or the instance of a dataclass.
         takes: the names of the inputs that the simulator passes to it, and whether it requires each of them.
-        siblings: all registered plugs of its kind.
+        siblings: all registered components of its kind.
     """
 
     kind: str
     name: str
     target: Any
     takes: dict[str, bool] = dataclasses.field(default_factory=dict)
-    siblings: Iterable[Plug] = dataclasses.field(default=(), repr=False, compare=False)
+    siblings: Iterable[Registration] = dataclasses.field(default=(), repr=False, compare=False)
 
     @functools.cached_property
     def parameters(self) -> type[BaseModel]:
@@ -111,7 +112,7 @@ class Plug:
                 raise error from None
 
     def bind(self, params: dict[str, Any]) -> Any:
-        """The plug with its parameters, which can be pickled: an instance if the plug is a dataclass."""
+        """The component with its parameters, which can be pickled: an instance if the component is a dataclass."""
         if dataclasses.is_dataclass(self.target):
             return self.target(**params) if isinstance(self.target, type) else self.target
         if isinstance(self.name, ObjectName) or ":" in self.name:
@@ -119,17 +120,17 @@ class Plug:
         return functools.partial(self.target, **params)
 
     def given(self, **inputs: Any) -> dict[str, Any]:
-        """The inputs that this plug takes."""
+        """The inputs that this component takes."""
         return {name: inputs[name] for name in self.takes}
 
 
 @dataclass(frozen=True)
 class Component:
-    """A plug with its parameters, which takes inputs from the simulator when it is called. It can be pickled.
+    """A component with its parameters, which takes inputs from the simulator when it is called. It can be pickled.
 
     Attributes:
         function: the function with its parameters, or the instance of the dataclass.
-        name: of the plug.
+        name: of the component.
         accepts: the names of its inputs, and whether it requires each of them.
     """
 
@@ -138,9 +139,9 @@ class Component:
     accepts: Mapping[str, bool]
 
     @classmethod
-    def of(cls, plug: Plug, params: dict[str, Any], **settings: Any) -> Self:
-        """The plug with checked parameters; `settings` are further fields of the class."""
-        return cls(plug.bind(params), plug.name, plug.takes, **settings)
+    def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> Self:
+        """The component with checked parameters; `settings` are further fields of the class."""
+        return cls(registration.bind(params), registration.name, registration.takes, **settings)
 
     def on(self, inputs: Mapping[str, Any]) -> Any:
         """Call the function with those of the inputs that it takes."""
@@ -148,7 +149,7 @@ class Component:
 
 
 class Imported:
-    """A plug given by its import path, or as an object, with its parameters.
+    """A component given by its import path, or as an object, with its parameters.
 
     When it is unpickled, the path is imported again; an object is pickled with its name.
     """
@@ -174,19 +175,19 @@ class Imported:
 
 @dataclass(eq=False, repr=False)
 class Registry:
-    """All plugs of one kind, by name.
+    """All components of one kind, by name.
 
-    A plug declares the inputs that it takes as positional parameters; its keyword-only parameters are its
-    configuration. If the simulator gives no inputs (models, solvers), all parameters are configuration. The fields of
-    a dataclass are its configuration; it takes inputs when it is called.
+    A component declares the inputs that it takes as positional parameters; its keyword-only parameters are its
+    configuration. If the simulator gives no inputs (models, client algorithms), all parameters are configuration. The
+    fields of a dataclass are its configuration; it takes inputs when it is called.
 
     Args:
-        kind: what the plugs are, for errors: `aggregation rule`.
+        kind: what the components are, for errors: `aggregation rule`.
         given: the names of the inputs that the simulator can pass.
-        traits: attributes of a plug that the decorator can set, such as `columnwise` of a rule.
-        accepts: the objects that can be a plug, for errors.
-        base: the class that plugs must derive from, as dataclasses; None: any callable.
-        component: the class of a plug with its parameters; None: what `Plug.bind` returns.
+        traits: attributes of a component that the decorator can set, such as `columnwise` of a rule.
+        accepts: the objects that can be a component, for errors.
+        base: the class that components must derive from, as dataclasses; None: any callable.
+        component: the class of a component with its parameters; None: what `Registration.bind` returns.
 
     >>> rule = Registry("aggregation rule", given=("updates", "weights"))
     >>> @rule("first")
@@ -202,7 +203,7 @@ class Registry:
     accepts: str = "a function or a class"
     base: type | None = None
     component: type[Component] | None = None
-    _plugs: dict[str, Plug] = dataclasses.field(default_factory=dict, init=False)
+    _components: dict[str, Registration] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str, **traits: Any) -> Callable[[Callable[..., Any]], Any]:
         """Decorator that registers a function or class under `name`, sets its `traits`, and returns it."""
@@ -210,23 +211,23 @@ class Registry:
             raise TypeError(f"the {self.kind} {name!r} has no trait {', '.join(unknown)}; allowed: {self.traits}")
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
-            if name in self._plugs:
+            if name in self._components:
                 raise ValueError(f"the {self.kind} {name!r} is registered already")
-            self._plugs[name] = self._plug(name, target)
+            self._components[name] = self._registration(name, target)
             for trait, value in traits.items():
                 setattr(target, trait, value)
             return target
 
         return register
 
-    def __iter__(self) -> Iterator[Plug]:
-        return iter(self._plugs.values())
+    def __iter__(self) -> Iterator[Registration]:
+        return iter(self._components.values())
 
     def names(self) -> list[str]:
-        return list(self._plugs)
+        return list(self._components)
 
-    def get(self, name: Any, place: str = "") -> Plug:
-        """The plug that is registered as `name`, or that an import path or an object gives.
+    def get(self, name: Any, place: str = "") -> Registration:
+        """The component that is registered as `name`, or that an import path or an object gives.
 
         Raises ExperimentError, with the nearest right name, if there is none. `place` is the key of the experiment.
         """
@@ -234,15 +235,17 @@ class Registry:
         where = f"{place or self.kind} = {show(name)}"
         if not isinstance(name, str):
             raise ExperimentError(f"{where}: must be a name")
-        if name in self._plugs:
-            return self._plugs[name]
-        if not isinstance(name, ObjectName) and (line := plug_name_error(self.kind, name, where, self._plugs)):
+        if name in self._components:
+            return self._components[name]
+        if not isinstance(name, ObjectName) and (
+            line := component_name_error(self.kind, name, where, self._components)
+        ):
             raise ExperimentError(line)
         try:
             target = import_object(name)
-            plug = self._plug(name_of(target) if name.startswith("__main__:") else name, target)
-            plug.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
-            return plug
+            registration = self._registration(name_of(target) if name.startswith("__main__:") else name, target)
+            registration.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
+            return registration
         except ImportRefusedError as error:
             raise ImportRefusedError(f"{where}: {error}") from None
         except TypeError as error:
@@ -251,11 +254,11 @@ class Registry:
             verb = "used" if isinstance(name, ObjectName) else "imported"
             raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
 
-    def bind(self, plug: Plug, params: dict[str, Any], **settings: Any) -> Any:
-        """A plug with checked parameters, as the simulator uses it; `settings` belong to the class `component`."""
-        return self.component.of(plug, params, **settings) if self.component else plug.bind(params)
+    def bind(self, registration: Registration, params: dict[str, Any], **settings: Any) -> Any:
+        """A component with checked parameters, as the simulator uses it; `settings` belong to the class `component`."""
+        return self.component.of(registration, params, **settings) if self.component else registration.bind(params)
 
-    def _plug(self, name: str, target: Any) -> Plug:
+    def _registration(self, name: str, target: Any) -> Registration:
         kind = target if isinstance(target, type) else type(target)
         if self.base and not (issubclass(kind, self.base) and dataclasses.is_dataclass(kind)):
             package = self.base.__module__.rpartition(".")[0]
@@ -268,7 +271,7 @@ class Registry:
         takes = {}
         if self.given:
             takes = taken_by_name(target.__call__ if is_dataclass else target, self.given)
-        return Plug(self.kind, name, target, takes, self)
+        return Registration(self.kind, name, target, takes, self)
 
 
 def _as_json(value: Any) -> Any:
@@ -323,4 +326,4 @@ def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[Bas
     config = ConfigDict(
         extra=extra, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=()
     )
-    return create_model(f"{getattr(target, '__name__', 'plug')}_parameters", __config__=config, **fields)
+    return create_model(f"{getattr(target, '__name__', 'registration')}_parameters", __config__=config, **fields)

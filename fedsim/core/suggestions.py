@@ -32,28 +32,28 @@ KeyFinder = Callable[[str], list[str]]  # from a name to dotted keys of experime
 
 @dataclass
 class Vocabulary:
-    """The keys and plugs of experiments, for hints; `fedsim.config.source_catalog` sets both functions.
+    """The keys and components of experiments, for hints; `fedsim.config.source_catalog` sets both functions.
 
     Attributes:
         keys_called: the dotted keys that a name may mean.
-        keys_of_plug: the dotted keys whose value may be the plug of this name.
+        keys_of_component: the dotted keys whose value may be the component of this name.
     """
 
     keys_called: KeyFinder = lambda name: list(KEYS.get(name, ()))
-    keys_of_plug: KeyFinder = lambda name: []
+    keys_of_component: KeyFinder = lambda name: []
 
 
 VOCABULARY = Vocabulary()
 
 
-def nearest(name: str, allowed: Iterable[str], *, is_plug: bool = False) -> str:
+def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
     """The hint for a name that is not allowed: `did you mean "x"?`, or else the allowed names.
 
-    `is_plug`: the name is that of a plug, so a plug of another kind may be meant.
+    `is_component`: the name is that of a component, so a component of another kind may be meant.
     """
     allowed = list(allowed)
     known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
-    return _hint(name, known, {each: [each] for each in allowed}, allowed, may_be_plug=is_plug)
+    return _hint(name, known, {each: [each] for each in allowed}, allowed, may_be_component=is_component)
 
 
 def nearest_key(
@@ -72,9 +72,9 @@ def nearest_key(
     if place and known == [form]:
         return f"{form} is a top-level key: in a file it stands above the first [table]"
     if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
-        known = [each for each in here if each in allowed]  # a key of another plug is no help
+        known = [each for each in here if each in allowed]  # a key of another component is no help
     candidates = {**(elsewhere or {}), **{each: [each] for each in allowed}}
-    return _hint(name, known, candidates, allowed, may_be_plug=form not in candidates)
+    return _hint(name, known, candidates, allowed, may_be_component=form not in candidates)
 
 
 def _hint(
@@ -83,24 +83,24 @@ def _hint(
     candidates: Mapping[str, Sequence[str]],
     allowed: Sequence[str],
     *,
-    may_be_plug: bool,
+    may_be_component: bool,
 ) -> str:
-    """A hint from, in this order: known synonyms, notes, plugs, the closest candidates, all that is allowed."""
+    """A hint from, in this order: known synonyms, notes, components, the closest candidates, all that is allowed."""
     if "," in name:
         return f"for several values use fedsim compare, for a list write {cut(as_list(name))}"
     if not known and normalized(name) in NOTES:
         return NOTES[normalized(name)]
-    if not known and may_be_plug and (settings := _settings_of_plug(normalized(name))):
+    if not known and may_be_component and (settings := _settings_of_component(normalized(name))):
         return f"write {' or '.join(settings)}"
     if not known and len(name) <= MAX_NAME:
         known = [each for match in closest(name, candidates) for each in candidates[match]]
     return f"did you mean {' or '.join(map(show, known))}?" if known else f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def _settings_of_plug(name: str) -> list[str]:
-    """How an experiment names a plug, for each key that may name it: `local.solver=scaffold`."""
+def _settings_of_component(name: str) -> list[str]:
+    """How an experiment names a component, for each key that may name it: `local.algorithm=scaffold`."""
     settings: dict[str, str] = {}
-    for text in VOCABULARY.keys_of_plug(name):
+    for text in VOCABULARY.keys_of_component(name):
         for key in text.removesuffix(FIRST_STAGE).split(", "):
             value = f'["{name}","mean"]' if text.endswith(FIRST_STAGE) else f'["{name}"]' if key in LISTS else name
             settings.setdefault(key, f"{key}={value}" if value == name else f"{key}='{value}'")
@@ -155,7 +155,7 @@ def as_list(text: str) -> str:
 
 
 class Configurable(Protocol):
-    """A plug whose parameters are known."""
+    """A component whose parameters are known."""
 
     @property
     def name(self) -> str: ...
@@ -172,14 +172,14 @@ def unknown_key_error(key: str, value: Any, hint: str) -> str:
     return f"{key} = {show(value)}: unknown key; {hint}"
 
 
-def plug_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> str | None:
-    """The error line for a name that is neither a registered plug nor an import path; None for an import path.
+def component_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> str | None:
+    """The error line for a name that is neither a registered component nor an import path; None for an import path.
 
     Args:
-        kind: what the plug is: `aggregation rule`.
+        kind: what the component is: `aggregation rule`.
         name: the name, which is not registered.
         where: the key and the name, at the beginning of the line.
-        names: of the registered plugs.
+        names: of the registered components.
     """
     if path := _as_import_path(name):
         return f"{where}: write {cut(path)}"
@@ -190,7 +190,7 @@ def plug_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> s
         )
     if ":" in name:
         return None
-    hint = nearest(name, sorted(names), is_plug=True)
+    hint = nearest(name, sorted(names), is_component=True)
     if hint.startswith("allowed"):
         hint = f'{hint}, or your own as "package.module:name"'
     return f"{where}: no such {kind}; {hint}"
@@ -198,28 +198,32 @@ def plug_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> s
 
 def parameter_errors(
     values: Mapping[str, Any],
-    plugs: Sequence[Configurable],
+    components: Sequence[Configurable],
     kind: str,
     siblings: Iterable[Configurable],
     place: str = "",
     beside: Iterable[str] = (),
 ) -> list[str]:
-    """The error lines for parameters that no plug has.
+    """The error lines for parameters that no component has.
 
     Args:
         values: the parameters by name.
-        plugs: those that are configured.
+        components: those that are configured.
         kind: what they are: `aggregation rule`.
-        siblings: all registered plugs of their kind, for hints.
+        siblings: all registered components of their kind, for hints.
         place: the table of the experiment that holds the parameters.
         beside: the other keys of that table, for hints.
     """
-    known = {name for plug in plugs for name in plug.parameter_names}
-    unknown = [] if any(plug.accepts_any for plug in plugs) else [name for name in values if name not in known]
-    names, keys = " + ".join(plug.name for plug in plugs), dict.fromkeys([*beside, *sorted(known)])
+    known = {name for registration in components for name in registration.parameter_names}
+    unknown = (
+        []
+        if any(registration.accepts_any for registration in components)
+        else [name for name in values if name not in known]
+    )
+    names, keys = " + ".join(registration.name for registration in components), dict.fromkeys([*beside, *sorted(known)])
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
-        owners = sorted({plug.name for plug in siblings if name in plug.parameter_names})
+        owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
         hint = f"{name} goes with {', '.join(owners)}" if owners else nearest_key(name, keys, place)
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
@@ -232,7 +236,7 @@ def both_given_error(place: str, alternatives: Iterable[str]) -> str:
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
-    """A table that names a plug by the key `named_by`, where it may have the key `name` instead.
+    """A table that names a component by the key `named_by`, where it may have the key `name` instead.
 
     Raises ExperimentError if the table has both keys.
     """

@@ -42,7 +42,7 @@ class ImageTransform(NamedTuple):
         try:
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:
-            raise ExperimentError(f"partition.strategy: a transform of it cannot be used: {error}") from None
+            raise ExperimentError(f"partition.name: a transform of it cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, given: Mapping[str, Any]) -> Tensor:
         """Transform images; `given` holds its other inputs."""

@@ -64,23 +64,23 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     >>> inputs.shape, targets
     (torch.Size([3, 1, 28, 28]), tensor([0, 1, 2]))
     """
-    plug = dataset.get(name, "data.dataset")
-    params = plug.check(params, "data", beside=["dataset", "root"])
+    registration = dataset.get(name, "data.name")
+    params = registration.check(params, "data", beside=["name", "root"])
     try:
         folder = Path(root).expanduser() if root else default_root()
-        train, test = plug.target(**plug.given(root=folder), **params)
+        train, test = registration.target(**registration.given(root=folder), **params)
         train, test = (_read(part, name) for part in (train, test))
     except FedsimError:
         raise
     except Exception as error:
-        raise DataError(f"data.dataset = {show(name)}: {one_line(error)}") from error
+        raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     for part, data in (("training", train), ("test", test)):
         if not len(data):
-            raise DataError(f"data.dataset = {show(name)}: has no {part} samples")
+            raise DataError(f"data.name = {show(name)}: has no {part} samples")
         if data.has_labels and int(data.targets.min()) < 0:
-            raise DataError(f"data.dataset = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
+            raise DataError(f"data.name = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
         if not data.targets.isfinite().all():
-            raise DataError(f"data.dataset = {show(name)}: has a {part} target that is not finite")
+            raise DataError(f"data.name = {show(name)}: has a {part} target that is not finite")
     return train, test
 
 
@@ -89,7 +89,7 @@ def _read(data: Any, name: str) -> TensorData:
     try:
         return as_tensor_data(data)
     except DataError as error:
-        raise DataError(f"data.dataset = {show(name)}: {error}") from None
+        raise DataError(f"data.name = {show(name)}: {error}") from None
 
 
 def lacks_files(name: str, root: str | Path) -> bool:
@@ -160,8 +160,8 @@ def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
             packages.download(class_name, root)
         except DataError as error:
             raise DataError(
-                f"data.dataset: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
-                f"folder that holds {class_name}/raw, or use the embedded data set: data.dataset=mnist5k"
+                f"data.name: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
+                f"folder that holds {class_name}/raw, or use the embedded data set: data.name=mnist5k"
             ) from error
     try:
         train, test = (

@@ -204,7 +204,7 @@ def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1
     >>> len(remaining), len(held_out), sorted([*remaining.targets.tolist(), *held_out.targets.tolist()]) == [*range(10)]
     (8, 2, True)
     """
-    n, where = len(train), f"data.validation = {share}"
+    n, where = len(train), f"data.validation_fraction = {share}"
     held_out = round(share * n)
     if not share:
         return train, train.take(np.zeros(0, dtype=np.int64))

@@ -280,7 +280,7 @@ class Aggregator:
             workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
             state=self._attack_state,
         )
-        personal = task.solver.personal_columns
+        personal = task.algorithm.personal_columns
         if personal.width:  # an attacker cannot send them
             byzantine = byzantine.clone()
             personal.write(byzantine, byzantine.new_zeros(personal.width))
@@ -363,15 +363,15 @@ class Aggregator:
     def server_step(self) -> None:
         """Move the global row along the aggregated update."""
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
-        sync, solver = task.sync_in(self._moment[0]), task.solver_at(*self._moment)
-        corrects = sync == "parameters" and solver.has("correct")
+        sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
+        corrects = sync == "parameters" and algorithm.has("correct")
         kept = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
                 server.last[block] = update
             if corrects:
                 columns = {name: row[block] for name, row in kept.items()}
-                solver.correct(update, server.algorithm | columns, self._workers, workers)
+                algorithm.correct(update, server.algorithm | columns, self._workers, workers)
             task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
         for row in (server.row, *[server.last] * task.keeps_last, *kept.values()) if not self._complete else ():
             self._group.complete(row)
@@ -385,7 +385,7 @@ class Aggregator:
         stay as they are.
         """
         task, shared = self._task, self._shared
-        if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "server":
+        if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
             return
         workers, weights = context.workers, context.weights
         buffers = self._group.of_all(shared.cohort.buffers, context.slots)

@@ -77,8 +77,8 @@ def probe_if_stacks_pay(
         return None, f"batches of {batch} samples are large (more than {LARGEST_BATCH})"
     if on_cpu and rows < SMALLEST_STACK:
         return None, f"a process has {rows} rows at a time (fewer than {SMALLEST_STACK})"
-    if on_cpu and task.experiment.batched.width is not None and task.experiment.batched.width < SMALLEST_STACK:
-        return None, f"batched.width = {task.experiment.batched.width} (less than {SMALLEST_STACK})"
+    if on_cpu and task.experiment.batched.max_rows is not None and task.experiment.batched.max_rows < SMALLEST_STACK:
+        return None, f"batched.max_rows = {task.experiment.batched.max_rows} (less than {SMALLEST_STACK})"
     try:
         probe = StackingProbe.of(task, shared)
     except (ExperimentError, torch.OutOfMemoryError) as refusal:
@@ -241,6 +241,12 @@ def _what_plans_depend_on(task: RunTask, shared: SharedState) -> str:
     held = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = held, len(shards), len(shared.data.test), shared.cohort.rows.shape
     experiment = task.experiment
-    how = experiment.rounds, experiment.rounds_of_gradients, task.schedule, task.solver, experiment.rule.accepts("root")
-    where = task.precision, experiment.cuda_graphs, task.device, experiment.batched.width, experiment.data.transforms
+    how = (
+        experiment.rounds,
+        experiment.rounds_of_gradients,
+        task.schedule,
+        task.algorithm,
+        experiment.rule.accepts("root"),
+    )
+    where = task.precision, experiment.cuda_graphs, task.device, experiment.batched.max_rows, experiment.data.transforms
     return repr((experiment.model.component, *how, *where, *sizes, inputs.shape[1:], inputs.dtype))

@@ -15,7 +15,7 @@ from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 from fedsim.system.devices import default_processes, resolve_device
 
-SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "worker_retries"))
+SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Executor:
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train members of this process alone, each from what its row holds."""
         with self.in_precision():
-            if self.task.solver.full_gradient:
+            if self.task.algorithm.full_gradient:
                 self.trainer.full_gradients(members)
             self.trainer.train(members)
         synchronize(self.task.device)

@@ -29,21 +29,21 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
     experiment, cohort = task.experiment, task.experiment.cohort_size
     row, one = d * task.dtype.itemsize, torch.zeros(1)
     n_rows = cohort + experiment.rule.accepts("root")
-    solver_state = len(task.solver.start(one))
+    algorithm_state = len(task.algorithm.start(one))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(one)) for sync in task.syncs)
     lasting = state if experiment.in_rounds else state + n_rows  # on the clock, rows go on from round to round
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
-        width = min(experiment.batched.width or 1, -(-n_rows // processes))
-        training = processes * (3 + 2 * solver_state) * width
+        width = min(experiment.batched.max_rows or 1, -(-n_rows // processes))
+        training = processes * (3 + 2 * algorithm_state) * width
     else:
-        training = processes * (1 + solver_state)
+        training = processes * (1 + algorithm_state)
     like = torch.empty(d, dtype=task.dtype, device="meta")
-    server_state = task.solver.server_state(like)
-    kept = _bytes(task.solver.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
-    received = 0 if experiment.in_rounds else _bytes(task.solver.send(server_state))
-    exchanged = _bytes(task.solver.message(like)) + received
+    server_state = task.algorithm.server_state(like)
+    kept = _bytes(task.algorithm.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
+    received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
+    exchanged = _bytes(task.algorithm.message(like)) + received
     share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # of the workers in any round, on average
     stored = round(experiment.workers * share) * kept
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
@@ -52,10 +52,10 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         "global model and optimizer state": state * row,
         "worker state and messages": (kept + exchanged) * n_rows,
         "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
-        "full gradients": n_rows * row if task.solver.full_gradient else 0,
+        "full gradients": n_rows * row if task.algorithm.full_gradient else 0,
         "state that workers keep between rounds": min(stored, limit) + copies * stored,
         "modules": modules * row,
-        "gradients and solver state": training * row,
+        "gradients and client algorithm state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,
         "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
@@ -68,13 +68,13 @@ def _bytes(state: State) -> int:
 
 def buffer_bytes(task: RunTask, shared: SharedState) -> int:
     """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
-    sent = shared.server.buffers.numel() - task.solver.personal_buffers.width
+    sent = shared.server.buffers.numel() - task.algorithm.personal_buffers.width
     return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
 
 
 def personal_bytes(task: RunTask) -> int:
     """Bytes of the columns of a row that stay with the workers."""
-    return task.solver.personal_columns.width * task.dtype.itemsize
+    return task.algorithm.personal_columns.width * task.dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -96,8 +96,8 @@ def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iter
 
 def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> str:
     """`cuda:0 has no memory left; less of this would fit: processes (4 now), local.batch_size (64 now)`."""
-    width = width or task.experiment.batched.width
-    sizes = {"processes": processes, "batched.width": width or 1, "local.batch_size": task.schedule.batch_size}
+    width = width or task.experiment.batched.max_rows
+    sizes = {"processes": processes, "batched.max_rows": width or 1, "local.batch_size": task.schedule.batch_size}
     larger = [f"{key} ({size} now)" for key, size in sizes.items() if size > 1]
     remedy = f"less of this would fit: {', '.join(larger)}" if larger else "only a smaller model would fit"
     return f"{task.device} has no memory left; {remedy}"

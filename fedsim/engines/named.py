@@ -35,7 +35,7 @@ def stacked(
     probe = StackingProbe.of(task, shared) if probe is None else probe
     if task.experiment.cuda_graphs and (reason := unsafe(task, probe)):
         raise ExperimentError(f"cuda_graphs = true: steps cannot be captured here: {reason}")
-    width = task.experiment.batched.width or stack_width(task, shared, probe, processes, threads)
+    width = task.experiment.batched.max_rows or stack_width(task, shared, probe, processes, threads)
     return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

@@ -28,7 +28,7 @@ class AggregationContext:
 
 
 class MetricLog(dict[str, list[float | Tensor]]):
-    """The numbers that plugs recorded in a round, by name. Tensors stay on their device until `on_host`."""
+    """The numbers that components recorded in a round, by name. Tensors stay on their device until `on_host`."""
 
     def record(self, values: Mapping[str, float | Tensor]) -> None:
         """Add one number to each of these names."""

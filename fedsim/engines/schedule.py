@@ -29,8 +29,9 @@ class Schedule:
 
     If the amount differs between workers or rounds, only the schedule that `of` returns has a number of steps.
 
-    With `accumulate`, the solver steps along the mean gradient of so many batches, of fewer at the end of a round. The
-    methods count the steps before that, one for each batch; `solver_steps` counts those of the solver.
+    With `accumulate`, the client algorithm steps along the mean gradient of so many batches, of fewer at the end of a
+    round. The methods count the steps before that, one for each batch; `local_steps` counts those of the client
+    algorithm.
 
     >>> from fedsim.engines.schedule import DrawnAmount, Schedule
     >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
@@ -103,8 +104,8 @@ class Schedule:
         assert isinstance(amount, int), "`of` gives the schedule of a worker in a round"
         return amount * (self.accumulate if self.steps is not None else self.batches_per_epoch(n_samples))
 
-    def solver_steps(self, steps: int) -> int:
-        """Steps of the solver in so many steps from the start of a round."""
+    def local_steps(self, steps: int) -> int:
+        """Steps of the client algorithm in so many steps from the start of a round."""
         return -(-steps // self.accumulate)
 
     def samples_for(self, n_samples: int) -> int:

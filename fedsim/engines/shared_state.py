@@ -84,8 +84,8 @@ class GlobalModel:
         buffers: [b], float64.
         last: [d], the last aggregated update, if the rule or the attack takes it; else [0].
         algorithm: what the server keeps for the client algorithm, tensors [w].
-        states: what the server optimizer ("parameters") and the solver ("gradients") keep of the row, tensors [d]; only
-            for those that the run uses.
+        states: what the server optimizer ("parameters") and the client algorithm ("gradients") keep of the row, tensors
+            [d]; only for those that the run uses.
     """
 
     row: Tensor
@@ -137,11 +137,11 @@ class CohortRows:
         return cls(
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
-            kept=for_each(state_at_first(task.solver, server.row, server.buffers)),
+            kept=for_each(state_at_first(task.algorithm, server.row, server.buffers)),
             residuals=for_each(initial_residuals(task.experiment.chain, server.row)),
-            messages=for_each(task.solver.message(server.row)),
-            received={} if task.experiment.in_rounds else for_each(task.solver.send(server.algorithm)),
-            full_gradients=new_rows(n_rows if task.solver.full_gradient else 0, d, task.dtype, task.device),
+            messages=for_each(task.algorithm.message(server.row)),
+            received={} if task.experiment.in_rounds else for_each(task.algorithm.send(server.algorithm)),
+            full_gradients=new_rows(n_rows if task.algorithm.full_gradient else 0, d, task.dtype, task.device),
             train_loss=torch.zeros(n_rows, dtype=torch.double),
             losses=torch.zeros(n_rows, dtype=torch.double),
             unfit=torch.zeros(n_rows, dtype=torch.int64),
@@ -208,7 +208,7 @@ class SharedState:
             row=row,
             buffers=buffers,
             last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
-            algorithm=task.solver.server_state(row),
+            algorithm=task.algorithm.server_state(row),
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
         )
         own = len(of_run.root) > 0
@@ -269,7 +269,7 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
     """Bytes that a worker receives and sends in its round besides the model."""
-    received, sent = task.solver.numbers_sent(len(shared.server.row))
+    received, sent = task.algorithm.numbers_sent(len(shared.server.row))
     return received * task.dtype.itemsize, sent * task.dtype.itemsize
 
 

@@ -33,14 +33,14 @@ class RunTask:
 
     Attributes:
         experiment: with its components, which belong to this run; without its data set. See `Experiment.own`.
-        solver: the client algorithm, which knows the model.
+        client algorithm: the client algorithm, which knows the model.
         byzantine: the Byzantine workers of each round.
         scratch_folder: folder for temporary files; None: that of the system.
     """
 
     experiment: Experiment
     device: torch.device
-    solver: ClientAlgorithm
+    algorithm: ClientAlgorithm
     byzantine: Attackers
     scratch_folder: str | None = None
 
@@ -107,10 +107,10 @@ class RunTask:
         """Whether there are rows of single workers in any round."""
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
-    def solver_at(self, round: int, step: int = 0) -> ClientAlgorithm:
-        """The solver with the learning rate of a step (from 0) of a round."""
+    def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
+        """The client algorithm with the learning rate of a step (from 0) of a round."""
         lr = self.experiment.local_lr_at(round, step)
-        return self.solver if self.experiment.local_schedule is None or lr is None else self.solver.with_lr(lr)
+        return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
 
     def server_at(self, round: int) -> ServerStep:
         """The server optimizer with the learning rate of a round."""
@@ -119,12 +119,12 @@ class RunTask:
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
 
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
-        """What moves the global row: the server optimizer along updates, or the solver along gradients."""
-        return self.experiment.server.component if sync == "parameters" else self.solver
+        """What moves the global row: the server optimizer along updates, or the client algorithm along gradients."""
+        return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
         """The `stepper` of a round, or of a round and a step, with the learning rates of then."""
-        return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.solver_at(*moment)
+        return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self) -> nn.Module:
         """The model at its start, the same in every process; the global random state is left as it was.

@@ -114,7 +114,7 @@ class WorkerTests:
         """Test the global model, and the personal model if the client algorithm has one."""
         shared = self._shared
         tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
-        if self._task.solver.has("personal_rows"):
+        if self._task.algorithm.has("personal_rows"):
             own = self._task.experiment.buffers == "local"
             buffers = shared.cohort.buffers[member.slot] if own else shared.server.buffers
             tested[PERSONAL] = self._test(*self._personal(shared.server.row, buffers, member), member)
@@ -128,12 +128,12 @@ class WorkerTests:
 
     def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
         kept = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
-        return personal_model(self._task.solver, row, buffers, kept)
+        return personal_model(self._task.algorithm, row, buffers, kept)
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
         moment, correct = (member.round, member.worker), correct_of(self._task.learning_task)
         batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(self._task.device))
-        sums = self._sums(row, buffers, batches, ("worker_test", *moment), correct)
+        sums = self._sums(row, buffers, batches, ("local_test_fraction", *moment), correct)
         return sums.loss, None if correct is None else sums.accuracy
 
     def _sums(

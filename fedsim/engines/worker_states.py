@@ -223,7 +223,7 @@ def initial_worker_state(task: RunTask, shared: SharedState) -> State:
     own_buffers = task.experiment.buffers == "local" and shared.server.buffers.numel()
     buffers = {"buffers": shared.server.buffers.clone()} if own_buffers else {}
     residuals = initial_residuals(task.experiment.chain, shared.server.row)
-    return buffers | residuals | state_at_first(task.solver, shared.server.row, shared.server.buffers)
+    return buffers | residuals | state_at_first(task.algorithm, shared.server.row, shared.server.buffers)
 
 
 def _room(n: int, row: Tensor) -> Tensor:

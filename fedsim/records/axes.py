@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, split_word
-from fedsim.config.source_catalog import plug_tables
+from fedsim.config.source_catalog import component_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
@@ -39,7 +39,7 @@ def axis_called(key: str) -> str:
 
     >>> from fedsim.records.axes import axis_called
     >>> axis_called("server.name"), axis_called("local.lr")
-    ('server.optimizer', 'local.lr')
+    ('server.name', 'local.lr')
     """
     return ".".join(naming_key(key.split(".", MAX_DEPTH)))
 
@@ -120,9 +120,11 @@ def label(value: Any) -> str:
         return str(value)
     if isinstance(value.get(LABEL), str):
         return value[LABEL]
-    plug_keys = {table.named_by for table in plug_tables().values()}
-    keys = sorted(value, key=lambda key: key not in plug_keys)  # the plug's name first
-    return ",".join(label(value[key]) if key in plug_keys else f"{key}={label(value[key])}" for key in keys) or "base"
+    component_keys = {table.named_by for table in component_tables().values()}
+    keys = sorted(value, key=lambda key: key not in component_keys)  # the component's name first
+    return (
+        ",".join(label(value[key]) if key in component_keys else f"{key}={label(value[key])}" for key in keys) or "base"
+    )
 
 
 def describe_point(point: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ class EarlyStopping:
         if by_function and first == "train_loss" and self._metric.read(record) is None:
             raise ExperimentError(
                 f"stop.metric = {show(first)}: is NaN in round {record.round}; return the mean training loss from the "
-                "function local.solver, or use stop.metric=test_loss"
+                "function local.algorithm, or use stop.metric=test_loss"
             )
         if record[first] is None or any(each not in record[first] for each in name):
             known = [key for key in ("test_loss", "test_accuracy", "train_loss") if record[key] is not None]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.config.source_catalog import plug_tables
+from fedsim.config.source_catalog import component_tables
 from fedsim.core.confidence import fixed
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show_bytes
 from fedsim.records.record import RoundRecord, score_in
 
-PLUG_KEYS = {table.named_by for table in plug_tables().values()}  # keys whose values are names of plugs
+COMPONENT_KEYS = {table.named_by for table in component_tables().values()}  # keys whose values are names of components
 MISSING = "\N{EN DASH}"
 
 # Plain names of keys.
@@ -19,10 +19,10 @@ NAMES = {
     "aggregate": "rule",
     "aggregate.rule": "rule",
     "data": "data set",
-    "data.dataset": "data set",
+    "data.name": "data set",
     "local": "local training",
     "local.lr": "learning rate",
-    "partition.strategy": "partition",
+    "partition.name": "partition",
     "server.lr": "server learning rate",
 }
 
@@ -48,8 +48,8 @@ def label(value: Any) -> str:
     if isinstance(value, Mapping) and isinstance(value.get("label"), str):
         return value["label"]
     if isinstance(value, Mapping):
-        names = [label(item) for key, item in value.items() if key in PLUG_KEYS]
-        others = ", ".join(f"{key} = {label(item)}" for key, item in value.items() if key not in PLUG_KEYS)
+        names = [label(item) for key, item in value.items() if key in COMPONENT_KEYS]
+        others = ", ".join(f"{key} = {label(item)}" for key, item in value.items() if key not in COMPONENT_KEYS)
         return " ".join([*names, f"({others})" if names and others else others]).strip()
     return prepared(value)
 

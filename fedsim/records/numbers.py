@@ -118,7 +118,7 @@ def run_metrics(
     found = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
     losses = {name: math.nan for name in ("test_loss", "train_loss") if last[name] is None}  # NaN, null in a file
     found |= {name: losses.get(name, last[name]) for name in LAST_ROUND if name != score.key}
-    found |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **plug_metrics(last)}
+    found |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **component_metrics(last)}
     if at.virtual_seconds is not None:
         found |= {**at._asdict(), "staleness": mean_staleness(history)}
         del found["round"]
@@ -138,8 +138,8 @@ def best_score(history: Sequence[RoundRecord]) -> float | None:
     return max(values, key=lambda value: score.sign * value, default=None)
 
 
-def plug_metrics(record: RoundRecord) -> dict[str, float | None]:
-    """Return the numbers that plugs added to a round, as `metrics.NAME`."""
+def component_metrics(record: RoundRecord) -> dict[str, float | None]:
+    """Return the numbers that components added to a round, as `metrics.NAME`."""
     return {f"metrics.{name}": value for name, value in record.metrics.items()}
 
 

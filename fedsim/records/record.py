@@ -1,6 +1,6 @@
 """The record of a round: one schema for `metrics.jsonl`, the terminal, TensorBoard, reports and comparisons.
 
-A number that is to be shown is declared once, as a field with a `Metric`. A plug needs no field: a number in
+A number that is to be shown is declared once, as a field with a `Metric`. A component needs no field: a number in
 `RoundRecord.metrics` reaches the same places under its name.
 """
 
@@ -21,7 +21,7 @@ LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers 
 MOST_NAMES = 50  # of phases and of metrics, in a round
 
 Better = Literal["higher", "lower", "by name"] | None
-OF_PLUGS: dict[str, Literal["higher", "lower"] | None] = {  # recorded by plugs of fedsim
+OF_COMPONENTS: dict[str, Literal["higher", "lower"] | None] = {  # recorded by components of fedsim
     "available_workers": None,
     "clipped_share": None,
     "kept_energy": "higher",
@@ -92,16 +92,16 @@ class Metric:
 
 
 def better_called(name: str) -> Literal["higher", "lower"] | None:
-    """Return which of two values is better of a number of a plug or a metric; None: neither.
+    """Return which of two values is better of a number of a component or a metric; None: neither.
 
-    A higher value is better, except of the numbers in `OF_PLUGS`, and of losses, errors and measures of inequality,
-    whose names hold one of the words in `LOWER_IS_BETTER` or end in one of `INEQUALITY`.
+    A higher value is better, except of the numbers in `OF_COMPONENTS`, and of losses, errors and measures of
+    inequality, whose names hold one of the words in `LOWER_IS_BETTER` or end in one of `INEQUALITY`.
 
     >>> better_called("macro_f1"), better_called("global_worker_accuracy_gini"), better_called("available_workers")
     ('higher', 'lower', None)
     """
-    if name in OF_PLUGS:
-        return OF_PLUGS[name]
+    if name in OF_COMPONENTS:
+        return OF_COMPONENTS[name]
     return "lower" if name.endswith(INEQUALITY) or any(word in name for word in LOWER_IS_BETTER) else "higher"
 
 
@@ -204,7 +204,7 @@ class RoundRecord(Record):
         Number,
         Metric("Validation accuracy", "higher", share=True, column="val accuracy", tag="validation/accuracy"),
     ] = None
-    """As `test_accuracy`, of the samples that `data.validation` holds out; None without such samples."""
+    """As `test_accuracy`, of the samples that `data.validation_fraction` holds out; None without such samples."""
     validation_loss: Annotated[Number, Metric("Validation loss", "lower", column="val loss", tag="validation/loss")] = (
         None
     )
@@ -228,7 +228,7 @@ class RoundRecord(Record):
     """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
     model before the round, and there are no other numbers."""
     lost: list[Count] = field(default_factory=list)
-    """Workers that were chosen and did not report (`worker_dropout`)."""
+    """Workers that were chosen and did not report (`sampling.client_dropout`)."""
     bytes_up: Annotated[Count | None, Metric("Bytes up", "lower", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "lower", "B", tag="bytes/down", chart=False)] = None
@@ -244,7 +244,7 @@ class RoundRecord(Record):
     race: RaceRecord | None = None
     """None if the mode is no race."""
     metrics: Annotated[Named, Metric("{}", "by name", column="{}", tag="metrics/{}")] = field(default_factory=dict)
-    """Numbers of plugs, by name."""
+    """Numbers of components, by name."""
 
     def __post_init__(self) -> None:
         if self.coefficients is not None and len(self.coefficients) != len(self.cohort):

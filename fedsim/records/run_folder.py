@@ -193,7 +193,7 @@ class RunFolder:
         self.write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def race_log(self, csv: bytes) -> None:
-        """Write the order of arrivals in a race, for `clock.log`."""
+        """Write the order of arrivals in a race, for `clock.replay_log`."""
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:

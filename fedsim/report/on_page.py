@@ -106,7 +106,7 @@ def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
 
 
 def line_name(metric: Metric) -> str:
-    """The label of a metric within a line of text; a number of a plug keeps its name."""
+    """The label of a metric within a line of text; a number of a component keeps its name."""
     return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
 
 

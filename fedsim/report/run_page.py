@@ -17,14 +17,14 @@ MOST_ROWS = 1_000  # of the table of rounds
 
 # The facts in the head of the page: a word, and the keys of the experiment that hold its value.
 FACTS = {
-    "data": ("data.dataset", "data"),
+    "data": ("data.name", "data"),
     "model": ("model.name", "model"),
     "workers": ("workers",),
     "cohort": ("cohort",),
-    "partition": ("partition.strategy", "partition"),
+    "partition": ("partition.name", "partition"),
     "rule": ("aggregate.rule", "aggregate"),
     "attack": ("attack.name", "attack"),
-    "server": ("server.optimizer", "server"),
+    "server": ("server.name", "server"),
     "seed": ("seed",),
     "mode": ("mode",),
     "policy": ("policy.name", "policy"),
@@ -117,8 +117,8 @@ def notes(run: Run) -> list[str]:
     elif not run.finished:
         found.append(f"Not finished: {len(run.history)} of {run.planned} rounds.")
     attack = run.experiment.get("attack")
-    if isinstance(attack, dict) and attack.get("redraw") is True:
-        found.append("Each round draws other Byzantine workers (attack.redraw), so no worker is marked (B).")
+    if isinstance(attack, dict) and attack.get("resample") is True:
+        found.append("Each round draws other Byzantine workers (attack.resample), so no worker is marked (B).")
     if run.torn:
         found.append("The last line of metrics.jsonl is incomplete and was left out.")
     if not run.experiment:

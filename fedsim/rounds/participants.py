@@ -29,33 +29,31 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
     """The samples that each worker trains on, and those that it tests on, if workers are evaluated."""
     chosen, labels = experiment.partition, train.targets.cpu()
-    shards = partition_shards(
-        labels, experiment.workers, chosen.strategy, experiment.seed, ids=train.ids, **chosen.params
-    )
-    fraction = experiment.data.worker_test
+    shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
+    fraction = experiment.data.local_test_fraction
     return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
     """The Byzantine workers of each round.
 
-    Raises ExperimentError if attack.holding is no class, or the population is too large to look at all shards.
+    Raises ExperimentError if attack.by_class is no class, or the population is too large to look at all shards.
     """
     attack, workers = experiment.attack, experiment.workers
     count, fixed = attack.count(workers), experiment.byzantine
-    drawn = (experiment.seed, workers, count) if attack.redraw and count else None
-    if attack.holding is not None and count:
-        place, labels = f"attack.holding = {attack.holding}", train.targets.cpu().numpy()
+    drawn = (experiment.seed, workers, count) if attack.resample and count else None
+    if attack.by_class is not None and count:
+        place, labels = f"attack.by_class = {attack.by_class}", train.targets.cpu().numpy()
         if not train.has_labels:
             raise ExperimentError(
                 f"{place}: needs class labels, one for each sample, and the targets are {described(train.targets)}; "
                 "use attack.fraction or attack.workers"
             )
-        if not (labels == attack.holding).any():
+        if not (labels == attack.by_class).any():
             raise ExperimentError(f"{place}: must be the label of a training sample, from 0 to {labels.max()}")
         if workers_to_describe(shards, experiment.seed) is not None:
             raise ExperimentError(f"{place}: a virtual partition may have at most {MOST_SAMPLED} workers with this key")
-        held = np.array([(labels[shards.of(worker).numpy()] == attack.holding).sum() for worker in range(workers)])
+        held = np.array([(labels[shards.of(worker).numpy()] == attack.by_class).sum() for worker in range(workers)])
         fixed = np.argsort(-held, kind="stable")[:count].tolist()
     return Attackers(frozenset(fixed), drawn, attack.start_round)
 
@@ -77,7 +75,7 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
         seed=experiment.seed,
         size=experiment.cohort_size,
         shards=shards,
-        dropout=experiment.worker_dropout,
+        dropout=experiment.sampling.client_dropout,
         weighted=experiment.aggregate.weights == "inverse_probability",
     )
 
@@ -101,9 +99,9 @@ class ReportCheck:
             instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
             what, remedy = f"the cohort has {n} workers", instead
             if cohort.dropped:
-                dropout, chosen = self._experiment.worker_dropout, n + len(cohort.dropped)
-                what = f"worker_dropout = {dropout:g} leaves {n} of {chosen} workers"
-                remedy = f"a lower worker_dropout, {instead}"
+                dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
+                what = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
+                remedy = f"a lower sampling.client_dropout, {instead}"
             raise ExperimentError(f"round {round}: {what}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:

@@ -17,8 +17,8 @@ from fedsim.engines.task import RunTask
 def delays_of(experiment: Experiment) -> Delays:
     """The delays that the table [clock] of an experiment describes."""
     clock = experiment.clock
-    speeds, noise = clock.speed.component(experiment.workers, experiment.seed), clock.noise.component
-    return Delays(speeds, noise, experiment.seed, clock.base, clock.latency, clock.bandwidth)
+    slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
+    return Delays(slowdowns, noise, experiment.seed, clock.step_seconds, clock.latency, clock.bandwidth)
 
 
 class RoundClockState(CheckpointModel):

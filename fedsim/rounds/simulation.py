@@ -214,9 +214,9 @@ class Simulation(Executor):
 
     def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
         """Copy the state that workers keep to the rows of this process's members."""
-        shared, solver = self.shared, self.task.solver
-        if solver.starts_from_current:
-            self.states.initial |= state_at_first(solver, shared.server.row, shared.server.buffers)
+        shared, algorithm = self.shared, self.task.algorithm
+        if algorithm.starts_from_current:
+            self.states.initial |= state_at_first(algorithm, shared.server.row, shared.server.buffers)
         self.states.load_cohort(cohort, mine, shared.cohort.worker_rows)
 
     def agree_on(self, drawn: Cohort, round: int) -> None:
@@ -231,15 +231,15 @@ class Simulation(Executor):
 
     def train_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
         """Train this process's members, each on its own row and shard; their rows become updates."""
-        task, shared, solver = self.task, self.shared, self.task.solver_at(round)
-        if solver.full_gradient:
+        task, shared, algorithm = self.task, self.shared, self.task.algorithm_at(round)
+        if algorithm.full_gradient:
             with self.in_precision():
                 self.trainer.full_gradients(mine)
-            if solver.has("receive_gradients"):
+            if algorithm.has("receive_gradients"):
                 self.group.barrier()
                 if self.group.computes:
                     total = self.group.sum_of(shared.cohort.full_gradients, range(len(cohort)))
-                    solver.receive_gradients(shared.server.algorithm, total / len(cohort))
+                    algorithm.receive_gradients(shared.server.algorithm, total / len(cohort))
                 self.group.barrier()
         for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
@@ -252,8 +252,8 @@ class Simulation(Executor):
     def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
         """Apply the processors to what this process's members send that take part in an aggregation."""
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
-        sent_columns = task.solver.personal_columns.others(rows.shape[1])
-        personal = task.solver.personal_columns.width > 0
+        sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
+        personal = task.algorithm.personal_columns.width > 0
         mine = [member for member in mine if member.worker in active]  # the server's own row is not sent
         for member in mine:
             metrics: dict[str, Any] = {}
@@ -280,8 +280,8 @@ class Simulation(Executor):
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
             ]
             sums = {name: self.group.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
-            solver, workers = self.task.solver_at(*context.moment), len(self.shared.data.shards)
-            solver.receive(self.shared.server.algorithm, sums, len(slots), workers)
+            algorithm, workers = self.task.algorithm_at(*context.moment), len(self.shared.data.shards)
+            algorithm.receive(self.shared.server.algorithm, sums, len(slots), workers)
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
@@ -323,7 +323,7 @@ class Simulation(Executor):
         task, in_step = self.task, self.task.sync_in(round) == "gradients"
         sizes = {worker: self.batch_source.size(worker) for worker in work}
         gradients = {
-            worker: steps if in_step else task.solver.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
+            worker: steps if in_step else task.algorithm.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
             for worker, (steps, _) in work.items()
         }
         self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
@@ -333,7 +333,7 @@ class Simulation(Executor):
 
         Overwrites the rows.
         """
-        experiment, settings = self.task.experiment, self.task.experiment.evaluation
+        experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
         if not self.evaluated or not due:
             return None
@@ -363,7 +363,7 @@ class Simulation(Executor):
             if task.experiment.buffers != "local":
                 shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
-            ends = task.solver.has("personal_rows")  # what they keep is part of the personal model
+            ends = task.algorithm.has("personal_rows")  # what they keep is part of the personal model
             members = [
                 m._replace(steps=fine_tune * self.batch_source.steps_of_epoch(m.worker), ends=ends) for m in members
             ]
@@ -467,13 +467,15 @@ def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
     Raises ExperimentError if there is none.
     """
     experiment = task.experiment
-    if not experiment.data.worker_test:
+    if not experiment.data.local_test_fraction:
         return []
-    size = min(experiment.workers, experiment.evaluation.workers)
+    size = min(experiment.workers, experiment.worker_evaluation.workers)
     drawn = sample_workers(numpy_generator(experiment.seed, "evaluated"), experiment.workers, size).tolist()
     workers = [worker for worker in drawn if tests.size(worker) and worker not in task.byzantine.fixed]
     if not workers:
-        raise ExperimentError(f"data.worker_test = {experiment.data.worker_test}: no worker has samples to test on")
+        raise ExperimentError(
+            f"data.local_test_fraction = {experiment.data.local_test_fraction}: no worker has samples to test on"
+        )
     return workers
 
 
@@ -493,18 +495,20 @@ def metrics_of(results: WorkerResults | None) -> dict[str, float]:
     return results.metrics() if results else {}
 
 
-def joined(of_plugs: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
-    """The numbers that plugs recorded, and the metrics of the test. Raises ExperimentError if a name is in both."""
-    if twice := sorted(of_plugs.keys() & of_test.keys()):
-        raise ExperimentError(f"metrics: {show(twice[0])} is also recorded by a plug; give the metric another label")
-    return of_plugs | of_test
+def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
+    """Join the numbers that components recorded and the test metrics. Raises ExperimentError if a name is in both."""
+    if twice := sorted(of_components.keys() & of_test.keys()):
+        raise ExperimentError(
+            f"metrics: {show(twice[0])} is also recorded by a component; give the metric another label"
+        )
+    return of_components | of_test
 
 
 def means(*logs: MetricLog) -> dict[str, float]:
-    """The mean of each number that plugs have recorded. Raises ExperimentError if they have too many names."""
+    """The mean of each number that components have recorded. Raises ExperimentError if they have too many names."""
     log = MetricLog()
     for part in logs:
         log.extend(part)
     if len(log) > MOST_NAMES:
-        raise ExperimentError(f"metrics: plugs recorded {len(log)} names in a round; must be at most {MOST_NAMES}")
+        raise ExperimentError(f"metrics: components recorded {len(log)} names in a round; must be at most {MOST_NAMES}")
     return log.means()

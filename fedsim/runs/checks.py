@@ -57,28 +57,28 @@ def check_model(task: RunTask) -> None:
 def check_client_algorithm(task: RunTask) -> None:
     """Check settings against what the client algorithm needs, and what it keeps at the workers."""
     experiment = task.experiment
-    task.solver.check_work(*task.schedule.least)
-    solver, layout = experiment.local.setting, Layout.of(task.new_module())
+    task.algorithm.check_work(*task.schedule.least)
+    algorithm, layout = experiment.local.setting, Layout.of(task.new_module())
     sampling = experiment.sampling.component
-    if "losses" in sampling.accepts and task.solver.personal_columns.width:
+    if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
         raise ExperimentError(
-            f"{sampling.place}: computes losses of the global model, and with {solver} workers keep a part of it"
+            f"{sampling.place}: computes losses of the global model, and with {algorithm} workers keep a part of it"
         )
-    if task.solver.personal_columns.width and _stops_by_global_model(experiment):
+    if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
         score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")
-        personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.worker_test=0.2"
+        personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.local_test_fraction=0.2"
         raise ExperimentError(
-            f"stop.metric = {show(experiment.stop.metric)}: tests the global model, and with {solver} workers keep a "
-            f"part of it; use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
+            f"stop.metric = {show(experiment.stop.metric)}: tests the global model, and with {algorithm} workers keep "
+            f"a part of it; use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
-    if task.solver.personal_columns.width == layout.d:
+    if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
             "server": experiment.server != Server(),
             "aggregate.rule": not task.experiment.rule.linear_by_weights,
         }
         for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
             if value:
-                raise ExperimentError(f"{key}: with {solver} the workers send no parameters; omit it")
+                raise ExperimentError(f"{key}: with {algorithm} the workers send no parameters; omit it")
 
 
 def _stops_by_global_model(experiment: Experiment) -> bool:
@@ -110,7 +110,7 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
         return
     d = Layout.of(task.new_module()).d
     may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
-    copies = int(may_replace and experiment.worker_retries > 0)
+    copies = int(may_replace and experiment.process_retries > 0)
     copies += 3 if recorded and experiment.checkpoint.every != 0 else 0  # a snapshot, its bytes, and the file
     most = 1 if engine.traits.chooses else processes  # an engine that chooses may choose one process
     stacked = engine.traits.stacks and not engine.traits.chooses
@@ -135,7 +135,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
     except DataError as error:
-        raise DataError(f"data.dataset = {show(dataset)}: {error}") from error
+        raise DataError(f"data.name = {show(dataset)}: {error}") from error
     except ExperimentError as error:
         raise ExperimentError(f"{place}: {error}") from error
     attack = experiment.attack.component
@@ -153,7 +153,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
 
 def _check_features(task: RunTask, inputs: Tensor) -> None:
     """Check that the model has features besides its inputs, if the client algorithm compares features."""
-    if not task.solver.has("feature_loss"):
+    if not task.algorithm.has("feature_loss"):
         return
     module = task.new_module().eval()
     with torch.no_grad(), recorded_features(module) as recorded:
@@ -187,7 +187,7 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
     experiment, schedule = task.experiment, task.schedule
     epoch = replace(schedule, epochs=1, steps=None)  # of local training before a test of workers
     whole = replace(epoch, drop_last=False)  # the pass of a full gradient
-    always = [epoch] * bool(experiment.evaluation.fine_tune) + [whole] * task.solver.full_gradient
+    always = [epoch] * bool(experiment.worker_evaluation.fine_tune) + [whole] * task.algorithm.full_gradient
 
     def smallest_batch(worker: int, size: int) -> int:
         return min(each.smallest_batch(size) for each in (schedule.longest(worker), *always))
@@ -202,7 +202,7 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
         subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
     else:
         subject = f"local.batch_size = {batch_size}: the last batch of worker {worker} ({sizes[worker]} samples) has"
-        remedy = "use another local.batch_size" if task.solver.full_gradient else "set local.drop_last = true"
+        remedy = "use another local.batch_size" if task.algorithm.full_gradient else "set local.drop_last = true"
 
     def line(reason: str) -> str:
         return f"{subject} one sample, on which the model cannot be trained ({reason}); {remedy}"
@@ -214,17 +214,17 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
 
 def _check_steps(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Check that the shortest round of each worker has enough steps for the client algorithm."""
-    for worker, size in sizes.items() if task.solver.has("check_steps") else ():
+    for worker, size in sizes.items() if task.algorithm.has("check_steps") else ():
         steps = task.schedule.shortest(worker).steps_for(size)
-        task.solver.check_steps(worker, task.schedule.solver_steps(steps))
+        task.algorithm.check_steps(worker, task.schedule.local_steps(steps))
 
 
 def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
-    tuned = task.experiment.evaluation.fine_tune
+    tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
     steps = max(max(each.steps_for(size), tuned * each.batches_per_epoch(size)) for each, size in schedules)
-    task.solver_at(task.experiment.rounds, task.schedule.solver_steps(steps) - 1)
+    task.algorithm_at(task.experiment.rounds, task.schedule.local_steps(steps) - 1)
     task.server_at(task.experiment.rounds)
 
 
@@ -234,7 +234,7 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
     Cohorts of which not all workers report are checked in each round.
     """
     experiment = task.experiment
-    partial = len(sizes) > experiment.cohort_size or experiment.worker_dropout
+    partial = len(sizes) > experiment.cohort_size or experiment.sampling.client_dropout
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:
         return
     weights = experiment.weights if isinstance(experiment.weights, list) and experiment.rule.accepts_weights else None

@@ -156,9 +156,9 @@ def _engines() -> Iterator[Finding]:
         with warnings.catch_warnings(), Session() as session:
             warnings.simplefilter("ignore")
             with prepare(Experiment(engine="serial"), session) as (task, engine):
-                for plug in engines:
-                    if not plug.target.traits.ranks:
-                        yield Finding(f"engine={plug.name}", _what_it_does(plug.name, task, engine))
+                for registration in engines:
+                    if not registration.target.traits.ranks:
+                        yield Finding(f"engine={registration.name}", _what_it_does(registration.name, task, engine))
     except FedsimError as error:
         problem = f"the default experiment cannot run: {first_line(error)}"
         yield Finding("engines", "none works", [(problem, "fedsim run --dry-run")], fatal=True)

@@ -1,4 +1,4 @@
-"""Recovery from lost worker processes (`worker_retries`).
+"""Recovery from lost worker processes (`process_retries`).
 
 A round depends only on the state after the round before. If a process is lost, that state is restored, new processes
 are started, and the round is repeated, with bitwise the same result.
@@ -22,17 +22,17 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
-    """A loop that repeats rounds that lose a process; `loop` itself without `worker_retries` or without processes.
+    """A loop that repeats rounds that lose a process; `loop` itself without `process_retries` or without processes.
 
     `note` is called for every process that was lost and replaced.
     """
-    if not (experiment.worker_retries and engine.backend.can_lose_processes):
+    if not (experiment.process_retries and engine.backend.can_lose_processes):
         return loop
     return RecoveringLoop(loop, experiment, engine, note)
 
 
 class RecoveringLoop:
-    """A loop that repeats a round that loses a process, at most `worker_retries` times.
+    """A loop that repeats a round that loses a process, at most `process_retries` times.
 
     The same holds for calls between rounds. It keeps a copy of the state before the current round, on the GPU if that
     has enough memory, since copies there are fast.
@@ -40,7 +40,7 @@ class RecoveringLoop:
 
     def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:
         self._loop, self._engine, self._note = loop, engine, note
-        self._retries, self._rounds = experiment.worker_retries, experiment.rounds
+        self._retries, self._rounds = experiment.process_retries, experiment.rounds
         self._before: Snapshot | None = None
 
     def run_round(self, round: int) -> RoundRecord:

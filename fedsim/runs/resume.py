@@ -10,7 +10,7 @@ from fedsim.callbacks.checkpoints import CheckpointFolder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
 from fedsim.config.schema import Stop
-from fedsim.config.source_catalog import plug_tables
+from fedsim.config.source_catalog import component_tables
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
@@ -29,9 +29,9 @@ State = tuple[int, Snapshot]  # the last finished round, and the state after it
 
 
 NO_EFFECT = (  # keys that do not change results
-    *("name", "engine", "processes", "timeout", "batched.width", "cuda_graphs"),
-    *("distributed.backend", "distributed.timeout", "distributed.init", "distributed.inner"),
-    *("checkpoint.every", "checkpoint.keep", "worker_retries", "worker_state_memory"),
+    *("name", "engine", "processes", "timeout", "batched.max_rows", "cuda_graphs"),
+    *("distributed.backend", "distributed.timeout", "distributed.init_method", "distributed.trainer"),
+    *("checkpoint.every", "checkpoint.keep", "process_retries", "worker_state_memory"),
     *("records.figures", "records.tensorboard", "records.loggers"),
 )
 LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only say when a run ends
@@ -117,8 +117,8 @@ def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experim
         return experiment  # the user names another engine
     if experiment.processes is None and "processes" in numbers:
         changes["processes"] = numbers["processes"]
-    if experiment.batched.width is None and "width" in numbers:
-        changes["batched"] = experiment.batched.model_copy(update={"width": numbers["width"]})
+    if experiment.batched.max_rows is None and "width" in numbers:
+        changes["batched"] = experiment.batched.model_copy(update={"max_rows": numbers["width"]})
     return experiment.model_copy(update=changes)
 
 
@@ -160,18 +160,20 @@ def differences_of(
 ) -> list[str]:
     """Return a line for each key with different values in two resolved experiments: `rounds: 5 there, 10 here`.
 
-    The parameters of two different plugs are not compared.
+    The parameters of two different components are not compared.
     """
     first, second = dict(leaves_of(there)), dict(leaves_of(here))
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key) and key not in ignored]
-    of_plugs = {
+    of_components = {
         key
-        for place, table in plug_tables().items()
+        for place, table in component_tables().items()
         if f"{place}.{table.named_by}" in keys
         for key in keys
         if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.keys
     }
-    return [f"{key}: {_shown(first, key)} there, {_shown(second, key)} here" for key in keys if key not in of_plugs]
+    return [
+        f"{key}: {_shown(first, key)} there, {_shown(second, key)} here" for key in keys if key not in of_components
+    ]
 
 
 def _shown(leaves: Mapping[str, Any], key: str) -> str:

@@ -182,13 +182,13 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 def applicable_rules(stored: StoredRound) -> list[str]:
     """The names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
     names = []
-    for plug in rules_by_name:
-        required = {name for name, field in plug.parameters.model_fields.items() if field.is_required()}
-        lacking = OPTIONAL & set(plug.takes) - set(stored.tensors)
+    for registration in rules_by_name:
+        required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
+        lacking = OPTIONAL & set(registration.takes) - set(stored.tensors)
         if required <= {"f"} and not lacking:
             with contextlib.suppress(ExperimentError):
-                _pipeline(plug.name, stored.experiment.f).dry_run(len(stored.workers))
-                names.append(plug.name)
+                _pipeline(registration.name, stored.experiment.f).dry_run(len(stored.workers))
+                names.append(registration.name)
     return names
 
 

@@ -54,7 +54,7 @@ def run(
     Args:
         experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the
             name of an experiment that comes with fedsim, or None for the default experiment. A name may be the object
-            itself, as a class for the model; see docs/how-to/own-plugs.md.
+            itself, as a class for the model; see docs/how-to/own-components.md.
         out: a new or empty folder for the records; None: no records are written.
         resume: continue the interrupted run of this experiment in `out`, with bitwise the same results, or a finished
             one for more rounds. If `out` is new, the run starts.
@@ -74,7 +74,7 @@ def run(
         ExperimentError: the experiment cannot be run.
         DataError: its data is missing.
         RecordError: the folder holds something else, or cannot be written.
-        WorkerError: a worker failed, or processes were lost more often than `worker_retries` allows.
+        WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
     with contextlib.ExitStack() as stack:

@@ -87,7 +87,7 @@ def check_run(experiment: Experiment) -> None:
     """Find the errors that a run would report before its first round. Data that is not here is not downloaded."""
     cpu, data = torch.device("cpu"), experiment.data
     task = task_of(experiment, cpu)
-    if not lacks_files(data.dataset, data.root or default_root()):
+    if not lacks_files(data.name, data.root or default_root()):
         with Session() as session:
             _with_data(experiment, task, session, cpu, lambda step: None)
 
@@ -97,12 +97,14 @@ def _with_data(
 ) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray | None, Shards | None, TensorData]:
     """Load, divide and check the data: the task with its attackers, and the arguments of `SharedState.allocate`."""
     data = experiment.data
-    on_setup(f"loading the data set {show(data.dataset)}")
-    train, test = session.data(data.dataset, data.root, data.params, device)
+    on_setup(f"loading the data set {show(data.name)}")
+    train, test = session.data(data.name, data.root, data.params, device)
     # The checks call objects that may keep what they see.
-    checks.check_outputs_of_model(own_copy(task), train, test, data.dataset)
-    fewest = 1 if "worker" in experiment.partition.plug.takes else experiment.workers  # virtual shards may overlap
-    train, validation = split_validation(train, data.validation, experiment.seed, fewest)
+    checks.check_outputs_of_model(own_copy(task), train, test, data.name)
+    fewest = (
+        1 if "worker" in experiment.partition.registration.takes else experiment.workers
+    )  # virtual shards may overlap
+    train, validation = split_validation(train, data.validation_fraction, experiment.seed, fewest)
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
     shards, worker_tests = shards_of(experiment, train)
@@ -118,10 +120,10 @@ def _with_data(
 def task_of(experiment: Experiment, device: torch.device) -> RunTask:
     """The experiment as every process needs it. Raises ExperimentError if the model cannot be built."""
     own = experiment.own()
-    solver = GradientOnly() if own.sends_gradients else as_algorithm(own.local.component)
-    task = RunTask(own, device, solver, Attackers(frozenset(experiment.byzantine)))
+    algorithm = GradientOnly() if own.sends_gradients else as_algorithm(own.local.component)
+    task = RunTask(own, device, algorithm, Attackers(frozenset(experiment.byzantine)))
     checks.check_model(task)
-    task = replace(task, solver=solver.for_model(task.new_module()))
+    task = replace(task, algorithm=algorithm.for_model(task.new_module()))
     checks.check_client_algorithm(task)
     return task
 
@@ -137,8 +139,8 @@ def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: Shared
     """Give the engine its task, again if it loses a process meanwhile."""
     retried(
         lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
-        experiment.worker_retries,
-        lambda loss, attempt: announce(loss, attempt, experiment.worker_retries, note),
+        experiment.process_retries,
+        lambda loss, attempt: announce(loss, attempt, experiment.process_retries, note),
         "its processes have been started",
     )
 
@@ -163,7 +165,7 @@ def processes_of(experiment: Experiment, device: torch.device) -> int:
     given = experiment.processes if "processes" in engine.traits.settings(most) else None
     processes = min(most, given or default)
     # Data reaches the processes as tensors, whatever the data set is.
-    reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"dataset"}})))
+    reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"name"}})))
     if reason and engine.traits.may_lose_processes(processes):
         if not engine.traits.chooses:
             raise ExperimentError(f"engine = {show(experiment.engine)}: {reason}; use engine=serial")

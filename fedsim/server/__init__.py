@@ -5,7 +5,7 @@ from fedsim.server.cohort import (
     Cohort,
     CohortSampler,
     CohortStrategy,
-    cohort_strategy,
+    sampling_strategy,
 )
 from fedsim.server.functional import ServerOptimizer
 from fedsim.server.optimizer import ServerStep, server_optimizer
@@ -16,6 +16,6 @@ __all__ = [
     "CohortStrategy",
     "ServerOptimizer",
     "ServerStep",
-    "cohort_strategy",
+    "sampling_strategy",
     "server_optimizer",
 ]

@@ -15,14 +15,14 @@ from pydantic import Field, PositiveFloat
 
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.errors import ExperimentError, show
-from fedsim.server.cohort import Chosen, cohort_strategy
+from fedsim.server.cohort import Chosen, sampling_strategy
 from fedsim.system.files import read_bounded
 
 COLUMNS = ["worker", "from", "to"]
 MOST_BYTES = 2**30
 
 
-@cohort_strategy("available")
+@sampling_strategy("available")
 @dataclass(frozen=True)
 class Available:
     """Workers are drawn uniformly among those that a trace of availability says are available.
@@ -91,7 +91,7 @@ class Available:
         return worker, begin, end
 
 
-@cohort_strategy("daily")
+@sampling_strategy("daily")
 @dataclass(frozen=True)
 class Daily:
     """Workers are drawn uniformly among those that are on; each is on for the same part of every day.

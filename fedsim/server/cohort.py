@@ -44,8 +44,8 @@ class CohortStrategy(Component):
 
     @property
     def place(self) -> str:
-        """`sampling.strategy = "by_size"`, for errors."""
-        return f"sampling.strategy = {show(self.name)}"
+        """`sampling.name = "by_size"`, for errors."""
+        return f"sampling.name = {show(self.name)}"
 
     def check(self, n_workers: int, size: int) -> None:
         """Raise ExperimentError if the strategy cannot choose `size` of `n_workers` workers."""
@@ -75,7 +75,7 @@ class CohortStrategy(Component):
         return chosen[order].tolist(), known[order].tolist()
 
 
-cohort_strategy = Registry("cohort strategy", given=INPUTS, component=CohortStrategy)
+sampling_strategy = Registry("cohort strategy", given=INPUTS, component=CohortStrategy)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class CohortSampler:
         if needing and not (self.shards.listed or self.shards.equal_sizes):
             raise ExperimentError(
                 f"{needing[0]}: needs the number of samples of every worker, and this virtual partition does not say "
-                "that all are equal; use another partition or sampling.strategy=uniform"
+                "that all are equal; use another partition or sampling.name=uniform"
             )
 
     @cached_property
@@ -165,7 +165,7 @@ class CohortSampler:
         if probabilities is None:
             raise ExperimentError(
                 'aggregate.weights = "inverse_probability": needs the probability that a worker is chosen, which '
-                f"{self.strategy.place} does not give; use other weights, or sampling.strategy=by_size"
+                f"{self.strategy.place} does not give; use other weights, or sampling.name=by_size"
             )
         shares = [1 / len(self.shards)] * len(workers)
         if self.samples is not None:
@@ -177,7 +177,7 @@ class CohortSampler:
 Chosen = tuple[np.ndarray, np.ndarray]  # workers, and the probability of each
 
 
-@cohort_strategy("uniform")
+@sampling_strategy("uniform")
 def uniform(n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
     """Workers are drawn uniformly without replacement, as in FedAvg (McMahan et al. 2017).
 
@@ -189,7 +189,7 @@ def uniform(n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
     return sample_workers(rng, n_workers, size), np.full(size, size / n_workers)
 
 
-@cohort_strategy("by_size")
+@sampling_strategy("by_size")
 def by_size(n_workers: int, size: int, rng: np.random.Generator, samples: np.ndarray | None) -> Chosen:
     """Workers are drawn with probability proportional to their number of samples, without replacement.
 
@@ -234,7 +234,7 @@ def inclusion_probabilities(samples: np.ndarray, size: int) -> np.ndarray:
         certain |= probabilities >= 1
 
 
-@cohort_strategy("round_robin")
+@sampling_strategy("round_robin")
 def round_robin(n_workers: int, size: int, round: int) -> Chosen:
     """Workers take turns: round 1 has workers 0 to size - 1, round 2 the next `size`, and so on in a circle.
 
@@ -247,7 +247,7 @@ def round_robin(n_workers: int, size: int, round: int) -> Chosen:
     return ((round - 1) * size + np.arange(size)) % n_workers, np.full(size, size / n_workers)
 
 
-@cohort_strategy("fixed")
+@sampling_strategy("fixed")
 @dataclass(frozen=True)
 class Fixed:
     """The same workers take part in every round, each with probability 1.
@@ -273,7 +273,7 @@ class Fixed:
             raise ExperimentError(f"{where}: must be as many as the cohort, {size}; set cohort={len(self.workers)}")
 
 
-@cohort_strategy("power_of_choice")
+@sampling_strategy("power_of_choice")
 @dataclass(frozen=True)
 class PowerOfChoice:
     """Of some candidates, the workers with the highest loss at the global model (Cho et al. 2020, pow-d).

@@ -35,8 +35,8 @@ class ServerOptimizer:
     """
 
     def __init__(self, optimizer: str, **params: Any) -> None:
-        plug = server_optimizer.get(optimizer, "optimizer")
-        self._optimizer: ServerStep = plug.bind(plug.check(params))
+        registration = server_optimizer.get(optimizer, "optimizer")
+        self._optimizer: ServerStep = registration.bind(registration.check(params))
         self._state: State | None = None
         self._kind = ""  # of row: the first step's dtype, shape and device
 

@@ -1,8 +1,8 @@
 """Server optimizers: how the aggregated update moves the global row.
 
 A server optimizer is a frozen dataclass that derives from `ServerStep`; its fields are its configuration. It uses the
-aggregated update D as a local solver uses minus the gradient. All methods are element-wise and in place, over tensors
-of any shape [..., d], so a slice of columns can be stepped by itself.
+aggregated update D as a client algorithm uses minus the gradient. All methods are element-wise and in place, over
+tensors of any shape [..., d], so a slice of columns can be stepped by itself.
 """
 
 from __future__ import annotations

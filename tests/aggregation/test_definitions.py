@@ -68,7 +68,7 @@ def offset(n, d):
 
 
 def test_every_rule_has_a_reference():
-    assert {plug.name for plug in rule} == set(RULES) | ELSEWHERE
+    assert {registration.name for registration in rule} == set(RULES) | ELSEWHERE
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from fedsim.errors import ExperimentError
 from tests.aggregation import reference
 
 
-def parameters_of(plug, updates, f=1):
+def parameters_of(registration, updates, f=1):
     """The arguments of `fedsim.aggregate` that a rule needs: f, c, root, losses."""
-    values = {"f": f, "c": 1.0 if plug.name == "dnc" else 2.0}
-    params = {name: value for name, value in values.items() if name in plug.parameters.model_fields}
-    if "root" in plug.takes:
+    values = {"f": f, "c": 1.0 if registration.name == "dnc" else 2.0}
+    params = {name: value for name, value in values.items() if name in registration.parameters.model_fields}
+    if "root" in registration.takes:
         params["root"] = updates[:3].double().mean(0).to(updates.dtype)
-    if "losses" in plug.takes:
+    if "losses" in registration.takes:
         params["losses"] = torch.arange(1.0, len(updates) + 1)
     return params
 
@@ -41,83 +41,85 @@ def test_weights_are_normalised(updates, name, as_type):
     assert torch.allclose(fedsim.aggregate(updates, rule=name), updates.mean(0), rtol=0, atol=1e-12)
 
 
-def apply(plug, updates, f=1, **more):
-    return fedsim.aggregate(updates, rule=plug.name, **{**parameters_of(plug, updates, f), **more})
+def apply(registration, updates, f=1, **more):
+    return fedsim.aggregate(updates, rule=registration.name, **{**parameters_of(registration, updates, f), **more})
 
 
-COLUMNWISE = [plug for plug in rule if getattr(plug.target, "columnwise", False)]
-every_rule = pytest.mark.parametrize("plug", list(rule), ids=lambda plug: plug.name)
+COLUMNWISE = [registration for registration in rule if getattr(registration.target, "columnwise", False)]
+every_rule = pytest.mark.parametrize("registration", list(rule), ids=lambda registration: registration.name)
 
 
 TOLERANCES = {torch.float64: 0, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @every_rule
-def test_every_rule_keeps_the_dtype_and_its_input_and_is_close_to_double(plug, updates):
+def test_every_rule_keeps_the_dtype_and_its_input_and_is_close_to_double(registration, updates):
     in_double = torch.cat([updates, updates * 0.9, updates * 0.8])
     for dtype, tolerance in TOLERANCES.items():
         updates = in_double.to(dtype)
         before = updates.clone()
-        result = apply(plug, updates)
+        result = apply(registration, updates)
         assert result.dtype == dtype
         assert result.shape == (33,)
         assert torch.equal(updates, before)
         assert result.data_ptr() not in {row.data_ptr() for row in updates}
-        exact = apply(plug, updates.double())
+        exact = apply(registration, updates.double())
         assert torch.allclose(result.double(), exact, rtol=0, atol=tolerance * float(exact.abs().max())), dtype
 
 
 @every_rule
-def test_every_rule_accepts_one_row_or_states_its_constraint(plug, updates):
-    if "f" in plug.parameters.model_fields or plug.name == "foolsgold":
-        with pytest.raises(ExperimentError, match=f"{plug.name}: needs .*n = 1"):
-            apply(plug, updates[:1])
-    elif plug.name in {"sign_vote", "norm_clipping", "qfedavg"}:
-        assert apply(plug, updates[:1]).shape == (33,)
+def test_every_rule_accepts_one_row_or_states_its_constraint(registration, updates):
+    if "f" in registration.parameters.model_fields or registration.name == "foolsgold":
+        with pytest.raises(ExperimentError, match=f"{registration.name}: needs .*n = 1"):
+            apply(registration, updates[:1])
+    elif registration.name in {"sign_vote", "norm_clipping", "qfedavg"}:
+        assert apply(registration, updates[:1]).shape == (33,)
     else:
-        assert torch.allclose(apply(plug, updates[:1]), updates[0])
+        assert torch.allclose(apply(registration, updates[:1]), updates[0])
 
 
 @every_rule
-def test_every_rule_accepts_equal_rows_zero_rows_and_one_column(plug):
+def test_every_rule_accepts_equal_rows_zero_rows_and_one_column(registration):
     row = torch.tensor([0.5, -1.0, 0.0, 0.25], dtype=torch.double)
-    assert torch.isfinite(apply(plug, row.repeat(8, 1))).all()
-    assert not apply(plug, torch.zeros(8, 4, dtype=torch.double), root=row if "root" in plug.takes else None).any()
-    if plug.name not in {"sign_vote", "foolsgold", "qfedavg"}:
-        assert torch.allclose(apply(plug, row.repeat(8, 1)), row, rtol=0, atol=1e-12)
-    assert apply(plug, torch.tensor([[1.0], [2.0], [4.0], [8.0], [1.5], [3.0], [2.5], [0.5]])).shape == (1,)
+    assert torch.isfinite(apply(registration, row.repeat(8, 1))).all()
+    assert not apply(
+        registration, torch.zeros(8, 4, dtype=torch.double), root=row if "root" in registration.takes else None
+    ).any()
+    if registration.name not in {"sign_vote", "foolsgold", "qfedavg"}:
+        assert torch.allclose(apply(registration, row.repeat(8, 1)), row, rtol=0, atol=1e-12)
+    assert apply(registration, torch.tensor([[1.0], [2.0], [4.0], [8.0], [1.5], [3.0], [2.5], [0.5]])).shape == (1,)
 
 
 @every_rule
-def test_every_rule_is_deterministic_and_leaves_global_generators(plug, updates):
+def test_every_rule_is_deterministic_and_leaves_global_generators(registration, updates):
     updates = torch.cat([updates, updates * 0.9])
     states = torch.get_rng_state(), np.random.get_state()[1].copy()
-    assert torch.equal(apply(plug, updates), apply(plug, updates))
+    assert torch.equal(apply(registration, updates), apply(registration, updates))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])
 
 
 @every_rule
-def test_rows_that_are_not_finite_are_an_error_or_excluded(plug, updates):
+def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates):
     updates = torch.cat([updates, updates * 0.9, updates * 0.8])
     spoilt = updates.clone()
     spoilt[3, 7] = float("inf")  # see test_bad_rows_finds_nan_and_infinity
-    root = {"root": updates.mean(0)} if "root" in plug.takes else {}
+    root = {"root": updates.mean(0)} if "root" in registration.takes else {}
     with pytest.raises(ExperimentError, match=r"1 of 15 updates hold NaN or infinity \(rows of workers 3\)"):
-        apply(plug, spoilt, **root)
+        apply(registration, spoilt, **root)
     good = [row for row in range(15) if row != 3]
-    losses = {"losses": torch.arange(1.0, 16.0)} if "losses" in plug.takes else {}
+    losses = {"losses": torch.arange(1.0, 16.0)} if "losses" in registration.takes else {}
     left = {"losses": losses["losses"][good]} if losses else {}
-    fewer = {"f": 0} if "f" in plug.parameters.model_fields else {}  # the excluded row counts among the f
-    expected = apply(plug, updates[good], **root, **left, **fewer)
-    assert torch.equal(apply(plug, spoilt, nonfinite="exclude", **root, **losses), expected)
+    fewer = {"f": 0} if "f" in registration.parameters.model_fields else {}  # the excluded row counts among the f
+    expected = apply(registration, updates[good], **root, **left, **fewer)
+    assert torch.equal(apply(registration, spoilt, nonfinite="exclude", **root, **losses), expected)
 
 
 def test_a_rule_can_be_an_import_path(updates):
-    result = fedsim.aggregate(updates, rule="tests.plugs:clipped_mean", c=0.5)
+    result = fedsim.aggregate(updates, rule="tests.components:clipped_mean", c=0.5)
     assert result.norm() <= 0.5
-    with pytest.raises(ExperimentError, match="the rule tests.plugs:clipped_mean has no weighted form"):
-        fedsim.aggregate(updates, [1.0] * 5, rule="tests.plugs:clipped_mean")
+    with pytest.raises(ExperimentError, match="the rule tests.components:clipped_mean has no weighted form"):
+        fedsim.aggregate(updates, [1.0] * 5, rule="tests.components:clipped_mean")
 
 
 @pytest.mark.parametrize(
@@ -151,12 +153,12 @@ def test_blocks_cover_every_column_for_any_number_of_processes(d, count):
     assert len(blocks) <= 64
 
 
-@pytest.mark.parametrize("plug", COLUMNWISE, ids=lambda plug: plug.name)
+@pytest.mark.parametrize("registration", COLUMNWISE, ids=lambda registration: registration.name)
 @pytest.mark.parametrize(("d", "width"), [(33, 10), (BLOCK + 5, BLOCK), (2 * BLOCK, BLOCK)])
-def test_columnwise_rules_are_columnwise(plug, d, width):
+def test_columnwise_rules_are_columnwise(registration, d, width):
     updates = torch.randn(9, d, dtype=torch.double, generator=torch.Generator().manual_seed(d))
-    parts = [apply(plug, part) for part in updates.split(width, dim=1)]
-    assert torch.allclose(apply(plug, updates), torch.cat(parts), rtol=0, atol=1e-14)
+    parts = [apply(registration, part) for part in updates.split(width, dim=1)]
+    assert torch.allclose(apply(registration, updates), torch.cat(parts), rtol=0, atol=1e-14)
 
 
 N, D, F = 11, 40, 2
@@ -177,29 +179,30 @@ def close(result, expected, rtol=1e-9):
 
 @every_rule
 @pytest.mark.parametrize("count", [1, F])
-def test_a_huge_row_has_the_effect_of_a_large_row(plug, count):
-    expected, result = apply(plug, rows(1e50, count), F), apply(plug, rows(1e150, count), F)
-    if plug.name in VANISHING:
+def test_a_huge_row_has_the_effect_of_a_large_row(registration, count):
+    expected, result = apply(registration, rows(1e50, count), F), apply(registration, rows(1e150, count), F)
+    if registration.name in VANISHING:
         assert float(result.abs().max()) < 1e-9
     else:
-        assert close(result, expected * (1e100 if plug.name in UNBOUNDED else 1))
-        assert plug.name in UNBOUNDED or float(result.abs().max()) < 10
+        assert close(result, expected * (1e100 if registration.name in UNBOUNDED else 1))
+        assert registration.name in UNBOUNDED or float(result.abs().max()) < 10
 
 
-@pytest.mark.parametrize("plug", list(pre_aggregator), ids=lambda plug: plug.name)
-def test_pre_aggregators_treat_huge_rows_as_large_rows(plug):
+@pytest.mark.parametrize("registration", list(pre_aggregator), ids=lambda registration: registration.name)
+def test_pre_aggregators_treat_huge_rows_as_large_rows(registration):
     expected, result = (
-        fedsim.pre_aggregate(x, plug.name, **parameters_of(plug, x, f=F)) for x in (rows(1e50), rows(1e150))
+        fedsim.pre_aggregate(x, registration.name, **parameters_of(registration, x, f=F))
+        for x in (rows(1e50), rows(1e150))
     )
     expected[expected.abs().amax(1) > 10] *= 1e100
     assert all(close(*pair) for pair in zip(result, expected, strict=True))
 
 
 @every_rule
-def test_huge_rows_in_float32_give_the_result_of_float64(plug):
+def test_huge_rows_in_float32_give_the_result_of_float64(registration):
     x = rows(1e38).float()
-    result, exact = apply(plug, x, F).double(), apply(plug, x.double(), F)
-    assert close(result, exact, 1e-5) or (plug.name in VANISHING and float(result.abs().max()) < 1e-9)
+    result, exact = apply(registration, x, F).double(), apply(registration, x.double(), F)
+    assert close(result, exact, 1e-5) or (registration.name in VANISHING and float(result.abs().max()) < 1e-9)
 
 
 @pytest.mark.skipif(np.finfo(np.longdouble).max == np.finfo(float).max, reason="no extended precision here")

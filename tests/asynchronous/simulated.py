@@ -44,13 +44,13 @@ def nth_step(worker: int, step: int) -> WorkItem:
 
 
 def policy_of(name: str, **params: Any) -> Policy:
-    plug = policy.get(name)
-    return plug.bind(plug.check(params))
+    registration = policy.get(name)
+    return registration.bind(registration.check(params))
 
 
 def delays_of(speeds: Sequence[float], kind: str = "constant", seed: int = 0, **params: Any) -> Delays:
-    plug = noise.get(kind)
-    return Delays(np.array(speeds, dtype=float), noise.bind(plug, plug.check(params)), seed)
+    registration = noise.get(kind)
+    return Delays(np.array(speeds, dtype=float), noise.bind(registration, registration.check(params)), seed)
 
 
 def some_result(row: Tensor, item: WorkItem) -> Tensor:
@@ -106,7 +106,7 @@ def simulate(
     delays: Delays,
     *,
     train: Train = some_result,
-    solver: Any = None,
+    algorithm: Any = None,
     departures: dict[int, float] | None = None,
     seed: int = 0,
     size: int = SIZE,
@@ -121,7 +121,7 @@ def simulate(
         train: the result of a work item.
         models: bytes of a model.
     """
-    n, optimizer, wide = len(delays.speeds), ServerSGD(), torch.float64
+    n, optimizer, wide = len(delays.slowdowns), ServerSGD(), torch.float64
     row, of_model = START.clone(), torch.tensor(global_buffers, dtype=wide)
     server_tensors = SimpleNamespace(
         row=row, buffers=of_model, algorithm={}, states={"parameters": optimizer.start(row)}
@@ -134,10 +134,10 @@ def simulate(
         received={},
         train_loss=torch.zeros(n, dtype=wide),
     )
-    components = {"policy": chosen, "local": solver or SGD(lr=LR), "server": optimizer}
+    components = {"policy": chosen, "local": algorithm or SGD(lr=LR), "server": optimizer}
     tables = {key: SimpleNamespace(component=component) for key, component in components.items()}
     experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
-    task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), solver=GradientOnly())
+    task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), algorithm=GradientOnly())
     cohort.worker_rows = {"buffers": cohort.buffers}
     shared = SimpleNamespace(server=server_tensors, cohort=cohort)
     states = WorkerStates({"buffers": shared.server.buffers.clone()} if buffers == "local" else {})

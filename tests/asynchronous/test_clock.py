@@ -83,7 +83,7 @@ def test_results_do_not_depend_on_when_work_is_computed():
         ("ad_psgd", {}),
         ("fedasync", {}),
     ):
-        for buffers in ("average", "local", "server"):
+        for buffers in ("average", "local", "frozen"):
             rows = []
             for lazy in (False, True):
                 run = simulate(
@@ -110,7 +110,7 @@ def test_results_do_not_depend_on_when_work_is_computed():
 def test_virtual_seconds_by_hand():
     """Steps of 2 s on worker 1 and 1 s on worker 0, 0.5 s of latency, models of 30 bytes at 20 bytes a second."""
     delays = delays_of([1.0, 2.0])
-    delays = type(delays)(delays.speeds, delays.noise, 0, 1.0, 0.5, 20.0)
+    delays = type(delays)(delays.slowdowns, delays.noise, 0, 1.0, 0.5, 20.0)
     run = simulate(policy_of("asgd"), delays, models=30.0)  # one model down and one gradient up: 3 s
     run.advance(4)
     assert run.times == [4.5, 5.5, 9.0, 11.0]
@@ -167,7 +167,7 @@ def test_work_that_arrives_after_the_end_is_not_computed(name):
 
 def test_cancelled_work_starts_again_with_the_new_model():
     """Worker 2 is cancelled twice, and starts its first batch again each time."""
-    run = simulate(policy_of("backup", backups=1), delays_of([1.0, 1.0, 1.5]))
+    run = simulate(policy_of("backup_workers", backups=1), delays_of([1.0, 1.0, 1.5]))
     run.advance(4)
     assert run.clock.now == 2.0
     run.clock._departures = {0: 0.0}  # from now on worker 2 is needed

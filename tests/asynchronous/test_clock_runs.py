@@ -48,7 +48,7 @@ SMALL = {
     "local": {"batch_size": 4, "lr": 0.1},
     "mode": "clock",
 }
-JITTER = {"speed": {"name": "geometric", "ratio": 3.0}, "noise": "lognormal", "latency": 0.1, "bandwidth": 1000.0}
+JITTER = {"slowdown": {"name": "geometric", "ratio": 3.0}, "noise": "lognormal", "latency": 0.1, "bandwidth": 1000.0}
 
 # What makes a policy with one worker plain SGD; a policy that is not here has no neutral settings, which it must have.
 NEUTRAL = {
@@ -60,7 +60,7 @@ NEUTRAL = {
     "ssp": {},
     "k_sync": {"k": 1},
     "k_async": {"k": 1},
-    "backup": {"backups": 0},
+    "backup_workers": {"backups": 0},
     "fedasync": {"alpha": 1.0},
     "fedbuff": {},
     "async_local_sgd": {"lr": 1.0, "beta": 0.0},
@@ -120,15 +120,15 @@ def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [  # each policy in one precision by default, in turn, and in the other under `-m slow`
-        pytest.param(plug.name, precision, marks=pytest.mark.slow if (index + shift) % 2 else ())
-        for index, plug in enumerate(policy)
+        pytest.param(registration.name, precision, marks=pytest.mark.slow if (index + shift) % 2 else ())
+        for index, registration in enumerate(policy)
         for shift, precision in enumerate(("float32", "float64"))
     ],
 )
 def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precision, servers):
     assert name in NEUTRAL, f"{name}: say in NEUTRAL under which settings it is plain SGD with one worker"
-    plug = policy.get(name)
-    chosen = plug.bind(plug.check(NEUTRAL[name]))
+    registration = policy.get(name)
+    chosen = registration.bind(registration.check(NEUTRAL[name]))
     by_step = chosen.in_rounds or chosen.work == "gradient"
     for momentum in (0.0, 0.5):
         if chosen.needs_momentum and not momentum:
@@ -185,9 +185,9 @@ def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, mode
     assert apart.history[-1]["asynchronous"]["updates"] == 4
 
 
-def test_solver_state_is_that_of_the_synchronous_run():
+def test_algorithm_state_is_that_of_the_synchronous_run():
     """Policies with one state on the server, and policies with a state per worker, for one worker."""
-    local = {"batch_size": 7, "lr": 0.05, "solver": "adam"}
+    local = {"batch_size": 7, "lr": 0.05, "algorithm": "adam"}
     for workers, policies in ((3, ({"name": "ssp", "s": 0},)), (1, ("asgd", "hogwild", "gossip"))):
         together = run(sync="gradients", aggregate="mean", workers=workers, local=local)
         for chosen in policies:
@@ -197,7 +197,7 @@ def test_solver_state_is_that_of_the_synchronous_run():
 @pytest.mark.parametrize(
     ("server", "model", "precision"),
     [
-        *((server, "linear", "float64") for server in ("adam", "slowmo", {"optimizer": "bmuf", "nesterov": True})),
+        *((server, "linear", "float64") for server in ("adam", "slowmo", {"name": "bmuf", "nesterov": True})),
         ("sgd", "linear", "float32"),
         ("sgd", "normalised", "float64"),
     ],
@@ -216,7 +216,7 @@ def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, model, precision):
 
 def test_a_straggler_delays_the_synchronous_run_only():
     """Virtual times by hand."""
-    clock = {"speed": {"name": "list", "values": [1.0, 1.0, 1.0, 10.0]}}
+    clock = {"slowdown": {"name": "list", "values": [1.0, 1.0, 1.0, 10.0]}}
     waits, goes_on = run(clock=clock), run("fedasync", clock=clock)
     assert [record["virtual_seconds"] for record in waits.history] == [40.0, 80.0, 120.0]
     assert [record["virtual_seconds"] for record in goes_on.history] == [8.0, 12.0, 16.0]
@@ -239,19 +239,19 @@ CASES = {
     },
     "worker state and messages": {
         **{"policy": "fedasync", "workers": 7, "cohort": 3},
-        "local": {"solver": "tests.plugs:Counting", "batch_size": 3},
+        "local": {"algorithm": "tests.components:Counting", "batch_size": 3},
     },
     "dropout, by steps": {"policy": "asgd", "model": f"{__name__}:dropping"},
     "steps in proportion to speed": {"policy": {"name": "async_local_sgd", "dylu": True}},
     "departures": {"policy": "gossip", "clock": {**JITTER, "departures": {"1": 5.0}}},
     "BatchNorm, buffers of the server": {
         **{"policy": "hogwild", "model": f"{__name__}:normalised"},
-        "buffers": "server",
+        "buffers": "frozen",
     },
     "augmentation, by steps": {
         **{key: value for key, value in zoo_experiment("convolution").items() if key in ("model", "partition")},
         **{"workers": 5, "policy": "asgd"},
-        "data": {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]},
+        "data": {"name": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]},
     },
 }
 
@@ -268,7 +268,7 @@ def test_engines_agree(case, engine, session):
         for name, value in serial.model.state_dict().items():
             assert torch.equal(value, spawned.model.state_dict()[name]), name
         return
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 2}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})
     for name, value in serial.model.state_dict().items():
         assert torch.allclose(value, stacked.model.state_dict()[name], rtol=0, atol=1e-9), name
     for key in ("virtual_seconds", "asynchronous", "samples", "cohort", "bytes_up", "bytes_down"):
@@ -280,7 +280,7 @@ def test_engines_agree(case, engine, session):
 
 def test_the_records_of_a_run_by_hand():
     """Two workers of 1 and 2 s and 2 steps a round, fedasync; a model of 21 float32 has 84 bytes."""
-    clock = {"speed": {"name": "list", "values": [1.0, 2.0]}}
+    clock = {"slowdown": {"name": "list", "values": [1.0, 2.0]}}
     tables = {"workers": 2, "rounds": 2, "local": {"steps": 2, "batch_size": 4, "lr": 0.1}, "clock": clock}
     first, second = run("fedasync", **tables).history
     # worker 0 arrives at 2, 4, 6, ... and worker 1 at 4, 8, ...; a round is two arrivals, or more with ties
@@ -317,7 +317,7 @@ def test_data_poisoning_has_an_effect():
 
 
 def test_workers_of_a_large_population_are_drawn_on_demand():
-    population = {"workers": 10**6, "partition": {"strategy": "virtual", "samples": 8}}
+    population = {"workers": 10**6, "partition": {"name": "virtual", "samples": 8}}
     history = run({"name": "fedbuff", "k": 2}, cohort=3, clock={**JITTER, "noise": "lognormal"}, **population).history
     seen = [worker for record in history for worker in record["cohort"]]
     assert len(set(seen)) == len(seen) == 9

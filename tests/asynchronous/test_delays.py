@@ -1,18 +1,18 @@
-"""Speeds of workers, noise of work items, also from a trace file, and the delays made of them."""
+"""Slowdowns of workers, noise of work items, also from a trace file, and the delays made of them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from fedsim.asynchronous.delays import BLOCK, Delays, speed
-from fedsim.config.schema import Noise, Speed
+from fedsim.asynchronous.delays import BLOCK, Delays, slowdown
+from fedsim.config.schema import Noise, Slowdown
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
 
 
-def speeds_of(n_workers, name, seed=0, **params):
-    return Speed(name=name, **params).component(n_workers, seed)
+def slowdowns_of(n_workers, name, seed=0, **params):
+    return Slowdown(name=name, **params).component(n_workers, seed)
 
 
 def noise_of(name, **params):
@@ -53,25 +53,29 @@ def test_noise_is_drawn_as_documented(name, params, factors):
         assert delays.seconds(worker, unit, 7, 20) == pytest.approx(expected, rel=1e-12)
 
 
-# Speeds
+# Slowdowns
 
 
 @pytest.mark.parametrize("name", ["linear", "geometric"])
 def test_shuffle_permutes_the_factors(name):
-    in_order, shuffled = speeds_of(50, name), speeds_of(50, name, shuffle=True)
+    in_order, shuffled = slowdowns_of(50, name), slowdowns_of(50, name, shuffle=True)
     assert sorted(shuffled) == in_order.tolist()
-    assert shuffled.tolist() != in_order.tolist() != speeds_of(50, name, seed=1, shuffle=True).tolist()
-    assert speeds_of(1, name).tolist() == [1.0]
+    assert shuffled.tolist() != in_order.tolist() != slowdowns_of(50, name, seed=1, shuffle=True).tolist()
+    assert slowdowns_of(1, name).tolist() == [1.0]
 
 
 @pytest.mark.parametrize(("fraction", "slow"), [(0.0, 0), (0.3, 3), (1.0, 10)])
 def test_stragglers_are_a_drawn_fraction(fraction, slow):
-    assert sorted(speeds_of(10, "stragglers", fraction=fraction, factor=5.0)) == [1.0] * (10 - slow) + [5.0] * slow
+    assert sorted(slowdowns_of(10, "stragglers", fraction=fraction, factor=5.0)) == [1.0] * (10 - slow) + [5.0] * slow
 
 
-@pytest.mark.parametrize("plug", [plug for plug in speed if plug.name != "list"], ids=lambda plug: plug.name)
-def test_speeds_are_positive_and_a_pure_function_of_the_seed(plug):
-    first, again = (speed.bind(plug, plug.check({}))(1000, 3) for _ in range(2))
+@pytest.mark.parametrize(
+    "registration",
+    [registration for registration in slowdown if registration.name != "list"],
+    ids=lambda registration: registration.name,
+)
+def test_slowdowns_are_positive_and_a_pure_function_of_the_seed(registration):
+    first, again = (slowdown.bind(registration, registration.check({}))(1000, 3) for _ in range(2))
     assert np.array_equal(first, again)
     assert first.min() > 0
 
@@ -83,8 +87,8 @@ def test_speeds_are_positive_and_a_pure_function_of_the_seed(plug):
         ("pareto", {"alpha": 1.5}, lambda rng: (rng.pareto(1.5, 4) + 1) / 3),
     ],
 )
-def test_speeds_are_drawn_as_documented(name, params, factors):
-    assert speeds_of(4, name, 5, **params).tolist() == pytest.approx(factors(numpy_generator(5, "speed")).tolist())
+def test_slowdowns_are_drawn_as_documented(name, params, factors):
+    assert slowdowns_of(4, name, 5, **params).tolist() == pytest.approx(factors(numpy_generator(5, "speed")).tolist())
 
 
 # Errors
@@ -93,13 +97,13 @@ def test_speeds_are_drawn_as_documented(name, params, factors):
 @pytest.mark.parametrize(
     ("of", "name", "params", "message"),
     [
-        (Speed, "list", {"values": [1.0, 2.0]}, r"clock.speed.values: 2 values for 3 workers; give one for each"),
-        (Speed, "list", {"values": [1.0, 0.0, 2.0]}, r"clock.speed.values\[1\] = 0.0: must be greater than 0"),
+        (Slowdown, "list", {"values": [1.0, 2.0]}, r"clock.slowdown.values: 2 values for 3 workers; give one for each"),
+        (Slowdown, "list", {"values": [1.0, 0.0, 2.0]}, r"clock.slowdown.values\[1\] = 0.0: must be greater than 0"),
     ],
 )
 def test_impossible_parameters_are_an_error(of, name, params, message):
     with pytest.raises(ValueError, match=message):
-        noise_of(name, **params) if of is Noise else speeds_of(3, name, **params)
+        noise_of(name, **params) if of is Noise else slowdowns_of(3, name, **params)
 
 
 def one_too_many(size):
@@ -121,14 +125,14 @@ def zero(n_workers):
     return np.array([1.0, 0.0, 1.0])
 
 
-def test_the_factors_of_imported_plugs_are_checked():
+def test_the_factors_of_imported_components_are_checked():
     with pytest.raises(ExperimentError, match=rf"one_too_many.: must return factors of shape \[{BLOCK}\], not \[257\]"):
         delays_of(2, f"{__name__}:one_too_many")
     delays = delays_of(2, f"{__name__}:negative")
     with pytest.raises(ExperimentError, match=f"returned factor -1.0 for unit {BLOCK + 2} of worker 1"):
         delays.seconds(1, BLOCK, 1)
     with pytest.raises(ExperimentError, match="returned a factor of 0; factors must be positive"):
-        speeds_of(3, f"{__name__}:zero")
+        slowdowns_of(3, f"{__name__}:zero")
 
 
 def test_a_noise_without_a_generator_knows_its_units():

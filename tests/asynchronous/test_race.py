@@ -13,10 +13,10 @@ from fedsim.asynchronous.race.state import RaceState
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.engines.pool.process_pool import ProcessPool
-from tests import plugs
-from tests.asynchronous import race_plugs
+from tests import components
+from tests.asynchronous import race_components
 
-PLUGS = "tests.asynchronous.race_plugs"
+COMPONENTS = "tests.asynchronous.race_components"
 PARAMETERS = {
     "k_sync": {"k": 2},
     "k_async": {"k": 2},
@@ -24,7 +24,7 @@ PARAMETERS = {
     "eamsgd": {"alpha": 0.3, "period": 2},
     "fedasync": {"alpha": 0.5},
 }
-RACING = [plug.name for plug in policy if not plug.target.in_rounds]
+RACING = [registration.name for registration in policy if not registration.target.in_rounds]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def race(session, name, out=None, **changes):
         "workers": 3,
         "rounds": 1,
         "model": "logistic",
-        "data": "tests.plugs:tiny",
+        "data": "tests.components:tiny",
         "local": {"batch_size": 16, "lr": 0.05},
         "race": {"runs": 1},
         "policy": {"name": name, **given},
@@ -93,7 +93,7 @@ def test_records_are_means_over_runs_and_the_model_is_of_the_first_run(session, 
         assert record["samples"] == [68, 68, 67]
         assert record["bytes_up"] == record["bytes_down"] == 51 * 7850 * 4
     assert [record["asynchronous"]["updates"] for record in result.history] == [51, 102]
-    _, test = plugs.tiny(None)
+    _, test = components.tiny(None)
     inputs, targets = test.gather(torch.arange(len(test)))
     accuracy = (result.model(inputs).argmax(1) == targets).float().mean().item()
     assert accuracy == pytest.approx(result.history[-1]["race"]["test_accuracies"][0])
@@ -112,14 +112,14 @@ def test_each_run_continues_from_its_own_state(session):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_workers_with_disjoint_embedding_rows_compute_the_sequential_result(session, sparse):
     tables = {
-        "data": f"{PLUGS}:disjoint_texts",
-        "model": {"name": f"{PLUGS}:Bag", "sparse": sparse},
-        "partition": f"{PLUGS}:in_thirds",
+        "data": f"{COMPONENTS}:disjoint_texts",
+        "model": {"name": f"{COMPONENTS}:Bag", "sparse": sparse},
+        "partition": f"{COMPONENTS}:in_thirds",
         "local": {"batch_size": 3, "lr": 0.5, "epochs": 3},
     }
     raced = race(session, "hogwild", **tables).global_row
-    train, _ = race_plugs.disjoint_texts(None)
-    model = race_plugs.Bag()
+    train, _ = race_components.disjoint_texts(None)
+    model = race_components.Bag()
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(0, "model"))
         model.embedding.reset_parameters()
@@ -156,7 +156,7 @@ def test_a_held_back_worker_catches_up_in_the_next_round(session, name):
 
 
 def test_workers_with_fewer_steps_do_not_block_others(session):
-    tables = {"partition": "tests.plugs:uneven", "local": {"batch_size": 8, "lr": 0.05}}
+    tables = {"partition": "tests.components:uneven", "local": {"batch_size": 8, "lr": 0.05}}
     for given in ({"name": "ssp", "s": 0}, {"name": "easgd", "synchronous": True, "period": 1}):
         record = race(session, given["name"], policy=given, **tables).history[0]
         assert record["samples"] == [33, 68, 102]
@@ -164,7 +164,7 @@ def test_workers_with_fewer_steps_do_not_block_others(session):
 
 
 ALONE = [
-    *(("hogwild", "tests.models:Normalised", buffers) for buffers in ("average", "local", "server")),
+    *(("hogwild", "tests.models:Normalised", buffers) for buffers in ("average", "local", "frozen")),
     *((name, "net", "average") for name in ("hogwild", "gossip", "ad_psgd")),  # with dropout
 ]
 
@@ -173,7 +173,7 @@ ALONE = [
 def test_one_worker_alone_has_the_bits_of_the_clock(session_of_one, name, model, buffers):
     """Of policies that do not lock the server; the clock repeats the races of the others."""
     tables = {"workers": 1, "model": model, "buffers": buffers, "policy": name, "rounds": 2}
-    tables = {**tables, "data": "tests.plugs:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
+    tables = {**tables, "data": "tests.components:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
     on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
     raced = race(session_of_one, name, **tables).model.state_dict()
     assert all(torch.equal(raced[key], value) for key, value in on_clock.items())
@@ -186,19 +186,19 @@ def test_a_model_that_replaces_its_parameters_is_an_error():
 
 def test_a_policy_that_never_starts_a_worker_is_an_error():
     with pytest.raises(fedsim.ExperimentError) as caught:
-        race(None, f"{PLUGS}:NeverStarting", workers=1)
+        race(None, f"{COMPONENTS}:NeverStarting", workers=1)
     assert caught.value.lines == ("policy: in round 1 of the race no worker is busy and none may start",)
 
 
 def test_lost_updates_are_counted():
     race_state = RaceState(2, torch.device("cpu"))
     with ProcessPool(2) as pool:
-        counts = pool.call(race_plugs.count_updates, race_state, 1000, True)
+        counts = pool.call(race_components.count_updates, race_state, 1000, True)
         assert race_state.lost() == 0
         assert float(race_state.loss_counters[0, 0]) == 2000
         assert all(taken == 1000 >= waited for taken, waited in counts)
         for _ in range(200):  # once is nearly always enough
-            pool.call(race_plugs.count_updates, race_state, 5000, False)
+            pool.call(race_components.count_updates, race_state, 5000, False)
             if race_state.lost():
                 break
     assert 0 < race_state.lost() < 5000 * 200
@@ -219,7 +219,7 @@ def test_keys_that_do_not_go_with_a_race_are_refused(tables, line):
 
 
 def test_the_first_line_of_output_warns_that_a_race_is_not_repeatable(cli):
-    words = ("mode=race", "policy=locked", "workers=1", "model=logistic", "data=tests.plugs:tiny", "rounds=1")
+    words = ("mode=race", "policy=locked", "workers=1", "model=logistic", "data=tests.components:tiny", "rounds=1")
     done = cli("run", *words, "race.runs=2", "--out", "here")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0] == (

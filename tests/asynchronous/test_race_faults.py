@@ -6,7 +6,7 @@ import pytest
 
 import fedsim
 
-PLUGS = "tests.asynchronous.race_plugs"
+COMPONENTS = "tests.asynchronous.race_components"
 KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \(exit code -9\)"
 
 
@@ -14,11 +14,11 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
     ("tables", "message"),
     [
         (
-            {"policy": f"{PLUGS}:FailingLocked"},
+            {"policy": f"{COMPONENTS}:FailingLocked"},
             KILLED + " while it held a lock: what that protects may be half written",
         ),
         (
-            {"policy": f"{PLUGS}:FailingHogwild"},
+            {"policy": f"{COMPONENTS}:FailingHogwild"},
             KILLED + " in the middle of a write to the shared model, which may be half written",
         ),
         pytest.param(
@@ -27,15 +27,15 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
             marks=pytest.mark.slow,
         ),
         (
-            {"policy": {"name": f"{PLUGS}:FailingLocked", "how": "stop"}, "timeout": 1.0},
+            {"policy": {"name": f"{COMPONENTS}:FailingLocked", "how": "stop"}, "timeout": 1.0},
             r"process [01] has given no sign of life for 1 s \(worker 1 in round 1\); a step that takes .*",
         ),
     ],
     ids=["with the lock", "in a write", "in a step", "stopped with the lock"],
 )
 def test_a_failing_worker_ends_the_run_with_one_line(tables, message):
-    changes = {"mode": "race", "workers": 2, "rounds": 3, "model": "logistic", "data": "tests.plugs:tiny"}
-    changes["worker_retries"] = 0
+    changes = {"mode": "race", "workers": 2, "rounds": 3, "model": "logistic", "data": "tests.components:tiny"}
+    changes["process_retries"] = 0
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run({**changes, **tables})
     assert re.fullmatch(message, str(caught.value)), str(caught.value)

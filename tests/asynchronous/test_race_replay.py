@@ -22,8 +22,8 @@ TABLES = {
     "workers": 3,
     "rounds": 2,
     "model": "tests.models:Normalised",
-    "data": "tests.plugs:tiny",
-    "partition": "tests.plugs:uneven",
+    "data": "tests.components:tiny",
+    "partition": "tests.components:uneven",
     "local": {"batch_size": 6, "lr": 0.05, "momentum": 0.5},
 }
 
@@ -41,7 +41,7 @@ def race(session, out, policy):
 
 def again(log, on_start=None, **changes):
     """The race on the clock, in one process."""
-    tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"log": str(log)}}
+    tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"replay_log": str(log)}}
     return fedsim.run({**tables, **changes}, on_start=on_start)
 
 
@@ -69,7 +69,7 @@ def logged(session, tmp_path_factory):
 def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_time(logged):
     result = again(logged, rounds=1)
     line = announcement(result.experiment)
-    assert f"on the virtual clock (order from clock.log = {show(str(logged))})" in line
+    assert f"on the virtual clock (order from clock.replay_log = {show(str(logged))})" in line
     assert "speeds" not in line
     heads = [column.column for column in columns_of(result.history[0])]
     assert heads[-2:] == ["updates", "staleness"]
@@ -90,7 +90,7 @@ RACED = "is the log of a race with "
 def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(logged, **changes)
-    assert caught.value.lines == (f"clock.log = {show(str(logged))}: {line}",)
+    assert caught.value.lines == (f"clock.replay_log = {show(str(logged))}: {line}",)
 
 
 def altered(logged, tmp_path, change):
@@ -117,12 +117,12 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(path)
     (found,) = caught.value.lines
-    assert re.fullmatch(f"clock.log = {re.escape(show(str(path)))}: {line}", found), found
+    assert re.fullmatch(f"clock.replay_log = {re.escape(show(str(path)))}: {line}", found), found
 
 
 @pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])
 def test_keys_that_do_not_go_with_a_log_are_refused(name):
-    line = f'clock.log = "x": needs a policy that locks the server, and policy.name = "{name}" does not'
+    line = f'clock.replay_log = "x": needs a policy that locks the server, and policy.name = "{name}" does not'
     with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(mode="clock", policy=name, clock={"log": "x"})
+        fedsim.Experiment(mode="clock", policy=name, clock={"replay_log": "x"})
     assert caught.value.lines == (line,)

@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.delays import Delays
-from fedsim.clients import solver
+from fedsim.clients import client_algorithm
 from fedsim.rounds.round_clock import RoundClock, delays_of
 from tests.asynchronous import simulated
 
@@ -17,7 +17,12 @@ def experiment(**clock):
 
 
 def test_delays_of_an_experiment():
-    clock = {"base": 0.5, "speed": {"name": "list", "values": [1.0, 2.0, 3.0]}, "latency": 0.25, "bandwidth": 10.0}
+    clock = {
+        "step_seconds": 0.5,
+        "slowdown": {"name": "list", "values": [1.0, 2.0, 3.0]},
+        "latency": 0.25,
+        "bandwidth": 10.0,
+    }
     delays = delays_of(experiment(**clock))
     assert delays.seconds(1, 0, 4) == 4.0
     assert delays.seconds(2, 9, 2, 20) == 3.0 + 0.25 + 2.0
@@ -39,7 +44,7 @@ def test_a_round_takes_as_long_as_its_slowest_worker():
 
 def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
     delays = simulated.delays_of([1.0, 2.0])
-    delays = Delays(delays.speeds, delays.noise, 0, 1.0, 0.5, 20.0)
+    delays = Delays(delays.slowdowns, delays.noise, 0, 1.0, 0.5, 20.0)
     for in_step, seconds in ((False, 4 + 0.5 + 3), (True, 2 * (2 + 0.5 + 3))):
         clock = RoundClock(delays, row_bytes=30, buffer_bytes=10)
         clock.pass_round({0: 2, 1: 2}, update_bytes=10, in_step=in_step)
@@ -50,21 +55,21 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
 def test_the_messages_of_a_client_algorithm_travel_with_its_model(policy, tiny_experiment):
     """Each way the model and a message of a row and a number, at one number in a second."""
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "policy": policy}
-    tables |= {"local": {"solver": "tests.plugs:Counting", "steps": 2}, "clock": {"bandwidth": 4.0}}
+    tables |= {"local": {"algorithm": "tests.components:Counting", "steps": 2}, "clock": {"bandwidth": 4.0}}
     assert fedsim.run(tables).history[0]["virtual_seconds"] == 2 + 2 * (2 * 7850 + 1)
 
 
-FURTHER = {  # and all solvers with their defaults
-    "ditto of few steps": {"solver": "ditto", "personal_steps": 2},
-    "fedsam with rho = 0": {"solver": "fedsam", "rho": 0.0},
-    "pfedme of three inner steps": {"solver": "pfedme", "inner_steps": 3},
-    "scaffold with full gradients": {"solver": "scaffold", "option": 1},
-    "apfl that adapts": {"solver": "apfl", "adaptive": True},
-    "accumulated gradients": {"solver": "sgd", "accumulate": 2},
-    "smaller batches left out": {"solver": "mimelite", "drop_last": True},
-    "kept momentum": {"solver": "sgd", "momentum": 0.9, "keep_state": True},
+FURTHER = {  # and all client algorithms with their defaults
+    "ditto of few steps": {"algorithm": "ditto", "personal_steps": 2},
+    "fedsam with rho = 0": {"algorithm": "fedsam", "rho": 0.0},
+    "pfedme of three inner steps": {"algorithm": "pfedme", "inner_steps": 3},
+    "scaffold with full gradients": {"algorithm": "scaffold", "option": 1},
+    "apfl that adapts": {"algorithm": "apfl", "adaptive": True},
+    "accumulated gradients": {"algorithm": "sgd", "accumulate": 2},
+    "smaller batches left out": {"algorithm": "mimelite", "drop_last": True},
+    "kept momentum": {"algorithm": "sgd", "momentum": 0.9, "keep_state": True},
 }
-LOCAL = {**{plug.name: {"solver": plug.name} for plug in solver}, **FURTHER}
+LOCAL = {**{registration.name: {"algorithm": registration.name} for registration in client_algorithm}, **FURTHER}
 ASYNCHRONOUS = ("sgd", "fedsam", "ditto of few steps", "mimelite", "scaffold with full gradients")
 
 
@@ -76,21 +81,21 @@ def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch)
     passes, backward = [], torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda *args, **more: (passes.append(1), backward(*args, **more)))
     local = {"epochs": 2, "batch_size": 3, **LOCAL[case]}
-    if "personal" in solver.get(local["solver"]).parameters.model_fields:
+    if "personal" in client_algorithm.get(local["algorithm"]).parameters.model_fields:
         local["personal"] = ["*.bias"]
     # The statistics of pfedme's personal model take one more pass, which is not one of the algorithm.
-    model = "2nn" if local["solver"] == "pfedme" else "tests.models:Normalised"
+    model = "2nn" if local["algorithm"] == "pfedme" else "tests.models:Normalised"
     result = fedsim.run(
         **{"engine": "serial", "workers": 1, "rounds": 2, "mode": "clock", "policy": policy, "local": local},
-        **{"data": {"dataset": "tests.plugs:tiny", "train": 8}, "model": model, "buffers": "local"},
+        **{"data": {"name": "tests.components:tiny", "train": 8}, "model": model, "buffers": "local"},
     )
     assert result.history[-1]["virtual_seconds"] == len(passes) > 0
 
 
 def test_a_gradient_that_is_sent_takes_the_time_of_one_gradient(tiny_experiment):
     """Whatever the algorithm declares, which is for its own steps."""
-    tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "clock": {"base": 0.5}}
-    tables |= {"local": {"solver": "tests.plugs:Costly", "steps": 4}, "workers": 2}
+    tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "clock": {"step_seconds": 0.5}}
+    tables |= {"local": {"algorithm": "tests.components:Costly", "steps": 4}, "workers": 2}
     seconds = [
         fedsim.run({**tables, **how}).history[0]["virtual_seconds"]
         for how in ({}, {"policy": "fedbuff"}, {"sync": "gradients"}, {"policy": "asgd"})

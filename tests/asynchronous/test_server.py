@@ -33,7 +33,7 @@ def test_buffers_move_by_the_fraction_of_the_workers():
 
 
 @pytest.mark.parametrize(
-    ("policy", "began_with", "globally"), [("average", 8.0, 6.0), ("local", 5.0, 6.0), ("server", 8.0, 8.0)]
+    ("policy", "began_with", "globally"), [("average", 8.0, 6.0), ("local", 5.0, 6.0), ("frozen", 8.0, 8.0)]
 )
 def test_work_starts_with_the_buffers_of_the_buffer_policy(policy, began_with, globally):
     server = server_of(global_buffers=[8.0], buffers=policy)

@@ -47,12 +47,12 @@ def test_sign_flipping_negates_own_rows_or_the_mean(scale, honest, own_updates):
 
 def test_gaussian_has_standard_deviation_s(honest):
     wide = torch.zeros(1, 100_000, dtype=torch.double)
-    rows = attack(wide, 2, "gaussian", s=3.0)
+    rows = attack(wide, 2, "gaussian", std=3.0)
     assert rows.mean(1).abs().max() < 0.05
     assert (rows.std(1) - 3).abs().max() < 0.05
     assert (rows.abs() < 3).double().mean().item() == pytest.approx(0.6827, abs=0.005)
     assert abs(np.corrcoef(rows.numpy())[0, 1]) < 0.02
-    assert torch.equal(attack(honest, 3, "gaussian", s=0.0), torch.zeros(3, 33, dtype=torch.double))
+    assert torch.equal(attack(honest, 3, "gaussian", std=0.0), torch.zeros(3, 33, dtype=torch.double))
 
 
 def test_gaussian_depends_only_on_the_seed(honest):
@@ -74,8 +74,8 @@ def test_free_rider_sends_zero_or_the_last_update(honest, own_updates):
 
 
 def bound(name, **params):
-    plug = attack_strategy.get(name)
-    return attack_strategy.bind(plug, plug.check(params))
+    registration = attack_strategy.get(name)
+    return attack_strategy.bind(registration, registration.check(params))
 
 
 def rounds_of_rows(count, h=6, d=5, seed=0):
@@ -475,11 +475,11 @@ def test_an_impossible_backdoor_is_refused(params, shape, message, draws):
         backdoor.goal(inputs, targets, 10)
 
 
-@pytest.mark.parametrize("plug", list(attack_strategy), ids=lambda plug: plug.name)
-def test_bound_attacks_can_be_pickled(plug):
-    there = pickle.loads(pickle.dumps(bound(plug.name)))
-    assert there.name == plug.name
-    assert (there.poison is None) == (bound(plug.name).poison is None)
+@pytest.mark.parametrize("registration", list(attack_strategy), ids=lambda registration: registration.name)
+def test_bound_attacks_can_be_pickled(registration):
+    there = pickle.loads(pickle.dumps(bound(registration.name)))
+    assert there.name == registration.name
+    assert (there.poison is None) == (bound(registration.name).poison is None)
 
 
 EVERY = pytest.mark.parametrize("name", attack_strategy.names())
@@ -546,8 +546,8 @@ def test_every_attack_accepts_any_number_of_columns(name, honest):
 @EVERY
 def test_without_attackers_or_honest_rows(name, honest, own_updates):
     assert attack(honest[:1], 0, name).shape == (0, 33)
-    plug = attack_strategy.get(name)
-    bound = attack_strategy.bind(plug, plug.check({}))
+    registration = attack_strategy.get(name)
+    bound = attack_strategy.bind(registration, registration.check({}))
     given = {"aggregate": lambda rows: rows[0]}
     if "honest" in bound.accepts and name != "sign_flipping":
         with pytest.raises(ExperimentError, match=r"at least 1 honest row, there are 0|number of honest rows, 0"):
@@ -564,8 +564,8 @@ def test_an_attack_can_be_an_import_path(honest, own_updates):
 
 
 def test_a_dataclass_with_poison_is_an_attack_on_data(honest, own_updates):
-    plug = attack_strategy.get("tests.byzantine.test_attacks:Blank")
-    bound = attack_strategy.bind(plug, plug.check({"times": 3.0}))
+    registration = attack_strategy.get("tests.byzantine.test_attacks:Blank")
+    bound = attack_strategy.bind(registration, registration.check({"times": 3.0}))
     assert torch.equal(bound(honest, own_updates)[0], own_updates * 3)
     assert bound.poison(torch.ones(2), torch.arange(2), 2, None)[0].tolist() == [0, 0]
     assert bound.goal is None

@@ -10,11 +10,11 @@ import torch
 
 import fedsim
 from fedsim.byzantine.base import draw_attackers
-from fedsim.config.source_catalog import plug_tables, source_plugs
+from fedsim.config.source_catalog import component_tables, source_components
 from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.models import logistic
-from tests import plugs
+from tests import components
 from tests.textbook import Federation, finished
 
 
@@ -70,7 +70,7 @@ def test_workers_follow_the_protocol_before_they_attack(tables):
 
 @pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
 def test_attackers_are_drawn_anew_in_each_round(engine, tables):
-    changes = {"attack": {"name": "inf", "fraction": 0.3, "redraw": True}, "rounds": 4, "engine": engine}
+    changes = {"attack": {"name": "inf", "fraction": 0.3, "resample": True}, "rounds": 4, "engine": engine}
     changes |= {"aggregate": {"rule": "mean", "nonfinite": "exclude"}, "processes": 1 if engine == "batched" else None}
     result = fedsim.run({**tables, **changes})
     excluded = [record["excluded"] for record in result.history]
@@ -80,26 +80,28 @@ def test_attackers_are_drawn_anew_in_each_round(engine, tables):
 
 def test_attackers_are_those_who_hold_a_class(tables):
     found = []
-    changes = {"partition": {"strategy": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
-    attack = {"name": "sign_flipping", "fraction": 0.3, "holding": 3}
+    changes = {"partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
+    attack = {"name": "sign_flipping", "fraction": 0.3, "by_class": 3}
     fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: found.append(facts))
     held = found[0].label_counts[:, 3]
     assert sorted(held[found[0].byzantine]) == sorted(held)[-2:]
-    with pytest.raises(ExperimentError, match=r"attack.holding = 10: must be the label of a training sample"):
-        fedsim.run({**tables, **changes, "attack": {**attack, "holding": 10}})
+    with pytest.raises(ExperimentError, match=r"attack.by_class = 10: must be the label of a training sample"):
+        fedsim.run({**tables, **changes, "attack": {**attack, "by_class": 10}})
 
 
 DRAWN = {
-    "tests.plugs:drawn_mean": lambda *moment: numpy_generator(0, "aggregate", *moment).dirichlet(np.ones(3)),
-    "tests.plugs:drawn_on_device": lambda *moment: Draws.of(0, "aggregate", *moment).uniform(3, dtype=torch.double),
+    "tests.components:drawn_mean": lambda *moment: numpy_generator(0, "aggregate", *moment).dirichlet(np.ones(3)),
+    "tests.components:drawn_on_device": lambda *moment: Draws.of(0, "aggregate", *moment).uniform(
+        3, dtype=torch.double
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("rule", "sync", "engine"),
     [
-        ("tests.plugs:drawn_mean", "gradients", "spawn"),
-        ("tests.plugs:drawn_on_device", "parameters", "serial"),
+        ("tests.components:drawn_mean", "gradients", "spawn"),
+        ("tests.components:drawn_on_device", "parameters", "serial"),
     ],
 )
 def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sync, engine, tables):
@@ -121,7 +123,7 @@ def test_rows_of_noise_are_a_function_of_seed_and_round(tables):
     """Worker 1 has weight 0, so the global row moves by the mean of two rows of noise in each round."""
     tables = {**tables, "workers": 3, "precision": "float64", "seed": 5}
     start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
-    noise = {"attack": {"name": "gaussian", "workers": [0, 2], "s": 0.5}}
+    noise = {"attack": {"name": "gaussian", "workers": [0, 2], "std": 0.5}}
     noise["aggregate"] = {"rule": "mean", "weights": [1.0, 0.0, 1.0]}
     found = fedsim.run({**tables, **noise, "rounds": 2}).global_row
     rows = [Draws.of(5, "attack", round).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
@@ -155,10 +157,16 @@ def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
 def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(engine, tables):
     """At the last steps no honest worker takes part."""
-    tables = {**tables, "workers": 3, "partition": "tests.plugs:uneven", "precision": "float64", "sync": "gradients"}
+    tables = {
+        **tables,
+        "workers": 3,
+        "partition": "tests.components:uneven",
+        "precision": "float64",
+        "sync": "gradients",
+    }
     tables |= {"local": {"batch_size": 16, "lr": 0.05}, "aggregate": "mean", "engine": engine}
     result = fedsim.run({**tables, "attack": {"name": "ipm", "eps": 0.5, "workers": [2]}})
-    federation = Federation(logistic, plugs.tiny, 3, 16, "tests.plugs:uneven")
+    federation = Federation(logistic, components.tiny, 3, 16, "tests.components:uneven")
     epochs = [federation.epoch(1, worker) for worker in range(3)]
     assert len(epochs[2]) > max(map(len, epochs[:2]))
     for step in range(len(epochs[2])):
@@ -172,7 +180,7 @@ def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(
 
 
 def test_a_rule_with_too_few_workers_with_data_is_an_error_before_the_start(tables):
-    tables = {**tables, "partition": "tests.plugs:uneven", "aggregate": {"rule": "krum"}}
+    tables = {**tables, "partition": "tests.components:uneven", "aggregate": {"rule": "krum"}}
     started = []
     with pytest.raises(ExperimentError, match=r"krum: needs n >= 2f \+ 3; .* n = 1; in round 1 .* local.steps"):
         fedsim.run({**tables, "sync": "gradients"}, on_start=started.append)
@@ -189,18 +197,18 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
     clean = fedsim.run({**tables, "rounds": 8, "attack": {**attack, "workers": [0], "poisoned": 0.01, "gamma": 0.01}})
     assert backdoored.history[-1]["attack_success"] > 0.8
     assert clean.history[-1]["attack_success"] < 0.4
-    inputs, targets = plugs.tiny(None)[1].gather(torch.arange(90))
+    inputs, targets = components.tiny(None)[1].gather(torch.arange(90))
     others = targets != 0
     inputs[:, :, -6:, -6:] = 3.0
     answers = backdoored.model(inputs[others]).argmax(1)
     assert float((answers == 0).double().mean()) == pytest.approx(backdoored.history[-1]["attack_success"])
 
 
-def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
-    for place, table in plug_tables().items():
+def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
+    for place, table in component_tables().items():
         own_keys = set(table.keys) - {table.named_by, "f"}  # f is meant to be both
-        for plug in source_plugs(table.kind).values():
-            assert not own_keys & set(plug.parameter_names), (place, plug.name)
+        for registration in source_components(table.kind).values():
+            assert not own_keys & set(registration.parameter_names), (place, registration.name)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +217,10 @@ def test_no_plug_has_a_parameter_that_its_table_has_as_a_key():
         ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be different workers, from 0 to 6"),
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
         ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "give fraction or workers, not both"),
-        ({"attack": {"name": "ipm", "fraction": 0.3, "redraw": True, "holding": 1}}, "attack.holding = 1: does not go"),
+        (
+            {"attack": {"name": "ipm", "fraction": 0.3, "resample": True, "by_class": 1}},
+            "attack.by_class = 1: does not go",
+        ),
         (
             {"attack": {"name": "ipm", "workers": [0], "start_round": 9}},
             "attack.start_round = 9: must be at most rounds",

@@ -76,7 +76,7 @@ def test_a_run_prints_what_is_run_before_its_setup_then_a_line_for_each_round(ti
     assert "3 workers; 2 rounds" in first
     assert not others
     headline, *lines = capsys.readouterr().out.splitlines()
-    assert headline.startswith("tests.plugs:tiny (203 train, 90 test), 2nn (")
+    assert headline.startswith("tests.components:tiny (203 train, 90 test), 2nn (")
     assert headline.endswith("; 67 to 68 samples each (iid); serial on cpu")
     assert [line.split()[0] for line in lines] == ["round", "1", "2", "final"]
     fedsim.run(tiny_experiment)
@@ -114,7 +114,7 @@ def record(**more):
     return RoundRecord(**{**losses, "seconds": phases, **more})
 
 
-def test_the_table_of_a_synchronous_run_has_its_phases_and_some_metrics_of_plugs():
+def test_the_table_of_a_synchronous_run_has_its_phases_and_some_metrics_of_components():
     columns = columns_of(record())
     assert table_header(columns) == SYNCHRONOUS
     cells = ["7", "0.7450", "1.2218", "2.0249", "0.001", "0.279", "0.000", "1.500"]
@@ -139,10 +139,10 @@ def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_stalene
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"mode": "clock"}, "; weighted_mean of parameters on the virtual clock (equal speeds, constant noise)"),
+        ({"mode": "clock"}, "; weighted_mean of parameters on the virtual clock (equal slowdowns, constant noise)"),
         (
-            {"mode": "clock", "policy": "ssp", "clock": {"noise": "lognormal", "speed": "linear"}},
-            "; ssp (s = 3) on the virtual clock (linear speeds, lognormal noise)",
+            {"mode": "clock", "policy": "ssp", "clock": {"noise": "lognormal", "slowdown": "linear"}},
+            "; ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)",
         ),
         ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time; "),
         ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of parameters"),

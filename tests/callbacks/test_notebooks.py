@@ -53,7 +53,7 @@ def test_a_run_shows_what_is_run_a_curve_and_its_end(shown, tiny_experiment):
     assert "<progress" not in page
     assert "<img" in page
     assert "3 workers; 2 rounds" in page
-    assert "tests.plugs:tiny (203 train, 90 test)" in page
+    assert "tests.components:tiny (203 train, 90 test)" in page
     assert re.search(r"final test accuracy 0\.\d{4} after 2 rounds in ", page)
     fedsim.run(tiny_experiment, progress=False)
     assert len(shown) == 1

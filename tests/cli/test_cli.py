@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.config.plugs import PLUGS, registry_of
+from fedsim.config.components import COMPONENTS, registry_of
 from tests.commands import (
     ROOT,
     assert_none_left,
@@ -22,7 +22,7 @@ from tests.commands import (
     start_python,
 )
 
-QUICK = ["engine=serial", "model=2nn", "data=tests.plugs:tiny", "rounds=2"]
+QUICK = ["engine=serial", "model=2nn", "data=tests.components:tiny", "rounds=2"]
 
 
 def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
@@ -35,7 +35,7 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
     assert lines[2].split()[0] == "round"
     assert re.match(r"final test accuracy 0\.\d{4} after 2 rounds in \d", lines[-2])
-    assert "tests.plugs:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[1]
+    assert "tests.components:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[1]
     quiet = cli("run", *QUICK, "--quiet", "--out", "here")
     assert (quiet.stdout, quiet.stderr) == ("here\n", "")
 
@@ -83,8 +83,8 @@ for words, (code, part) in {QUICKLY}.items():
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["local.solver=fedrep", 'local.personal=["fc2.*"]', "local.head_epochs=1"], "local.head_epochs"),
-        (["data.validation=0.00001"], "data.validation"),
+        (["local.algorithm=fedrep", 'local.personal=["fc2.*"]', "local.head_epochs=1"], "local.head_epochs"),
+        (["data.validation_fraction=0.00001"], "data.validation_fraction"),
         ([*QUICK, "workers=5000"], "workers"),
     ],
 )
@@ -134,55 +134,57 @@ def test_an_error_in_a_users_function_shows_the_users_lines_alone(cli, tmp_path,
 
 def test_list_has_a_line_for_each_kind_with_its_names(cli):
     lines = cli("list").stdout.splitlines()
-    for kind in PLUGS:
+    for kind in COMPONENTS:
         (line,) = [line for line in lines if line.startswith(f"{kind} ")]
         assert sorted(line.removeprefix(kind).strip().split(", ")) == sorted(registry_of(kind).names())
     assert any(line.startswith("experiments ") and "which_rule" in line for line in lines)
     assert cli("list", "which_rule").stdout == (ROOT / "experiments" / "which_rule.toml").read_text()
-    assert len(lines) <= len(PLUGS) + 3
+    assert len(lines) <= len(COMPONENTS) + 3
 
 
-def test_list_shows_every_plug_of_a_kind_with_parameters_and_description(cli):
-    for kind, (key, _) in PLUGS.items():
+def test_list_shows_every_component_of_a_kind_with_parameters_and_description(cli):
+    for kind, (key, _) in COMPONENTS.items():
         done = cli("list", kind)
         assert done.exit_code == 0
         assert f"{kind} ({key})" in done.stdout
-        for plug in registry_of(kind):
-            assert plug.summary, f"{plug.name} has no description"
-            assert re.search(rf"^  {re.escape(plug.name)} +{re.escape(plug.summary)}$", done.stdout, re.M)
-            for parameter in plug.parameters.model_fields:
+        for registration in registry_of(kind):
+            assert registration.summary, f"{registration.name} has no description"
+            assert re.search(
+                rf"^  {re.escape(registration.name)} +{re.escape(registration.summary)}$", done.stdout, re.M
+            )
+            for parameter in registration.parameters.model_fields:
                 assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
 
 
-def test_list_takes_one_plug_and_shows_its_parameters_and_all_of_its_docstring(cli):
+def test_list_takes_one_component_and_shows_its_parameters_and_all_of_its_docstring(cli):
     done = cli("list", "krum")
     assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  The row with the least sum")
     assert "f: number of Byzantine rows, n >= 2f + 3." in done.stdout
     both = cli("list", "adam").stdout
-    assert "adam (local.solver)" in both
-    assert "adam (server.optimizer)" in both
+    assert "adam (local.algorithm)" in both
+    assert "adam (server.name)" in both
     wrong = cli("list", "krumm")
     assert (wrong.exit_code, wrong.stdout) == (2, "")
     assert 'did you mean "krum"?' in wrong.stderr
     unknown = cli("list", "xyzxyz").stderr
     assert "policies" in unknown
-    assert "krum" not in unknown, "the names of all plugs would be no hint"
+    assert "krum" not in unknown, "the names of all components would be no hint"
 
 
-def test_list_imports_a_plug_by_its_path(cli):
-    done = cli("list", "tests.plugs:tiny")
+def test_list_imports_a_component_by_its_path(cli):
+    done = cli("list", "tests.components:tiny")
     assert done.exit_code == 0
-    assert done.stdout.startswith("tests.plugs:tiny(root, *, train=")
-    missing = cli("list", "tests.plugs:absent")
+    assert done.stdout.startswith("tests.components:tiny(root, *, train=")
+    missing = cli("list", "tests.components:absent")
     assert missing.exit_code == 2
-    assert missing.stderr.startswith('error: "tests.plugs:absent": cannot be imported: ')
+    assert missing.stderr.startswith('error: "tests.components:absent": cannot be imported: ')
 
 
 def test_list_searches_names_and_documentation(cli):
     done = cli("list", "--search", "median CLIPPED").stdout
     assert "signguard" in done
     assert "krum" not in done
-    assert "partitions" not in done, "kinds without such a plug are left out"
+    assert "partitions" not in done, "kinds without such a component are left out"
     found = cli("list", "--search", "counts as lost").stdout.splitlines()
     assert any(line.startswith("  timeout = ") for line in found)
     assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
@@ -200,9 +202,9 @@ def test_a_list_that_has_nothing_to_show_is_one_line(cli, tmp_path, words):
 def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, tmp_path):
     text = 'raise SystemExit\ndef rule(x):\n    """One.\n\n    More."""\nclass Attack: pass\ndef _own(): pass\n'
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "plugs.py").write_text(text)
-    expected = ["mine/plugs.py", "  mine.plugs:rule   One.", "  mine.plugs:Attack no docstring"]
-    assert cli("list", "mine/plugs.py").stdout.splitlines() == expected
+    (tmp_path / "mine" / "components.py").write_text(text)
+    expected = ["mine/components.py", "  mine.components:rule   One.", "  mine.components:Attack no docstring"]
+    assert cli("list", "mine/components.py").stdout.splitlines() == expected
 
 
 def test_every_command_has_a_short_option_for_help(cli):
@@ -247,7 +249,13 @@ def test_a_stdout_that_cannot_be_written_is_one_line(words, tmp_path):
     assert_none_left(process.pid)
 
 
-ENDLESS = [str(ROOT / "run_experiment.py"), "engine=spawn", "processes=2", "data=tests.plugs:tiny", "model=logistic"]
+ENDLESS = [
+    str(ROOT / "run_experiment.py"),
+    "engine=spawn",
+    "processes=2",
+    "data=tests.components:tiny",
+    "model=logistic",
+]
 ENDLESS += ["rounds=100000", "--out", "x"]
 
 

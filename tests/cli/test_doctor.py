@@ -29,8 +29,8 @@ def test_the_report_fits_a_screen_and_says_what_each_engine_would_do(cli):
     done = cli("doctor")
     assert done.exit_code == 0, done.output
     assert len(done.stdout.splitlines()) < 30
-    for plug in engine:
-        assert (f"\nengine={plug.name} " in done.stdout) == (not plug.target.traits.ranks)
+    for registration in engine:
+        assert (f"\nengine={registration.name} " in done.stdout) == (not registration.target.traits.ranks)
     assert re.search(r"^engine=serial +1 process, one row at a time$", done.stdout, re.M)
 
 

@@ -80,9 +80,9 @@ def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(text, word,
     assert lines_of(fedsim.load_experiment, file, [word]) == {line}
 
 
-@pytest.mark.parametrize("word", ["server.name=sgd", "server.optimizer=sgd"])
+@pytest.mark.parametrize("word", ["local.algorithm=sgd", "local.name=sgd"])
 def test_a_word_replaces_the_axis_of_a_file_whatever_its_key_is_called(word, tmp_path):
-    (tmp_path / "mine.toml").write_text('[grid]\nserver.optimizer = ["momentun", "adam"]\nseed = [0, 1]\n')
+    (tmp_path / "mine.toml").write_text('[grid]\nlocal.name = ["momentun", "adam"]\nseed = [0, 1]\n')
     file = str(tmp_path / "mine.toml")
     assert lines_of(check_names_of_comparison, file, [], skip_invalid=False)
     assert lines_of(check_names_of_comparison, file, [word], skip_invalid=False) == set()
@@ -93,7 +93,9 @@ def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[local]\nmomentun = 0.9\n")
     assert lines_of(check_names_of_run, str(file), []) == lines_of(fedsim.load_experiment, file)
-    assert lines_of(check_names_of_run, str(file), ["local=adam"]) == set(), "another solver drops its parameters"
+    assert lines_of(check_names_of_run, str(file), ["local=adam"]) == set(), (
+        "another client algorithm drops its parameters"
+    )
     (tmp_path / "mine.yaml").write_text("local.momentun: 0.9\n")
     assert len(lines_of(check_names_of_run, str(tmp_path / "mine.yaml"), [])) == 1
     file.write_text('[grid]\naggregate.rule = ["krumm", "mean"]\nskip_invalid = true\n')
@@ -110,7 +112,7 @@ def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     [
         "",
         "model=tests.models:sized model.anything=3 aggregate=registered_by_that_import",
-        "device=cuda:1 engine=serial local={solver='adam',lr=0.1} local.schedule=cosine local.schedule.warmup=1",
+        "device=cuda:1 engine=serial local={algorithm='adam',lr=0.1} local.schedule=cosine local.schedule.warmup=1",
         "local.epochs={uniform=[1,5]} clock.departures={3=1.0} mode=clock policy=asgd",
         "data.augment=['flip',{name='shift',pixels=2}] processors=['sign'] metrics=[{name='top_k',label='t'}]",
         'aggregate=[{rule="nnm",f=1},"krum"] aggregate.f=1',

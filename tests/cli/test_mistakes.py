@@ -12,7 +12,7 @@ from fedsim.config.load import load_experiment
 from fedsim.system.packages import import_torchvision
 
 ALLOWED = "allowed: "
-QUICK = ["engine=serial", "model=logistic", "data=tests.plugs:tiny", "rounds=1"]
+QUICK = ["engine=serial", "model=logistic", "data=tests.components:tiny", "rounds=1"]
 
 WORDS = [
     # keys, by the names that other libraries have for them
@@ -20,7 +20,7 @@ WORDS = [
     ("wandb=true", """unknown key; write records.loggers='["wandb"]'"""),
     ("nnm=true", """unknown key; write aggregate.rule='["nnm","mean"]'"""),
     ("partition.alpha=0.1", "alpha goes with dirichlet, dirichlet_workers, virtual"),
-    ("optimizer=adam", 'did you mean "local.solver" or "server.optimizer"?'),
+    ("optimizer=adam", 'did you mean "local.algorithm" or "server.name"?'),
     ("byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
     ("local.workers=8", "workers is a top-level key"),
     ("checkpoint=true", "checkpoint = true: must be a table; its keys are every, keep"),
@@ -47,11 +47,14 @@ WORDS = [
     ("mode=hogwild", "mode=race policy=hogwild"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare, for a list write ["nnm","median"]'),
     ("data.augment=flip,shift", 'must be a list; write ["flip","shift"]'),
-    # plugs of one's own
+    # components of one's own
     ("model=./my_model.py:Net", "write my_model:Net, without slashes and .py"),
     ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add that folder to PYTHONPATH"),
     ("model=my_model.Net", "write my_model:Net, with a colon"),
-    ("aggregate=tests.plugs:misplaced", "the argument value is not one that fedsim passes (updates, weights, gram,"),
+    (
+        "aggregate=tests.components:misplaced",
+        "the argument value is not one that fedsim passes (updates, weights, gram,",
+    ),
     ("nothere.toml", "no such file"),
     ("a.toml b.toml", '"b.toml": expected key=value; the experiment is "a.toml" already'),
     (".", "cannot be read: Is a directory"),

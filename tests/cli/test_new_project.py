@@ -64,13 +64,13 @@ def test_the_wheel_carries_the_template_where_it_is_looked_for():
     assert commands.FOLDERS[1] == TEMPLATE
 
 
-def test_its_readme_is_short_and_names_every_plug():
+def test_its_readme_is_short_and_names_every_component():
     assert len(README.splitlines()) <= 40
     module = (TEMPLATE / "my_project.py").read_text()
     experiment = (TEMPLATE / "experiment.toml").read_text()
-    plugs = re.findall(r"^(?:def|class) (\w+)", module, re.M)
-    assert sorted(re.findall(r"^\| `(\w+)` \|", README, re.M)) == sorted(plugs)
-    assert sorted(re.findall(r"my_project:(\w+)", experiment)) == sorted(plugs)
+    components = re.findall(r"^(?:def|class) (\w+)", module, re.M)
+    assert sorted(re.findall(r"^\| `(\w+)` \|", README, re.M)) == sorted(components)
+    assert sorted(re.findall(r"my_project:(\w+)", experiment)) == sorted(components)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
+from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
-from fedsim.config.plugs import PLUGS, registry_of
 from fedsim.config.source_catalog import keys_called
 from fedsim.errors import ExperimentError
 from fedsim.synonyms import KEYS, NAMES, NOTES
 
-PLUG_NAMES = {name: kind for kind in PLUGS for name in registry_of(kind).names()}
+COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kind).names()}
 
 
 def line_of(*words):
@@ -35,13 +35,13 @@ def problems_of(settings):
     return {**wrong, **{key: line for key, line in lines.items() if "no such" in line}}
 
 
-def test_the_name_of_a_plug_in_a_wrong_place_is_answered_with_its_own_key():
-    for name, kind in PLUG_NAMES.items():
-        elsewhere = f"clock.speed.name={name}" if kind != "speeds" else f"engine={name}"
+def test_the_name_of_a_component_in_a_wrong_place_is_answered_with_its_own_key():
+    for name, kind in COMPONENT_NAMES.items():
+        elsewhere = f"clock.slowdown.name={name}" if kind != "slowdowns" else f"engine={name}"
         for word in [elsewhere, *([] if keys_called(name) else [f"{name}=true"])]:
             line = line_of(word)
             if not re.search("unknown key|no such", line):
-                continue  # it is a plug of that kind too
+                continue  # it is a component of that kind too
             settings = settings_in(line.partition("; ")[2])
             assert any(re.search(rf"\b{name}\b", each) for each in settings) or name in NAMES, line
             assert not problems_of(settings), line
@@ -53,7 +53,7 @@ def test_words_for_keys_lead_to_keys_that_exist():
 
 
 def test_words_for_names_lead_to_names_that_exist():
-    assert {name for names in NAMES.values() for name in names} <= PLUG_NAMES.keys()
+    assert {name for names in NAMES.values() for name in names} <= COMPONENT_NAMES.keys()
 
 
 def test_notes_lead_to_keys_and_names_that_exist():
@@ -63,5 +63,5 @@ def test_notes_lead_to_keys_and_names_that_exist():
         imported = {setting.partition("=")[0] for setting in settings if ":" in setting}  # with parameters of their own
         settings = [setting for setting in settings if setting.partition(".")[0] not in imported]
         assert not problems_of(settings), note
-        assert set(re.findall(r"fedsim list (\w+)", note)) <= PLUGS.keys()
-        assert word not in PLUG_NAMES or any(word in setting for setting in settings), note
+        assert set(re.findall(r"fedsim list (\w+)", note)) <= COMPONENTS.keys()
+        assert word not in COMPONENT_NAMES or any(word in setting for setting in settings), note

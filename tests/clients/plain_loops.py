@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from fedsim.core.randomness import sample_cohort
-from tests import models, plugs
+from tests import components, models
 from tests.textbook import Federation
 
 WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 MODEL = {"name": "tests.models:sized", "hidden": [6]}
 TABLES = {
-    **{"workers": WORKERS, "cohort": COHORT, "rounds": ROUNDS, "model": MODEL, "data": "tests.plugs:tiny"},
-    **{"partition": "tests.plugs:uneven", "precision": "float64"},
+    **{"workers": WORKERS, "cohort": COHORT, "rounds": ROUNDS, "model": MODEL, "data": "tests.components:tiny"},
+    **{"partition": "tests.components:uneven", "precision": "float64"},
 }
 
 
@@ -23,7 +23,7 @@ class Workers(Federation):
     """The workers of `TABLES`."""
 
     def __init__(self):
-        super().__init__(partial(models.sized, hidden=(6,)), plugs.tiny, WORKERS, BATCH, "tests.plugs:uneven")
+        super().__init__(partial(models.sized, hidden=(6,)), components.tiny, WORKERS, BATCH, "tests.components:uneven")
         self.start, self.personal = self.row, {}
 
     def cohorts(self):

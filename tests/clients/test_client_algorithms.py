@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fedsim
-from fedsim.clients import solver
-from fedsim.config.plugs import describe_plug
+from fedsim.clients import client_algorithm
+from fedsim.config.components import describe_component
 from fedsim.core.randomness import sample_cohort
 from fedsim.data import TensorData
 from fedsim.records.reader import Run
@@ -45,14 +45,14 @@ def tables_of(name, params, **changes):
     """The experiment; `weighted` of the parameters chooses the mean of rows."""
     local = {key: value for key, value in params.items() if key != "weighted"}
     plain = name in PLAIN_MEAN or not params.get("weighted", True)
-    tables = {**TABLES, "engine": "serial", "local": {"solver": name, "epochs": 2, "batch_size": BATCH, **local}}
+    tables = {**TABLES, "engine": "serial", "local": {"algorithm": name, "epochs": 2, "batch_size": BATCH, **local}}
     return {**tables, **({"aggregate": "mean"} if plain and "mode" not in changes else {}), **changes}
 
 
 @in_turn(
     ("variant", "engine"),
     VARIANTS,
-    [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"width": 2}}],
+    [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"max_rows": 2}}],
 )
 def test_the_rows_are_those_of_a_plain_loop(variant, engine):
     """In rounds of partial cohorts and uneven shards, so that some workers take more steps, and an odd number."""
@@ -63,24 +63,27 @@ def test_the_rows_are_those_of_a_plain_loop(variant, engine):
     torch.testing.assert_close(run.row, federation.row, rtol=0, atol=1e-10)
     for worker in range(WORKERS) if personal else ():
         expected = personal.get(worker, federation.start)
-        mine = run.solver.personal_rows(run.row, run.states.get(worker, run.initial))
+        mine = run.algorithm.personal_rows(run.row, run.states.get(worker, run.initial))
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10)
 
 
 def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
     """On whole batches and without momentum: its mean gradient is of the row that is fine-tuned."""
     one = {"workers": 1, "cohort": None, "partition": "iid", "rounds": 2, "engine": "serial"}
-    one |= {"data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}, "evaluation": {"fine_tune": 3}}
+    one |= {
+        "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
+        "worker_evaluation": {"fine_tune": 3},
+    }
     losses = []
-    for local in ({"solver": "mime", "beta": 0.0}, {"solver": "sgd"}):
-        out = tmp_path / local["solver"]
+    for local in ({"algorithm": "mime", "beta": 0.0}, {"algorithm": "sgd"}):
+        out = tmp_path / local["algorithm"]
         fedsim.run({**TABLES, **one, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
         losses.append(Run.read(out).workers.loss["fine_tuned"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 def test_a_gradient_of_zero_does_not_move_fedsam():
-    row, algorithm = torch.ones(2, 3), solver.get("fedsam").bind({})
+    row, algorithm = torch.ones(2, 3), client_algorithm.get("fedsam").bind({})
     algorithm.step_rows(row, torch.zeros(2, 3), {}, lambda points: torch.zeros_like(points) + (points != points))
     assert torch.equal(row, torch.ones(2, 3))
 
@@ -89,7 +92,7 @@ def test_a_gradient_of_zero_does_not_move_fedsam():
     ("name", "gradients"), [("sgd", "1"), ("pfedme", "5"), ("mime", "2, and a full gradient per round")]
 )
 def test_the_list_shows_the_gradients_of_a_step(name, gradients):
-    assert f"gradients per step: {gradients}" in describe_plug(name)
+    assert f"gradients per step: {gradients}" in describe_component(name)
 
 
 ROWS_SENT = {"mimelite": (1, 1), "mime": (2, 1), "scaffold": (1, 1)}  # received and sent, besides the row itself
@@ -117,16 +120,16 @@ def test_per_fedavg_refuses_a_worker_with_short_rounds_before_the_first_one(work
     tables = {**TABLES, "engine": "serial", "cohort": 1, "seed": 1}
     assert sample_cohort(1, 1, WORKERS, 1).tolist() != [0]
     with pytest.raises(fedsim.ExperimentError, match="worker 0 has 1;") as caught:
-        check_run(fedsim.Experiment(**tables, local={"solver": "per_fedavg", "batch_size": 20, **work}))
+        check_run(fedsim.Experiment(**tables, local={"algorithm": "per_fedavg", "batch_size": 20, **work}))
     assert len(caught.value.lines) == 1
 
 
 def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
     """Before the run each worker has two steps; with dylu the slow workers take one."""
-    policy, clock = {"name": "async_local_sgd", "dylu": True}, {"speed": "linear"}
+    policy, clock = {"name": "async_local_sgd", "dylu": True}, {"slowdown": "linear"}
     tables = tables_of("per_fedavg", {}, mode="clock", policy=policy, clock=clock, cohort=None)
     with pytest.raises(fedsim.ExperimentError, match="needs two local steps .* has 1;"):
-        fedsim.run({**tables, "local": {"solver": "per_fedavg", "steps": 2, "batch_size": BATCH}})
+        fedsim.run({**tables, "local": {"algorithm": "per_fedavg", "steps": 2, "batch_size": BATCH}})
 
 
 def test_a_race_trains_rows_by_whole_row_steps():
@@ -157,7 +160,7 @@ class Line(nn.Linear):
 
 REGRESSIONS = {  # half of the squared error; in each step a worker uses all its samples
     **{"task": {"name": "regression", "loss": "huber", "delta": 1e9}, "model": f"{__name__}:Line"},
-    **{"data": f"{__name__}:data", "partition": "tests.plugs:in_blocks", "workers": N, "aggregate": "mean"},
+    **{"data": f"{__name__}:data", "partition": "tests.components:in_blocks", "workers": N, "aggregate": "mean"},
     **{"precision": "float64", "engine": "serial"},
 }
 
@@ -174,10 +177,10 @@ def distance(local, **changes):
 @pytest.mark.parametrize(
     ("local", "rounds", "most"),
     [
-        ({"solver": "scaffold"}, 40, 2e-4),
-        pytest.param({"solver": "feddyn", "alpha": 1.0}, 40, 2e-4, marks=pytest.mark.slow),
-        pytest.param({"solver": "mime", "beta": 0.5, "lr": 0.02}, 60, 1e-6, marks=pytest.mark.slow),
-        pytest.param({"solver": "scaffold", "option": 1, "lr": 0.05}, 100, 1e-8, marks=pytest.mark.slow),
+        ({"algorithm": "scaffold"}, 40, 2e-4),
+        pytest.param({"algorithm": "feddyn", "alpha": 1.0}, 40, 2e-4, marks=pytest.mark.slow),
+        pytest.param({"algorithm": "mime", "beta": 0.5, "lr": 0.02}, 60, 1e-6, marks=pytest.mark.slow),
+        pytest.param({"algorithm": "scaffold", "option": 1, "lr": 0.05}, 100, 1e-8, marks=pytest.mark.slow),
     ],
 )
 def test_corrected_steps_approach_the_optimum(local, rounds, most):
@@ -186,7 +189,7 @@ def test_corrected_steps_approach_the_optimum(local, rounds, most):
 
 @pytest.mark.parametrize(
     ("local", "rounds"),
-    [({"solver": "scaffold", "lr": 0.05}, 60), ({"solver": "feddyn", "alpha": 1.0, "lr": 0.05}, 300)],
+    [({"algorithm": "scaffold", "lr": 0.05}, 60), ({"algorithm": "feddyn", "alpha": 1.0, "lr": 0.05}, 300)],
 )
 @pytest.mark.slow
 def test_corrected_steps_reach_the_optimum_with_partial_cohorts(local, rounds):

@@ -1,4 +1,4 @@
-"""What each solver computes, against PyTorch's optimizers and by hand."""
+"""What each client algorithm computes, against PyTorch's optimizers and by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SGDS = [
 
 
 def paths(method, theirs, dtype):
-    """For each step the row of a solver, and of a PyTorch optimizer that is given the same gradients."""
+    """For each step the row of a client algorithm, and of a PyTorch optimizer that is given the same gradients."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(D, generator=generator, dtype=dtype)
     parameter, gradient = torch.nn.Parameter(row.clone()), torch.zeros_like(row)
@@ -48,11 +48,11 @@ def paths(method, theirs, dtype):
         yield row, parameter.detach()
 
 
-@pytest.mark.parametrize("solver", [SGD(lr=0.1), FedProx(lr=0.1, mu=0.0)], ids=["sgd", "fedprox with mu = 0"])
+@pytest.mark.parametrize("algorithm", [SGD(lr=0.1), FedProx(lr=0.1, mu=0.0)], ids=["sgd", "fedprox with mu = 0"])
 @pytest.mark.parametrize("params", SGDS)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_sgd_is_torch_optim_sgd_bit_by_bit(solver, params, dtype):
-    for ours, theirs in paths(replace(solver, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
+def test_sgd_is_torch_optim_sgd_bit_by_bit(algorithm, params, dtype):
+    for ours, theirs in paths(replace(algorithm, **params), lambda p: torch.optim.SGD(p, lr=0.1, **params), dtype):
         assert torch.equal(ours, theirs)
 
 
@@ -83,11 +83,11 @@ def in_pytorch(optimizer, params):
     return lambda parameters: optimizer(parameters, **same)
 
 
-@pytest.mark.parametrize(("solver", "theirs", "params"), ADAPTIVE)
+@pytest.mark.parametrize(("algorithm", "theirs", "params"), ADAPTIVE)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_adaptive_solvers_are_those_of_pytorch(solver, theirs, params, dtype):
+def test_adaptive_algorithms_are_those_of_pytorch(algorithm, theirs, params, dtype):
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
-    for ours, expected in paths(solver(**params), in_pytorch(theirs, params), dtype):
+    for ours, expected in paths(algorithm(**params), in_pytorch(theirs, params), dtype):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 

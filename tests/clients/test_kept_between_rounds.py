@@ -13,32 +13,32 @@ from fedsim.clients import SGD
 from fedsim.core.randomness import sample_cohort
 from fedsim.core.rows import Layout
 from fedsim.models import logistic
-from tests import plugs
+from tests import components
 from tests.clients.test_definitions import in_pytorch
 from tests.lethal import order
 from tests.textbook import Federation, finished
 
-PLAIN = {"rounds": 4, "model": "logistic", "data": "tests.plugs:tiny", "precision": "float64", "engine": "serial"}
+PLAIN = {"rounds": 4, "model": "logistic", "data": "tests.components:tiny", "precision": "float64", "engine": "serial"}
 PLAIN |= {"records": {"curve": False}}
-TABLES = {**PLAIN, "workers": 7, "cohort": 3, "partition": "tests.plugs:uneven"}
+TABLES = {**PLAIN, "workers": 7, "cohort": 3, "partition": "tests.components:uneven"}
 HALF = {"name": "tests.processing.test_processing:half", "error_feedback": True}
 AT_WORKER = {"batch_size": 16, "lr": 0.5, "steps": 3, "momentum": 0.9, "dampening": 0.9, "momentum_at": "worker"}
 ALIE = {"attack": {"name": "alie", "workers": [4], "z": 1.5}, "aggregate": {"rule": "median", "nonfinite": "exclude"}}
 OWN_BUFFERS = {"model": "tests.models:Normalised", "buffers": "local"}
 CASES = {
-    "solver state and own buffers": {
-        **{**OWN_BUFFERS, "local": {"batch_size": 16, "steps": 3, "solver": "adam", "keep_state": True}},
+    "algorithm state and own buffers": {
+        **{**OWN_BUFFERS, "local": {"batch_size": 16, "steps": 3, "algorithm": "adam", "keep_state": True}},
         "partition": "iid",
     },
-    "solver state and residuals of updates": {
+    "algorithm state and residuals of updates": {
         "local": {"batch_size": 16, "steps": 3, "lr": 0.1, "momentum": 0.9, "keep_state": True},
         "processors": [HALF],
     },
     "momentum and residuals of gradients": {"sync": "gradients", "local": AT_WORKER, "processors": [HALF]},
     "momentum under attack": {"sync": "gradients", "local": AT_WORKER, **ALIE, "cohort": None},
-    "mime": {"local": {"solver": "mime", "lr": 0.2, "batch_size": 16}},
-    "ditto": {"local": {"solver": "ditto", "lr": 0.1, "batch_size": 16}, **OWN_BUFFERS, "partition": "iid"},
-    "apfl": {"local": {"solver": "apfl", "lr": 0.1, "adaptive": True, "batch_size": 16}},
+    "mime": {"local": {"algorithm": "mime", "lr": 0.2, "batch_size": 16}},
+    "ditto": {"local": {"algorithm": "ditto", "lr": 0.1, "batch_size": 16}, **OWN_BUFFERS, "partition": "iid"},
+    "apfl": {"local": {"algorithm": "apfl", "lr": 0.1, "adaptive": True, "batch_size": 16}},
     "learning rates": {"local": {"steps": 2, "schedule": {"name": "cosine", "T_max": 4}}},
 }
 
@@ -53,7 +53,7 @@ def run(case, out=None, engine="serial", session=None, **changes):
 def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(case, session):
     serial = run(case)
     assert torch.equal(serial, run(case, engine="spawn", processes=2, session=session))
-    stacked = run(case, engine="batched", processes=1, batched={"width": 2})
+    stacked = run(case, engine="batched", processes=1, batched={"max_rows": 2})
     assert torch.allclose(serial, stacked, rtol=0, atol=1e-9)
 
 
@@ -68,7 +68,7 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "engine"),
-    [("solver state and residuals of updates", "batched"), ("momentum and residuals of gradients", "spawn")],
+    [("algorithm state and residuals of updates", "batched"), ("momentum and residuals of gradients", "spawn")],
 )
 def test_a_round_that_lost_a_process_is_repeated_with_what_was_kept_before(case, engine, tmp_path):
     model = {"name": "tests.lethal:Mortal", "folder": str(tmp_path)}
@@ -90,19 +90,19 @@ OPTIMIZERS = {
 }
 
 
-def with_kept_state(solver="adam", **changes):
-    local = {"batch_size": 16, "keep_state": True, "solver": solver, **OPTIMIZERS[solver][1]}
+def with_kept_state(algorithm="adam", **changes):
+    local = {"batch_size": 16, "keep_state": True, "algorithm": algorithm, **OPTIMIZERS[algorithm][1]}
     return {**PLAIN, "workers": 5, "cohort": 2, "local": local, **changes}
 
 
-@pytest.mark.parametrize("solver", OPTIMIZERS)
-def test_each_worker_s_optimizer_lives_on_between_its_rounds(solver):
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_each_worker_s_optimizer_lives_on_between_its_rounds(algorithm):
     """Plain PyTorch: one model and one optimizer for each worker, of which only the model begins again."""
-    result = fedsim.run(with_kept_state(solver, rounds=6))
-    federation = Federation(logistic, plugs.tiny, 5, 16)
+    result = fedsim.run(with_kept_state(algorithm, rounds=6))
+    federation = Federation(logistic, components.tiny, 5, 16)
     models = [logistic().double() for _ in range(5)]
     layout = Layout.of(models[0])
-    make = in_pytorch(*OPTIMIZERS[solver]) if solver != "sgd" else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    make = in_pytorch(*OPTIMIZERS[algorithm]) if algorithm != "sgd" else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizers = [make(model.parameters()) for model in models]
     for round in range(1, 7):
         rows = {}
@@ -119,7 +119,7 @@ def test_each_worker_s_optimizer_lives_on_between_its_rounds(solver):
 
 
 def test_a_run_on_the_clock_is_resumed_to_the_bit(tmp_path):
-    changes = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}, "checkpoint": {"every": 1}}
+    changes = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}, "checkpoint": {"every": 1}}
     whole = fedsim.run(with_kept_state(**changes))
     fedsim.run(with_kept_state(**changes, rounds=2), tmp_path / "run")
     resumed = fedsim.run(with_kept_state(**changes), tmp_path / "run", resume=True)
@@ -136,7 +136,7 @@ def test_partial_cohorts_follow_a_loop_in_plain_pytorch(dampening):
     """Workers that are not in the cohort keep their momentum, and their batches go on by their own shard."""
     local = {"momentum": 0.9, "dampening": dampening, "weight_decay": 0.01}
     result = fedsim.run(with_momentum(workers=6, cohort=2, rounds=6, aggregate="mean", local=local))
-    federation, momenta = Federation(logistic, plugs.tiny, 6, 16), {}
+    federation, momenta = Federation(logistic, components.tiny, 6, 16), {}
     for round in range(1, 7):
         cohort = sample_cohort(0, round, 6, 2).tolist()
         batches = {worker: federation.batches(round, worker) for worker in cohort}
@@ -165,10 +165,10 @@ def test_only_with_a_linear_rule_is_it_the_momentum_of_the_server(dampening):
 
 def test_dampened_momentum_begins_at_zero():
     """Unlike PyTorch's, whose first step is not dampened; from equal states the steps are the same."""
-    solver, row = SGD(lr=1.0, momentum=0.9, dampening=0.5), torch.zeros(1)
-    state = solver.start(row)
+    algorithm, row = SGD(lr=1.0, momentum=0.9, dampening=0.5), torch.zeros(1)
+    state = algorithm.start(row)
     for expected in (-0.5, -1.45):
-        solver.step(row, torch.ones(1), state)
+        algorithm.step(row, torch.ones(1), state)
         assert row.item() == pytest.approx(expected)
     parameter = torch.nn.Parameter(torch.zeros(1))
     theirs = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, dampening=0.5)
@@ -182,7 +182,7 @@ def test_dampened_momentum_begins_at_zero():
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_an_excluded_worker_keeps_the_momentum_of_before(engine):
     """Worker 2 has one sample. Its gradient is not finite, so the worker is always excluded."""
-    changes = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "workers": 3}
+    changes = {"model": "tests.models:OneIsTooFew", "partition": "tests.components:ending_in_one", "workers": 3}
     aggregate = {"rule": "median", "nonfinite": "exclude"}
     run = finished(with_momentum(engine, aggregate=aggregate, processes=1, rounds=2, **changes))
     assert run.row.isfinite().all()

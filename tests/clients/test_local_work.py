@@ -34,7 +34,7 @@ EXPERIMENT = {
     "data": "tests.asynchronous.test_clock_runs:points",
     "aggregate": "mean",
 }
-STACKED = {"engine": "batched", "processes": 1, "batched": {"width": 3}}
+STACKED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}
 ENGINES = {"serial": {}, "stacks": STACKED}
 
 
@@ -123,7 +123,7 @@ def test_the_gradients_of_workers_are_clipped_before_they_are_averaged(engine):
 
 
 def test_all_gradients_of_a_client_algorithm_are_clipped():
-    tables = of_local(solver="fedsam", rho=0.1, steps=1, lr=1.0, clip_norm=1e-3)
+    tables = of_local(algorithm="fedsam", rho=0.1, steps=1, lr=1.0, clip_norm=1e-3)
     rows = [fedsim.run({**tables, "rounds": 1, **extra}).global_row for extra in ENGINES.values()]
     assert 0 < rows[0].norm() <= 1e-3
     assert torch.allclose(*rows, rtol=0, atol=1e-12)
@@ -224,7 +224,7 @@ def test_a_shard_smaller_than_a_batch_is_one_batch():
 @pytest.fixture
 def normalised(tiny_experiment):
     """Worker 0 has 65 samples, so one more than four batches of 16."""
-    partition = {"strategy": "tests.plugs:same_last", "first": 65}
+    partition = {"name": "tests.components:same_last", "first": 65}
     return {**tiny_experiment, "model": "tests.models:Normalised", "partition": partition, "rounds": 1}
 
 
@@ -244,8 +244,10 @@ def test_a_last_batch_of_one_sample_with_batchnorm_is_an_error_before_the_run(no
 
 
 def test_a_shard_of_one_sample_with_batchnorm_is_an_error_that_names_the_worker(normalised):
-    tables = {**normalised, "partition": "tests.plugs:ending_in_one", "local": {"batch_size": 16, "drop_last": True}}
-    with pytest.raises(
-        ExperimentError, match=r"^partition.strategy = .*: worker 2 has one sample, on which the model "
-    ):
+    tables = {
+        **normalised,
+        "partition": "tests.components:ending_in_one",
+        "local": {"batch_size": 16, "drop_last": True},
+    }
+    with pytest.raises(ExperimentError, match=r"^partition.name = .*: worker 2 has one sample, on which the model "):
         fedsim.run(tables)

@@ -54,12 +54,12 @@ def test_the_rates_are_those_of_pytorch(case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         by_rounds = task(local={"lr": 0.3, "schedule": table})
-        rates = [by_rounds.solver_at(round, step=7).lr for round in range(1, 7)]
+        rates = [by_rounds.algorithm_at(round, step=7).lr for round in range(1, 7)]
     last_step = 6 if case == "one_cycle" else 5
     expected = rates_of_torch(make, 0.3, last_step)
     assert rates[: len(expected)] == expected[:6]
     by_steps = task(local={"lr": 0.3, "steps": 6, "schedule": {**table, "per": "step"}})
-    assert [by_steps.solver_at(4, step).lr for step in range(6)] == rates
+    assert [by_steps.algorithm_at(4, step).lr for step in range(6)] == rates
     of_server = task(server={"lr": 0.3, "schedule": table})
     assert [of_server.server_at(round).lr for round in (6, 1)] == [rates[5], rates[0]]
 
@@ -67,7 +67,7 @@ def test_the_rates_are_those_of_pytorch(case):
 def test_the_rate_grows_linearly_in_the_warm_up():
     warmed = task(local={"lr": 0.3, "schedule": {"name": "cosine", "warmup": 2}})
     expected = [0.15, 0.3, *rates_of_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, 4), 0.3, 4)]
-    assert [warmed.solver_at(round).lr for round in range(1, 7)] == pytest.approx(expected, rel=1e-12)
+    assert [warmed.algorithm_at(round).lr for round in range(1, 7)] == pytest.approx(expected, rel=1e-12)
     constant = task(local={"lr": 0.3, "schedule": {"warmup": 3}})
     rates = [constant.experiment.local_lr_at(round) for round in range(1, 6)]
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3, 0.3], rel=1e-12)

@@ -16,7 +16,7 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.data import ListedShards, hold_out
 from fedsim.records.reader import Run
-from tests import models, plugs
+from tests import components, models
 from tests.matrix import in_turn
 from tests.textbook import Federation, finished, start_of
 
@@ -30,7 +30,7 @@ HEAD = {"personal": ["2.*"]}  # the last layer of PERCEPTRON
 def tables():
     return {
         **{"rounds": ROUNDS, "workers": WORKERS, "cohort": COHORT, "engine": "serial", "precision": "float64"},
-        **{"model": PERCEPTRON, "data": "tests.plugs:tiny", "local": {"batch_size": BATCH, **SGD}},
+        **{"model": PERCEPTRON, "data": "tests.components:tiny", "local": {"batch_size": BATCH, **SGD}},
     }
 
 
@@ -39,7 +39,7 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
 
     `phases` gives the names that move and for how many steps, one after another.
     """
-    federation = Federation(factory, plugs.tiny, WORKERS, BATCH)
+    federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, shards = federation.model, federation.shards
     shared = copy.deepcopy(model.state_dict())
     own = {}
@@ -82,9 +82,9 @@ def assert_is(reference_of, tables):
     return run
 
 
-@pytest.mark.parametrize(("solver", "layer"), [("fedper", "2."), ("lg_fedavg", "1.")])
-def test_matching_parameters_stay_with_the_workers(solver, layer, tables):
-    tables["local"] |= {"solver": solver, "personal": [f"{layer}*"]}
+@pytest.mark.parametrize(("algorithm", "layer"), [("fedper", "2."), ("lg_fedavg", "1.")])
+def test_matching_parameters_stay_with_the_workers(algorithm, layer, tables):
+    tables["local"] |= {"algorithm": algorithm, "personal": [f"{layer}*"]}
     assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: name.startswith(layer)), tables)
 
 
@@ -94,34 +94,34 @@ def test_fedrep_trains_the_head_and_then_the_rest(params, epochs, first, tables)
         head = [name for name in names if name.startswith("2.")]
         return [(head, first * epoch_steps), (set(names) - set(head), steps - first * epoch_steps)]
 
-    tables["local"] |= {"solver": "fedrep", "epochs": epochs, **HEAD, **params}
+    tables["local"] |= {"algorithm": "fedrep", "epochs": epochs, **HEAD, **params}
     by_hand = reference(lambda: models.sized(hidden=(8,)), lambda name: name.startswith("2."), phases, epochs)
     assert_is(by_hand, tables)
 
 
 def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
     """Three batches are an epoch of each worker."""
-    by_epochs = {**tables["local"], "solver": "fedrep", **HEAD, "epochs": 2}
-    by_steps = {**tables["local"], "solver": "fedrep", **HEAD, "steps": 6, "head_steps": 3}
+    by_epochs = {**tables["local"], "algorithm": "fedrep", **HEAD, "epochs": 2}
+    by_steps = {**tables["local"], "algorithm": "fedrep", **HEAD, "steps": 6, "head_steps": 3}
     rows = [finished({**tables, "local": local}).row for local in (by_epochs, by_steps)]
     assert torch.equal(*rows)
 
 
 NORMALISED = {  # what is personal; the first two have the same meaning
-    "fedbn": ({"solver": "fedbn"}, ("layers.2.",)),
-    "fedper": ({"solver": "fedper", "personal": ["layers.2.weight", "layers.2.bias"]}, ("layers.2.",)),
-    "lg_fedavg": ({"solver": "lg_fedavg", "personal": ["layers.[12].*"]}, ("layers.1.", "layers.2.")),
+    "fedbn": ({"algorithm": "fedbn"}, ("layers.2.",)),
+    "fedper": ({"algorithm": "fedper", "personal": ["layers.2.weight", "layers.2.bias"]}, ("layers.2.",)),
+    "lg_fedavg": ({"algorithm": "lg_fedavg", "personal": ["layers.[12].*"]}, ("layers.1.", "layers.2.")),
 }
 
 
-@in_turn(("name", "buffers"), NORMALISED, ["average", "local", "server"])
+@in_turn(("name", "buffers"), NORMALISED, ["average", "local", "frozen"])
 def test_the_statistics_of_personal_normalisation_layers_are_personal(name, buffers, tables):
     local, layers = NORMALISED[name]
     by_hand = reference(models.Normalised, lambda name: name.startswith(layers))
     tables |= {"model": "tests.models:Normalised", "buffers": buffers}
     tables["local"] |= local
     run = assert_is(by_hand, tables)
-    width = run.solver.personal_columns.others(len(run.row)).width
+    width = run.algorithm.personal_columns.others(len(run.row)).width
     assert {record.bytes_up for record in run.records} == {COHORT * 8 * width}
     for worker, own in by_hand[2].items():
         buffers = [own[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
@@ -130,25 +130,25 @@ def test_the_statistics_of_personal_normalisation_layers_are_personal(name, buff
 
 def test_the_statistics_of_a_layer_without_parameters_are_personal_too():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 1))
-    for solver in (fedsim.clients.FedBN(), fedsim.clients.LGFedAvg(personal=["[01].*"]), fedsim.clients.LocalOnly()):
-        assert solver.for_model(model).personal_buffers.width == 5
+    for algorithm in (fedsim.clients.FedBN(), fedsim.clients.LGFedAvg(personal=["[01].*"]), fedsim.clients.LocalOnly()):
+        assert algorithm.for_model(model).personal_buffers.width == 5
     assert fedsim.clients.FedPer(personal=["2.*"]).for_model(model).personal_buffers.width == 0
 
 
 def test_local_only_averages_nothing_and_sends_nothing(tables):
-    tables["local"] |= {"solver": "local_only"}
+    tables["local"] |= {"algorithm": "local_only"}
     run = assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: True), tables)
     assert torch.equal(run.row, run.start)
     assert {(record.bytes_up, record.bytes_down) for record in run.records} == {(0, 0)}
 
 
-@pytest.mark.parametrize("solver", ["fedper", "fedrep"])
-def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_them(solver, tables):
+@pytest.mark.parametrize("algorithm", ["fedper", "fedrep"])
+def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_them(algorithm, tables):
     tables |= {"attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": {"rule": "krum", "f": 0}}
     tables |= {"processors": [{"name": "gaussian_noise", "std": 0.1}, {"name": "top_k", "k": 50}]}
-    tables["local"] |= {"solver": solver, "epochs": 2, **HEAD}
+    tables["local"] |= {"algorithm": algorithm, "epochs": 2, **HEAD}
     run = finished(tables)
-    columns = run.solver.personal_columns
+    columns = run.algorithm.personal_columns
     others = columns.others(len(run.row))
     assert torch.equal(columns.of(run.row), columns.of(run.start))
     assert not columns.of(run.updates).any()
@@ -172,16 +172,16 @@ def test_columns_of_entries_join_neighbours_and_have_others():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"solver": "fedper", "personal": ["4.*"]}, 'local.personal = ["4.*"]: no parameter matches "4.*"; '),
-        ({"solver": "fedper", "personal": ["2.wieght"]}, 'did you mean "2.weight"?'),
-        ({"solver": "fedper"}, 'local.personal: is required, such as personal = ["fc2.*"]'),
-        ({"solver": "fedper", "personal": []}, "use local.solver=sgd"),
-        ({"solver": "fedrep", "personal": ["*"]}, "use local.solver=local_only"),
-        ({"solver": "fedrep", **HEAD, "head_epochs": 1}, "leaves nothing of local.epochs = 1 for the other"),
-        ({"solver": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2 for"),
-        ({"solver": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "leaves nothing of local.steps = 5"),
-        ({"solver": "fedrep", **HEAD, "epochs": 2, "head_steps": 5}, "use local.head_epochs"),
-        ({"solver": "fedbn"}, "has no normalisation layers"),
+        ({"algorithm": "fedper", "personal": ["4.*"]}, 'local.personal = ["4.*"]: no parameter matches "4.*"; '),
+        ({"algorithm": "fedper", "personal": ["2.wieght"]}, 'did you mean "2.weight"?'),
+        ({"algorithm": "fedper"}, 'local.personal: is required, such as personal = ["fc2.*"]'),
+        ({"algorithm": "fedper", "personal": []}, "use local.algorithm=sgd"),
+        ({"algorithm": "fedrep", "personal": ["*"]}, "use local.algorithm=local_only"),
+        ({"algorithm": "fedrep", **HEAD, "head_epochs": 1}, "leaves nothing of local.epochs = 1 for the other"),
+        ({"algorithm": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2 for"),
+        ({"algorithm": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "leaves nothing of local.steps = 5"),
+        ({"algorithm": "fedrep", **HEAD, "epochs": 2, "head_steps": 5}, "use local.head_epochs"),
+        ({"algorithm": "fedbn"}, "has no normalisation layers"),
     ],
 )
 def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, tables):
@@ -196,7 +196,7 @@ def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, 
     "changes", [{"processors": ["sign"]}, {"aggregate": {"rule": "krum", "f": 0}}, {"server": "adam"}]
 )
 def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables):
-    tables["local"] |= {"solver": "local_only"}
+    tables["local"] |= {"algorithm": "local_only"}
     with pytest.raises(fedsim.ExperimentError, match=f"^{next(iter(changes))}.*local_only"):
         fedsim.run({**tables, **changes})
 
@@ -204,12 +204,16 @@ def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables)
 PAIR, SHORT, LR = 2, 3, 0.1  # workers of a cohort, rounds
 TABLES = {
     **{"workers": WORKERS, "cohort": PAIR, "rounds": SHORT, "model": "tests.models:Normalised"},
-    **{"data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}, "partition": "shards", "precision": "float64"},
-    **{"evaluation": {"fine_tune": 1}, "records": {"curve": False}},
+    **{
+        "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
+        "partition": "shards",
+        "precision": "float64",
+    },
+    **{"worker_evaluation": {"fine_tune": 1}, "records": {"curve": False}},
 }
 ENGINES = {
     "serial": {"engine": "serial"},
-    "batched": {"engine": "batched", "processes": 1, "batched": {"width": 3}},
+    "batched": {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}},
     "spawn": {"engine": "spawn", "processes": 2},
 }
 
@@ -218,7 +222,7 @@ class Workers(Federation):
     """The workers of `TABLES`: their batches, their test samples, and their cohorts."""
 
     def __init__(self):
-        super().__init__(models.Normalised, plugs.tiny, WORKERS, BATCH, "shards")
+        super().__init__(models.Normalised, components.tiny, WORKERS, BATCH, "shards")
         trains, self.tests = hold_out(ListedShards.of_arrays([shard.numpy() for shard in self.shards]), 0.25, seed=0)
         self.shards = [trains.of(worker) for worker in range(WORKERS)]
         self.cohorts = [sample_cohort(0, round, WORKERS, PAIR).tolist() for round in range(1, SHORT + 1)]
@@ -266,9 +270,9 @@ def alone(workers):
 
 
 ALONE = {
-    "local_only": {"solver": "local_only"},
-    "ditto": {"solver": "ditto", "lam": 0.0},
-    "apfl": {"solver": "apfl", "alpha": 1.0},
+    "local_only": {"algorithm": "local_only"},
+    "ditto": {"algorithm": "ditto", "lam": 0.0},
+    "apfl": {"algorithm": "apfl", "alpha": 1.0},
 }
 
 
@@ -321,7 +325,7 @@ def pfedme(workers, eta, lam, inner_steps):
 @in_turn(("inner_steps", "engine"), [1, 3], list(ENGINES)[:2])
 def test_theta_of_pfedme_is_tested_with_its_own_statistics(inner_steps, engine, workers, tmp_path):
     params = {"eta": 0.1, "lam": 2.0, "inner_steps": inner_steps}
-    found = losses_of({"solver": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
+    found = losses_of({"algorithm": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
     assert found == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
 
 
@@ -332,14 +336,14 @@ MU, T = 2.0, 0.5
 def moon_tables():
     return {
         **{"rounds": ROUNDS, "workers": WORKERS, "cohort": COHORT, "engine": "serial", "precision": "float64"},
-        **{"model": "tests.models:WithFeatures", "data": "tests.plugs:tiny"},
-        "local": {"solver": "moon", "mu": MU, "batch_size": BATCH, "lr": 0.1, "momentum": 0.5},
+        **{"model": "tests.models:WithFeatures", "data": "tests.components:tiny"},
+        "local": {"algorithm": "moon", "mu": MU, "batch_size": BATCH, "lr": 0.1, "momentum": 0.5},
     }
 
 
 def moon_reference(factory, features):
     """The global row after a run of MOON by hand; `features(model, inputs)` are those of a model."""
-    federation = Federation(factory, plugs.tiny, WORKERS, BATCH)
+    federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, at_start, before = all_three = [federation.model, *(factory().double() for _ in range(2))]
     layout = Layout.of(model)
     previous = dict.fromkeys(range(WORKERS), federation.row)

@@ -20,7 +20,7 @@ def no_scheduler(optimizer):
 
 @dataclass(frozen=True)
 class Rateless:
-    """A solver without a learning rate."""
+    """A client algorithm without a learning rate."""
 
     def start(self, rows):
         return {}
@@ -37,16 +37,19 @@ def scheduled(schedule, **keys):
     return {"local": {"schedule": schedule, **keys}}
 
 
-KEPT = of_local(solver="adam", keep_state=True)
+KEPT = of_local(algorithm="adam", keep_state=True)
 REFUSED = [
     (of_local(nesterov=True), "local.nesterov = true: needs local.momentum > 0"),
     (of_local(nesterov=True, dampening=0.9, momentum=0.9), "local.nesterov = true: needs local.dampening = 0"),
-    (of_local(mu=0.1), "local.mu = 0.1: unknown key (the local solver is sgd); mu goes with fedprox"),
+    (of_local(mu=0.1), "local.mu = 0.1: unknown key (the client algorithm is sgd); mu goes with fedprox"),
     # kept state
     ({**KEPT, "sync": "gradients"}, "local.keep_state = true: needs local steps"),
     ({**KEPT, **RACE}, "local.keep_state = true: keeps worker state"),
-    (of_local(keep_state=True), "local.keep_state = true: the solver has no state with these parameters"),
-    (of_local(solver="fedprox", keep_state=True), "local.keep_state = true: is for solvers such as sgd and adam only"),
+    (of_local(keep_state=True), "local.keep_state = true: the client algorithm has no state with these parameters"),
+    (
+        of_local(algorithm="fedprox", keep_state=True),
+        "local.keep_state = true: is for client algorithms such as sgd and adam only",
+    ),
     # momentum at the workers
     (of_local(**AT_WORKER), 'local.momentum_at = "worker": needs sync=gradients, not parameters'),
     ({**of_local(**AT_WORKER), **CLOCK}, 'needs rounds of gradients, and policy.name = "asgd" has none'),
@@ -64,7 +67,7 @@ REFUSED = [
     ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "a worker sends each gradient and has no rounds; use a number"),
     ({**of_local(accumulate=2), "sync": "gradients"}, "each batch has its own average; use a larger"),
     ({**of_local(accumulate=2), **CLOCK, "policy": "fedasync"}, "needs synchronous rounds; use a larger"),
-    (of_local(accumulate=2, solver="fedsam"), "takes further gradients of each batch; use a larger"),
+    (of_local(accumulate=2, algorithm="fedsam"), "takes further gradients of each batch; use a larger"),
     # learning rates
     (scheduled({"name": "constant", "factor": 0.5}), "local.schedule.total_iters = 0: "),
     ({"server": {"schedule": {"factor": 0.5, "warmup": 2}}}, "server.schedule.total_iters = 0: "),
@@ -72,18 +75,18 @@ REFUSED = [
     (scheduled({"name": "one_cycle", "warmup": 2}), "local.schedule.warmup = 2: one_cycle begins"),
     (scheduled({"warmup": 6}), "local.schedule.warmup = 6: must be less than 6, the number of rounds"),
     (scheduled(BY_STEP), "local.schedule.T_max: is required"),
-    ({"server": {"optimizer": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a learning rate "),
+    ({"server": {"name": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a learning rate "),
     ({**scheduled("cosine"), **CLOCK, "policy": "fedasync"}, "local.schedule: asynchronous"),
     ({**scheduled(BY_STEP, steps=2), "aggregate": "qfedavg"}, 'per = "step": "qfedavg" uses one learning rate'),
     (scheduled({"name": f"{__name__}:no_scheduler"}), "local.schedule.name: must return a scheduler"),
     (
-        scheduled("cosine", solver=f"{__name__}:Rateless"),
+        scheduled("cosine", algorithm=f"{__name__}:Rateless"),
         "local.schedule: needs a learning rate `lr`, which",
     ),
     # algorithms
     *(
-        ({**of_local(solver=solver), **changes}, f'local.solver = "{solver}": ')
-        for solver, changes in (
+        ({**of_local(algorithm=algorithm), **changes}, f'local.algorithm = "{algorithm}": ')
+        for algorithm, changes in (
             *(("fedsam", {"sync": "gradients"}), ("per_fedavg", CLOCK), ("ditto", RACE), ("mimelite", RACE)),
             *((name, {**CLOCK, "policy": "fedasync"}) for name in ("fednova", "feddyn", "mime", "pfedme")),
         )

@@ -14,7 +14,11 @@ import fedsim
 from fedsim.config.validation import warnings_about
 from tests.models import Normalised
 
-TABLES = {"data": "tests.plugs:tiny", "model": "tests.clients.test_train_function:Dropping", "precision": "float64"}
+TABLES = {
+    "data": "tests.components:tiny",
+    "model": "tests.clients.test_train_function:Dropping",
+    "precision": "float64",
+}
 TABLES |= {"workers": 3, "rounds": 2, "engine": "serial"}
 WORK = {"epochs": 2, "batch_size": 16, "lr": 0.1}
 
@@ -112,12 +116,12 @@ def costing(gradients):
     return function
 
 
-def run(solver, local=(), **changes):
-    return fedsim.run({**TABLES, **changes, "local": {"solver": solver, **WORK, **dict(local)}})
+def run(algorithm, local=(), **changes):
+    return fedsim.run({**TABLES, **changes, "local": {"algorithm": algorithm, **WORK, **dict(local)}})
 
 
-def without_lr(solver, **changes):
-    local = {"solver": solver, "epochs": 2, "batch_size": 16}
+def without_lr(algorithm, **changes):
+    local = {"algorithm": algorithm, "epochs": 2, "batch_size": 16}
     return fedsim.run({**TABLES, "rounds": 1, **changes, "local": {**local, **changes.get("local", {})}})
 
 
@@ -160,10 +164,10 @@ def test_what_a_function_does_to_the_model_besides_is_forgotten(function):
 def test_the_engine_auto_does_not_stack_and_batched_refuses():
     started = []
     tables = {**TABLES, "workers": 12, "rounds": 1, "processes": 1, "model": "logistic"}
-    tables["local"] = {"solver": by_optimizer, **WORK}
+    tables["local"] = {"algorithm": by_optimizer, **WORK}
     fedsim.run({**tables, "engine": "auto"}, on_start=started.append)
     assert started[0].how["engine"] == "serial"
-    fedsim.run({**tables, "engine": "auto", "local": {"solver": "sgd", **WORK}}, on_start=started.append)
+    fedsim.run({**tables, "engine": "auto", "local": {"algorithm": "sgd", **WORK}}, on_start=started.append)
     assert started[1].how["engine"] == "batched"
     with pytest.raises(
         fedsim.ExperimentError, match=r'^engine = "batched": .*by_optimizer.* one .*; use engine=spawn$'
@@ -189,34 +193,34 @@ def test_a_stop_by_a_loss_that_a_function_does_not_return_is_one_line(mode, stop
 
 def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     """Two passes over 8 samples in batches of 3."""
-    tables = {"mode": "clock", "data": {"dataset": "tests.plugs:tiny", "train": 8}, "workers": 1}
+    tables = {"mode": "clock", "data": {"name": "tests.components:tiny", "train": 8}, "workers": 1}
     for function, seconds in ((silent, 6), (costly, 18)):
         done = without_lr(function, local={"batch_size": 3}, **tables)
         assert done.history[0]["virtual_seconds"] == seconds
 
 
 @pytest.mark.parametrize(
-    ("solver", "local", "line"),
+    ("algorithm", "local", "line"),
     [
-        (of_other_names, {}, r"local\.solver = .*of_other_names.*ClientAlgorithm.*own-client-algorithm\.md"),
+        (of_other_names, {}, r"local\.algorithm = .*of_other_names.*ClientAlgorithm.*own-client-algorithm\.md"),
         (by_optimizer, {}, r"local\.lr: is required"),
         (silent, {"keep_state": True}, r"local\.keep_state = true: "),
         (silent, {"schedule": "cosine"}, r"local\.schedule: needs .*`lr`"),
-        (talkative, {}, r"local\.solver = .*talkative.*returned a dict"),
-        (reading_twice, {}, r"local\.solver: the function reads .*a second time.*local\.epochs"),
-        (costing(0), {}, r"local\.solver = .*gradients_per_step = 0; must be a number greater than 0"),
-        (growing, {}, r"local\.solver: .*names or shapes"),
+        (talkative, {}, r"local\.algorithm = .*talkative.*returned a dict"),
+        (reading_twice, {}, r"local\.algorithm: the function reads .*a second time.*local\.epochs"),
+        (costing(0), {}, r"local\.algorithm = .*gradients_per_step = 0; must be a number greater than 0"),
+        (growing, {}, r"local\.algorithm: .*names or shapes"),
     ],
 )  # fmt: skip
-def test_a_function_that_cannot_be_used_is_one_line(solver, local, line):
+def test_a_function_that_cannot_be_used_is_one_line(algorithm, local, line):
     with pytest.raises(fedsim.ExperimentError, match=f"^{line}") as caught:
-        fedsim.run({**TABLES, "local": {"solver": solver, **local}})
+        fedsim.run({**TABLES, "local": {"algorithm": algorithm, **local}})
     assert len(caught.value.lines) == 1
 
 
 def test_settings_of_single_steps_have_no_effect_on_a_function():
     keys = {"clip_norm": 1.0, "accumulate": 2, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}}
-    experiment = fedsim.Experiment(**{**TABLES, "local": {"solver": by_optimizer, "lr": 0.1, "steps": 2, **keys}})
+    experiment = fedsim.Experiment(**{**TABLES, "local": {"algorithm": by_optimizer, "lr": 0.1, "steps": 2, **keys}})
     lines = [
         line for line in warnings_about(experiment) if "by_optimizer, which takes the steps of a round itself" in line
     ]
@@ -224,5 +228,5 @@ def test_settings_of_single_steps_have_no_effect_on_a_function():
 
 
 def test_gradients_that_are_averaged_at_each_step_are_no_work_for_a_function():
-    with pytest.raises(fedsim.ExperimentError, match=r"^local\.solver = .*silent.*needs local steps"):
-        fedsim.Experiment(**{**TABLES, "sync": "gradients", "local": {"solver": silent}})
+    with pytest.raises(fedsim.ExperimentError, match=r"^local\.algorithm = .*silent.*needs local steps"):
+        fedsim.Experiment(**{**TABLES, "sync": "gradients", "local": {"algorithm": silent}})

@@ -1,10 +1,10 @@
-"""Every element-wise local solver, with parameters under which it does all that it can."""
+"""Every element-wise client algorithm, with parameters under which it does all that it can."""
 
 from __future__ import annotations
 
 import pytest
 
-from fedsim.clients import solver
+from fedsim.clients import client_algorithm
 
 VARIANTS = {
     "sgd": ("sgd", {}),
@@ -43,7 +43,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def made(variant, lr=0.1):
-    """The solver of a variant."""
+    """The client algorithm of a variant."""
     name, params = VARIANTS[variant]
-    plug = solver.get(name)
-    return plug.bind(plug.check({"lr": lr, **params}))
+    registration = client_algorithm.get(name)
+    return registration.bind(registration.check({"lr": lr, **params}))

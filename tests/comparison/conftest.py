@@ -9,7 +9,7 @@ def quick_tables():
         "rounds": 2,
         "workers": 3,
         "model": "logistic",
-        "data": "tests.plugs:tiny",
+        "data": "tests.components:tiny",
         "local": {"batch_size": 16, "lr": 0.05},
     }
 

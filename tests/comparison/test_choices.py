@@ -152,8 +152,8 @@ def test_a_value_without_a_result_of_every_seed_is_never_the_best_and_always_the
 def test_tuning_does_not_see_the_test_set(serial):
     """With other test labels the same values are chosen."""
     chosen = []
-    for data in ("tests.plugs:tiny", "tests.plugs:tiny_with_other_test_labels"):
-        tables = {**serial, "rounds": 2, "data": {"dataset": data, "validation": 0.2}}
+    for data in ("tests.components:tiny", "tests.components:tiny_with_other_test_labels"):
+        tables = {**serial, "rounds": 2, "data": {"name": data, "validation_fraction": 0.2}}
         axes = {"local.lr": [0.001, 0.1, 30.0], "seed": [0, 1]}
         result = fedsim.compare(tables, axes, tune="local.lr")
         chosen.append(([row.chosen for row in result.summary], result.summary[0].score.mean))
@@ -161,21 +161,25 @@ def test_tuning_does_not_see_the_test_set(serial):
     assert chosen[0][1] != chosen[1][1]
 
 
-@pytest.mark.parametrize("solver", [{"solver": "local_only"}, {"solver": "fedper", "personal": ["*.weight"]}])
-def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(solver, serial):
+@pytest.mark.parametrize("algorithm", [{"algorithm": "local_only"}, {"algorithm": "fedper", "personal": ["*.weight"]}])
+def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(algorithm, serial):
     """Its validation result is the same for all learning rates; what the error names compares them."""
-    tables = {**serial, "rounds": 4, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2, "worker_test": 0.2}}
-    solvers, rates, tuned = [{"solver": "sgd"}, solver], [1e-5, 0.05], ComparisonSettings(tune="local.lr")
+    tables = {
+        **serial,
+        "rounds": 4,
+        "data": {"name": "tests.components:tiny", "validation_fraction": 0.2, "local_test_fraction": 0.2},
+    }
+    algorithms, rates, tuned = [{"algorithm": "sgd"}, algorithm], [1e-5, 0.05], ComparisonSettings(tune="local.lr")
     with pytest.raises(ExperimentError, match=r'tune = "local.lr": .* with by=metrics.personal_worker_accuracy_mean'):
-        plan_grid(tables, {"local": solvers, "local.lr": rates}, (), tuned)
-    assert plan_grid(tables, {"local": solvers[:1], "local.lr": rates}, (), tuned)
+        plan_grid(tables, {"local": algorithms, "local.lr": rates}, (), tuned)
+    assert plan_grid(tables, {"local": algorithms[:1], "local.lr": rates}, (), tuned)
     by = "metrics.personal_worker_accuracy_mean"
-    result = fedsim.compare({**tables, "local": solver}, {"local.lr": rates}, by=by, jobs=1)
+    result = fedsim.compare({**tables, "local": algorithm}, {"local.lr": rates}, by=by, jobs=1)
     assert [row.mark for row in result.summary] == ["", "*"]
 
 
 @pytest.mark.parametrize(
-    ("solver", "changes", "better"),
+    ("algorithm", "changes", "better"),
     [
         ("local_only", {}, "metrics.personal_worker_accuracy_mean"),
         ("local_only", {"task": "torch.nn.functional:cross_entropy"}, "metrics.personal_worker_loss_mean"),
@@ -184,23 +188,25 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(solver
         ("sgd", {}, None),
     ],
 )
-def test_a_comparison_by_a_global_model_that_is_never_trained_warns_once(solver, changes, better, serial):
+def test_a_comparison_by_a_global_model_that_is_never_trained_warns_once(algorithm, changes, better, serial):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fedsim.compare({**serial, "rounds": 1}, {"local.solver": ["adam", solver], "seed": [0, 1]}, jobs=1, **changes)
+        fedsim.compare(
+            {**serial, "rounds": 1}, {"local.algorithm": ["adam", algorithm], "seed": [0, 1]}, jobs=1, **changes
+        )
     lines = [str(each.message) for each in caught if each.category is SettingWarning]
     assert [line.partition("by=")[2].split()[0] for line in lines] == ([] if better is None else [better])
 
 
 @pytest.mark.parametrize("name", ["name", None])
 @pytest.mark.parametrize("setting", ["tune", "worst", "heatmap"])
-def test_a_setting_names_an_axis_by_either_key_of_its_plug(setting, name, serial):
-    keys = [f"{table}.{name or key}" for table, key in (("local", "solver"), ("partition", "strategy"))]
+def test_a_setting_names_an_axis_by_either_key_of_its_component(setting, name, serial):
+    keys = [f"{table}.{name or key}" for table, key in (("local", "algorithm"), ("partition", "name"))]
     value = ", ".join(keys) if setting == "heatmap" else keys[0]
-    tables = {**serial, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2}}
-    axes = {"local.lr": [0.1, 0.2], "local.solver": ["sgd", "adam"], "partition.strategy": ["iid", "shards"]}
+    tables = {**serial, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
+    axes = {"local.lr": [0.1, 0.2], "local.algorithm": ["sgd", "adam"], "partition.name": ["iid", "shards"]}
     found = plan_grid(tables, axes, (), ComparisonSettings(**{setting: value})).settings
-    expected = {"heatmap": "local.solver,partition.strategy"}.get(setting, "local.solver")
+    expected = {"heatmap": "local.algorithm,partition.name"}.get(setting, "local.algorithm")
     assert found == plan_grid(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
 
 
@@ -210,7 +216,10 @@ def test_a_setting_names_an_axis_by_either_key_of_its_plug(setting, name, serial
         ({"tune": "local.lrs"}, r'tune = "local.lrs": is not an axis that varies; did you mean "local.lr"'),
         ({"worst": "seed"}, 'worst = "seed": is not an axis that varies'),
         ({"tune": "local.lr", "worst": "local.lr"}, 'worst = "local.lr": is tuned; choose another axis'),
-        ({"tune": "local.lr"}, 'tune = "local.lr": values are chosen by validation results; add data.validation=0.1'),
+        (
+            {"tune": "local.lr"},
+            'tune = "local.lr": values are chosen by validation results; add data.validation_fraction=0.1',
+        ),
     ],
 )
 def test_a_choice_that_is_impossible_is_refused(choices, message, serial):

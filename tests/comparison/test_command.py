@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands import assert_none_left, processes_of_group, read_until, run_on_a_terminal, start
 
-QUICK = ["name=quick", "model=logistic", "data=tests.plugs:tiny", "workers=3", "rounds=2"]
+QUICK = ["name=quick", "model=logistic", "data=tests.components:tiny", "workers=3", "rounds=2"]
 SERIAL = [*QUICK, "engine=serial"]
 
 

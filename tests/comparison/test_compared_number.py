@@ -22,7 +22,7 @@ from fedsim.config.schema import DIRECTIONS
 from fedsim.core.metrics import metric
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
-from fedsim.records.record import METRICS, OF_PLUGS, metric_called
+from fedsim.records.record import METRICS, OF_COMPONENTS, metric_called
 from fedsim.report.grid_page import grid_page
 from tests.comparison.made_up import compared
 
@@ -63,7 +63,7 @@ def test_the_table_the_files_and_the_figures_show_the_number():
 
 
 def test_the_number_is_stored_and_reported(cli, tmp_path):
-    words = ["rounds=2", "workers=3", "model=logistic", "data=tests.plugs:tiny", "engine=serial", "seed=0,1"]
+    words = ["rounds=2", "workers=3", "model=logistic", "data=tests.components:tiny", "engine=serial", "seed=0,1"]
     done = cli("compare", *words, "aggregate.rule=mean,median", "--by", "-train_loss", "--out", "grid")
     assert done.exit_code == 0, done.output
     assert "train loss after the last round" in done.stdout
@@ -85,7 +85,7 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
         ("test_lost", 'by = "test_lost": no such number of a round; did you mean "test_loss"'),
         ("metrics", 'by = "metrics": no such number of a round'),
         (3, "by = 3: must be the name of a number of a round"),
-        ("validation_loss", 'by = "validation_loss": add data.validation=0.1'),
+        ("validation_loss", 'by = "validation_loss": add data.validation_fraction=0.1'),
     ],
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):
@@ -124,18 +124,20 @@ def test_every_number_of_a_round_says_which_value_is_better():
     assert stops == {key: better[key] for key in DIRECTIONS}
 
 
-def test_every_number_of_a_plug_says_which_value_is_better():
+def test_every_number_of_a_component_says_which_value_is_better():
     sources = {path: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
     recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
-    assert recorded == OF_PLUGS.keys()
+    assert recorded == OF_COMPONENTS.keys()
     unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # by the line above
     found = [path.name for path, text in sources.items() if re.search(unseen, text)]
-    assert found == ["evaluation.py"], "plugs write metrics[NAME] = ...; only the metrics of tests are added together"
-    assert {name: metric_called(f"metrics.{name}").better for name in recorded} == OF_PLUGS
+    assert found == ["evaluation.py"], (
+        "components write metrics[NAME] = ...; only the metrics of tests are added together"
+    )
+    assert {name: metric_called(f"metrics.{name}").better for name in recorded} == OF_COMPONENTS
 
 
 def test_every_metric_of_fedsim_says_which_value_is_better():
-    assert {plug.name: plug.target.higher_is_better for plug in metric} == {
+    assert {registration.name: registration.target.higher_is_better for registration in metric} == {
         name: better == "higher" for name, better in BETTER_OF_METRICS.items()
     }
     for prefix in ("", "validation_"):  # the same without the experiment, as for a figure
@@ -205,7 +207,7 @@ class Distance:
 )
 def test_a_registered_metric_declares_only_what_it_is_told(name, options, target, better, serial, monkeypatch):
     """Without a declaration the name decides: of an error a lower value is better."""
-    monkeypatch.setattr(metric, "_plugs", dict(metric._plugs))
+    monkeypatch.setattr(metric, "_components", dict(metric._components))
     if target is undeclared:
         target = FunctionType(target.__code__, target.__globals__)  # a copy, since the attribute stays with it
     metric(name, **options)(target)
@@ -215,7 +217,7 @@ def test_a_registered_metric_declares_only_what_it_is_told(name, options, target
 
 @pytest.mark.parametrize("target", [F.mse_loss, max, "a string"])
 def test_what_cannot_be_a_metric_is_refused_and_left_as_it_was(target, monkeypatch):
-    monkeypatch.setattr(metric, "_plugs", dict(metric._plugs))
+    monkeypatch.setattr(metric, "_components", dict(metric._components))
     with pytest.raises(TypeError):
         metric("refused", higher_is_better=False)(target)
     assert not hasattr(target, "higher_is_better")
@@ -235,5 +237,5 @@ def test_what_cannot_be_a_metric_is_refused_and_left_as_it_was(target, monkeypat
 )
 def test_a_metric_declares_which_value_is_better(metrics, by, stored, serial):
     """The grid keeps it, so that the folder is read without the metric."""
-    tables = {**serial, "metrics": metrics, "data": {"dataset": "tests.plugs:tiny", "validation": 0.2}}
+    tables = {**serial, "metrics": metrics, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
     assert plan_grid(tables, {"seed": [0, 1], "by": by}).settings.by == stored

@@ -111,12 +111,12 @@ def test_the_folder_of_another_grid_is_refused_with_the_differences(serial, fini
 
 def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_path):
     def compare(c):
-        rules = ["mean", "tests.plugs:clipped_mean"]
-        tables = {**serial, "rounds": 1, "aggregate": {"rule": "tests.plugs:clipped_mean", "c": c}}
+        rules = ["mean", "tests.components:clipped_mean"]
+        tables = {**serial, "rounds": 1, "aggregate": {"rule": "tests.components:clipped_mean", "c": c}}
         return fedsim.compare(tables, {"aggregate.rule": rules}, tmp_path / "x")
 
     compare(1.0)
-    with pytest.raises(RecordError, match=r"tests.plugs_clipped_mean: aggregate.c: 1.0 there, 2.0 here$"):
+    with pytest.raises(RecordError, match=r"tests.components_clipped_mean: aggregate.c: 1.0 there, 2.0 here$"):
         compare(2.0)
 
 
@@ -126,7 +126,7 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
         {},
         {"name": "other"},
         {"engine": "spawn", "processes": 2, "timeout": 9.0},
-        {"engine": "batched", "batched": {"width": 2}},
+        {"engine": "batched", "batched": {"max_rows": 2}},
     ],
 )
 def test_another_engine_is_no_difference(how, finished, quick, grid):
@@ -135,7 +135,7 @@ def test_another_engine_is_no_difference(how, finished, quick, grid):
 
 
 def test_values_can_be_added_in_any_order(serial, finished):
-    more = {"aggregate.rule": ["weighted_mean", "mean", "tests.plugs:clipped_mean"], "seed": [5, 1, 0]}
+    more = {"aggregate.rule": ["weighted_mean", "mean", "tests.components:clipped_mean"], "seed": [5, 1, 0]}
     before = {path.name: path.stat().st_mtime_ns for path in (finished / "runs").glob("*/metrics.jsonl")}
     comparison = fedsim.compare(serial, more, finished)
     assert len(comparison.runs) == 9

@@ -19,7 +19,7 @@ def file(tmp_path):
         name = "rules"
         rounds = 7
         [server]
-        optimizer = "momentum"
+        name = "momentum"
         beta = 0.8
         [grid]
         seed = [0, 1]
@@ -42,7 +42,7 @@ def file(tmp_path):
     ],
 )
 def test_the_default_name_of_a_grid_depends_on_no_axis(words, name):
-    grid = plan_grid({"model": "logistic", "data": "tests.plugs:tiny"}, words=words)
+    grid = plan_grid({"model": "logistic", "data": "tests.components:tiny"}, words=words)
     assert grid.name == name
     assert {run.experiment.name for run in grid.runs} == {name}
 
@@ -77,15 +77,15 @@ def test_words_and_axes_replace_those_of_the_source(file):
     assert {run.experiment.rounds for run in grid.runs} == {2}
 
 
-@pytest.mark.parametrize("key", ["server.optimizer", "server.name"])
-def test_a_word_replaces_the_axis_of_the_plug_that_it_names(key):
+@pytest.mark.parametrize("key", ["local.algorithm", "local.name"])
+def test_a_word_replaces_the_axis_of_the_component_that_it_names(key):
     """Before PyTorch is imported, too; and so does a key given in Python."""
     tables = {"grid": {key: ["sgd", "adamm"], "seed": [0, 1]}}
-    for word in ("server.optimizer", "server.name"):
-        by_word, by_change = plan_grid(tables, words=[f"{word}=momentum"]), plan_grid(tables, **{word: "momentum"})
+    for word in ("local.algorithm", "local.name"):
+        by_word, by_change = plan_grid(tables, words=[f"{word}=fedprox"]), plan_grid(tables, **{word: "fedprox"})
         for grid in (by_word, by_change):
             assert grid.axes == {"seed": [0, 1]}
-            assert {run.experiment.server.optimizer for run in grid.runs} == {"momentum"}
+            assert {run.experiment.local.algorithm for run in grid.runs} == {"fedprox"}
 
 
 def test_a_table_on_an_axis_updates_the_table_of_that_name():
@@ -98,16 +98,18 @@ def test_a_table_on_an_axis_updates_the_table_of_that_name():
     assert [run.id for run in grid.runs[:2]] == ["weighted_mean-base", "weighted_mean-lr=0.1,steps=3"]
 
 
-@pytest.mark.parametrize("axis", ["server", "server.optimizer"])
-def test_another_plug_does_not_get_the_parameters_of_the_one_before(file, axis):
+@pytest.mark.parametrize("axis", ["server", "server.name"])
+def test_another_component_does_not_get_the_parameters_of_the_one_before(file, axis):
     grid = plan_grid(file, {axis: ["sgd", "momentum"]})
-    servers = {run.experiment.server.optimizer: run.experiment.server.params for run in grid.runs}
+    servers = {run.experiment.server.name: run.experiment.server.params for run in grid.runs}
     assert servers["sgd"] == Experiment().server.params
     assert servers["momentum"]["beta"] == 0.8
 
 
-def test_a_parameter_set_for_all_runs_belongs_to_the_plug_that_an_axis_names():
-    grid = plan_grid(None, words=["aggregate.rule=tests.plugs:clipped_mean,tests.plugs:clipping", "aggregate.c=2.5"])
+def test_a_parameter_set_for_all_runs_belongs_to_the_component_that_an_axis_names():
+    grid = plan_grid(
+        None, words=["aggregate.rule=tests.components:clipped_mean,tests.components:clipping", "aggregate.c=2.5"]
+    )
     assert [run.experiment.aggregate.params for run in grid.runs] == [{"c": 2.5}] * 2
 
 
@@ -155,7 +157,7 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
 
 def test_each_run_is_the_experiment_that_its_point_describes():
     """Although the runs of a combination are checked once."""
-    base = {"data": "tests.plugs:tiny", "records": {"model": False, "curve": False}}
+    base = {"data": "tests.components:tiny", "records": {"model": False, "curve": False}}
     for run in plan_grid(base, {"seed": [3, 1, 2], "local.lr": [0.1, 0.2], "aggregate.rule": ["mean", "krum"]}).runs:
         alone = Experiment(
             **base, seed=run.point["seed"], local={"lr": run.point["local.lr"]}, name=run.experiment.name
@@ -166,7 +168,7 @@ def test_each_run_is_the_experiment_that_its_point_describes():
 
 def test_a_wrong_seed_is_a_problem_of_all_combinations():
     with pytest.raises(ExperimentError, match=r"^local.lr=0.1 seed=-1: seed = -1: .* \(and 1 more of 4 runs\)$"):
-        plan_grid({"data": "tests.plugs:tiny"}, {"local.lr": [0.1, 0.2], "seed": [0, -1]})
+        plan_grid({"data": "tests.components:tiny"}, {"local.lr": [0.1, 0.2], "seed": [0, -1]})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
         (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
         (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
         (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
-        (["server=sgd,{optimizer='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
+        (["server=sgd,{name='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
         (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
         (["model=tests.models:Lazy,net"], 'model=tests.models:Lazy: model.name = "tests.models:Lazy": cannot be made'),
         (["device=cpu,cuda:99"], 'device=cuda:99: device = "cuda:99": this PyTorch sees no such device'),
@@ -190,7 +192,7 @@ def test_words_without_meaning_raise_an_error(words, message):
 
 
 def test_ids_differ_even_if_labels_do_not():
-    axes = {"aggregate.rule": ["tests.plugs:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
+    axes = {"aggregate.rule": ["tests.components:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
     ids = [run.id for run in plan_grid(None, axes).runs]
     assert len({id.lower() for id in ids}) == 4
     long = plan_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
@@ -290,13 +292,13 @@ def test_an_axis_can_be_a_tuple_of_objects():
         [{"label": "a", "local.steps": 3}, {"label": "b"}],
         [{"label": "a", "model": "logistic"}, {"label": "b", "model": {"name": "2nn", "hidden": 8}}, {"label": "c"}],
         [{"label": "a", "attack": {"name": "alie", "z": 2.0}}, {"label": "b", "attack": "ipm"}, {"label": "c"}],
-        [{"label": "a", "server.optimizer": "adam"}, {"label": "b"}],
+        [{"label": "a", "server.name": "adam"}, {"label": "b"}],
     ],
 )
 def test_a_grid_is_planned_again_from_its_base_and_axes(variants):
-    """Also if only some values of an axis set a key, or name another plug."""
-    tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"optimizer": "momentum"}}
-    tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.plugs:tiny"}
+    """Also if only some values of an axis set a key, or name another component."""
+    tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"name": "momentum"}}
+    tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.components:tiny"}
     grid = plan_grid(tables, {"variant": variants, "seed": [0, 1]})
     again = plan_grid(grid.base, grid.axes)
     assert [run.experiment for run in again.runs] == [run.experiment for run in grid.runs]

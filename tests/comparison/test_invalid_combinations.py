@@ -14,7 +14,7 @@ from fedsim.errors import ExperimentError
 from fedsim.records.rows import ComparisonSettings
 from tests.comparison.made_up import results_of
 
-WORDS = ["rounds=1", "workers=5", "data=tests.plugs:tiny", "model=logistic"]
+WORDS = ["rounds=1", "workers=5", "data=tests.components:tiny", "model=logistic"]
 SKIP = ComparisonSettings(skip_invalid=True)
 AXES = {"aggregate.rule": ["krum", "median"], "attack.workers": [[0], [0, 1]]}  # krum needs n >= 2f + 3
 NAMES = [("krum", [0]), ("median", [0]), ("median", [0, 1])]

@@ -12,10 +12,10 @@ from fedsim.comparison import plan_grid
 from fedsim.comparison.folder import Shard
 from fedsim.comparison.runner import merge
 
-WORDS = ["rounds=1", "engine=serial", "data=tests.plugs:tiny", "model=logistic", "local.batch_size=16"]
+WORDS = ["rounds=1", "engine=serial", "data=tests.components:tiny", "model=logistic", "local.batch_size=16"]
 GRID = """
     [data]
-    validation = 0.2
+    validation_fraction = 0.2
     [attack]
     name = "sign_flipping"
     workers = [0]

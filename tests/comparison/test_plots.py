@@ -203,7 +203,7 @@ def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_v
 
 
 def test_a_row_of_the_figure_of_workers_holds_those_of_all_seeds_from_their_newest_tables(tmp_path):
-    comparison = compared({"local.solver": ["sgd", "ditto"], "seed": [0, 1]}, lambda point: [0.5, 0.6])
+    comparison = compared({"local.algorithm": ["sgd", "ditto"], "seed": [0, 1]}, lambda point: [0.5, 0.6])
     assert draw_worker_comparison(comparison) is None
     for index, run in enumerate(comparison.runs):
         folder = tmp_path / run.id

@@ -12,7 +12,7 @@ from fedsim.comparison import Callback, plan_grid, run_grid, runner
 from fedsim.comparison.jobs import default_jobs, in_one_process, job_bytes
 from fedsim.errors import SettingWarning
 
-RULES = ["weighted_mean", "mean", {"rule": "tests.plugs:clipped_mean", "c": 0.1}]
+RULES = ["weighted_mean", "mean", {"rule": "tests.components:clipped_mean", "c": 0.1}]
 
 
 def without_times(history):
@@ -21,7 +21,7 @@ def without_times(history):
 
 def test_runs_of_one_seed_are_paired(serial):
     """They have the same start, cohorts and batches: until the first aggregation nothing differs."""
-    tables = {**serial, "workers": 6, "cohort": 3, "partition": "tests.plugs:uneven", "rounds": 3}
+    tables = {**serial, "workers": 6, "cohort": 3, "partition": "tests.components:uneven", "rounds": 3}
     runs = fedsim.compare(tables, {"aggregate": RULES, "seed": [0, 1]}).runs
     by_seed = {seed: [run for run in runs if run.point["seed"] == seed] for seed in (0, 1)}
     for same in by_seed.values():
@@ -35,14 +35,14 @@ def test_runs_of_one_seed_are_paired(serial):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_warning_is_shown_once_for_all_runs(serial, jobs, capfd):
-    tables = {**serial, "workers": 5, "rounds": 1, "attack": {"name": "alie", "workers": [1]}, "buffers": "server"}
+    tables = {**serial, "workers": 5, "rounds": 1, "attack": {"name": "alie", "workers": [1]}, "buffers": "frozen"}
     grid = {"model": ["logistic", "tests.models:Normalised"], "seed": [0, 1]}
     with pytest.warns(SettingWarning) as caught:
         comparison = fedsim.compare(tables, grid, jobs=jobs)
     assert not comparison.failed
     alie, buffers = sorted(str(warning.message) for warning in caught)
     assert alie.startswith("alie: z = 0 for n = 5, f = 1: ")
-    assert buffers.startswith('buffers = "server": running statistics (layers.2.running_mean) are never updated')
+    assert buffers.startswith('buffers = "frozen": running statistics (layers.2.running_mean) are never updated')
     assert "warning" not in capfd.readouterr().err.lower()
 
 
@@ -190,7 +190,7 @@ def test_the_default_is_one_job_per_core_unless_the_experiment_sets_its_engine(q
 
 
 def test_an_experiment_for_one_process_is_valid():
-    wanted = fedsim.Experiment(timeout=5.0, batched={"width": 3}, worker_retries=7)
+    wanted = fedsim.Experiment(timeout=5.0, batched={"max_rows": 3}, process_retries=7)
     run = in_one_process(wanted).resolved()
     assert fedsim.Experiment(**run) == fedsim.Experiment(engine="serial")
 

@@ -143,7 +143,7 @@ def test_a_spreadsheet_runs_no_text_of_a_csv_file():
         assert [cell.removeprefix("'") for cell in cells] == labels, "one apostrophe at the beginning is no part of it"
 
 
-def test_attack_success_and_the_metrics_of_plugs_are_reported():
+def test_attack_success_and_the_metrics_of_components_are_reported():
     comparison = compared({"local.lr": [0.1, 0.2], "seed": [0, 1]}, lambda point: [0.5])
     for index, run in enumerate(comparison.runs):
         run.history[-1] = replace(run.history[-1], attack_success=index / 10, metrics={"update_norm": 2.0 + index})

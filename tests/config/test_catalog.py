@@ -40,9 +40,9 @@ def test_list_has_a_line_for_each_experiment(cli):
 
 
 def test_an_experiment_by_name_may_import_no_more_than_a_file(cli, tmp_path, monkeypatch):
-    (tmp_path / "plugs.toml").write_text('model = "os:system"\n')
-    monkeypatch.setattr(files, "experiments", lambda: {"plugs": tmp_path / "plugs.toml"})
-    done = cli("run", "plugs", "--dry-run")
+    (tmp_path / "components.toml").write_text('model = "os:system"\n')
+    monkeypatch.setattr(files, "experiments", lambda: {"components": tmp_path / "components.toml"})
+    done = cli("run", "components", "--dry-run")
     assert done.exit_code == 2
     assert "--allow-imports" in done.stderr
 

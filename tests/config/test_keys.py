@@ -32,7 +32,7 @@ def test_all_keys_of_an_experiment_are_listed():
         ("rounds", "integer above 0", "10"),
         ("cohort", "integer above 0, or unset", "unset"),
         ("processes", "integer above 0 and at most 1024, or unset", "unset"),
-        ("data.validation", "number at least 0 and below 1", "0.0"),
+        ("data.validation_fraction", "number at least 0 and below 1", "0.0"),
         ("model.name", "name", '"net"'),
         ("sync", '`"parameters"`, `"gradients"`, `"post_local"`', '"parameters"'),
         ("processors", "list of: name or table", "[]"),

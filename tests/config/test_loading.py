@@ -20,7 +20,7 @@ def file(tmp_path):
         epochs = 3
         lr = 0.2
         [server]
-        optimizer = "momentum"
+        name = "momentum"
         beta = 0.8
         """
     )
@@ -37,7 +37,7 @@ def file(tmp_path):
         ("local.lr=1e-3", lambda e: e.local.params["lr"] == 1e-3),
         ("local.nesterov=false", lambda e: e.local.params["nesterov"] is False),
         ("aggregate.weights=[1, 2, 3, 4]", lambda e: e.aggregate.weights == [1, 2, 3, 4]),
-        ("partition={strategy = 'iid'}", lambda e: e.partition.strategy == "iid"),
+        ("partition={name = 'iid'}", lambda e: e.partition.name == "iid"),
         ("data.root=~/data", lambda e: e.data.root == "~/data"),
         ("data.root=/a=b", lambda e: e.data.root == "/a=b"),
         (" rounds = 5 ", lambda e: e.rounds == 5),
@@ -58,10 +58,10 @@ def test_overrides_come_after_the_file_and_later_ones_win(file):
     assert (experiment.rounds, experiment.local.params["lr"], experiment.local.epochs) == (6, 0.3, 3)
 
 
-@pytest.mark.parametrize("key", ["server.optimizer", "server", "server.name"])
-def test_naming_another_plug_leaves_the_parameters_of_the_one_before_behind(file, key):
+@pytest.mark.parametrize("key", ["server", "server.name"])
+def test_naming_another_component_leaves_the_parameters_of_the_one_before_behind(file, key):
     assert load_experiment(file, [f"{key}=sgd"]).server == Experiment().server
-    assert load_experiment(file, [f"{key}=momentum"]).server.params["beta"] == 0.8, "the same plug keeps them"
+    assert load_experiment(file, [f"{key}=momentum"]).server.params["beta"] == 0.8, "the same component keeps them"
 
 
 NAMED = {
@@ -76,7 +76,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("as_source", ["tables", "dotted", "words", "file"])
-def test_name_names_the_plug_of_every_table(as_source, tmp_path):
+def test_name_names_the_component_of_every_table(as_source, tmp_path):
     """In files, dicts and words alike; the records keep the key of the table."""
     more = {"attack.fraction": 0.3, "cohort": 2}
     words = [f"{table}.name={name}" for table, name in NAMED.items()]
@@ -95,9 +95,9 @@ def test_name_names_the_plug_of_every_table(as_source, tmp_path):
     assert all("name" not in stage for stage in stages.aggregate.rule)
 
 
-def test_a_tables_own_keys_stay_when_another_plug_is_named():
-    source = {"aggregate": {"rule": "tests.plugs:clipped_mean", "c": 2.0}, "data": {"dataset": "mnist", "root": "/x"}}
-    experiment = load_experiment(source, ["data.dataset=fashion_mnist", "aggregate.rule=mean"])
+def test_a_tables_own_keys_stay_when_another_component_is_named():
+    source = {"aggregate": {"rule": "tests.components:clipped_mean", "c": 2.0}, "data": {"name": "mnist", "root": "/x"}}
+    experiment = load_experiment(source, ["data.name=fashion_mnist", "aggregate.rule=mean"])
     assert experiment.data.root == "/x"
     assert experiment.aggregate.params == {}
 
@@ -110,12 +110,12 @@ def test_a_source_that_is_no_experiment_is_one_line(source):
 
 @pytest.mark.parametrize("noise", [{}, {"noise": "pareto"}, {"noise": {"name": "pareto", "alpha": 3.0}}])
 @pytest.mark.parametrize("word", ["clock.noise=lognormal", "clock.noise.name=lognormal"])
-def test_a_plug_named_within_a_table_is_overridden_like_any_other(noise, word):
-    words = ["clock.noise.sigma=0.25", word, "clock.speed=linear"]
+def test_a_component_named_within_a_table_is_overridden_like_any_other(noise, word):
+    words = ["clock.noise.sigma=0.25", word, "clock.slowdown=linear"]
     for order in (words, words[::-1]):
         clock = load_experiment({"mode": "clock", "clock": {"latency": 0.5, **noise}}, order).clock
         assert (clock.noise.name, clock.noise.params) == ("lognormal", {"sigma": 0.25})
-        assert (clock.speed.name, clock.latency) == ("linear", 0.5)
+        assert (clock.slowdown.name, clock.latency) == ("linear", 0.5)
 
 
 def test_overriding_changes_no_source():
@@ -196,7 +196,7 @@ def test_a_grid_is_no_single_experiment():
 
 
 def test_dotted_keys_in_python_are_nested_keys():
-    tables = {"local.lr": 0.1, "local": {"steps": 5}, "model.hidden": 8, "model": "2nn", "clock.speed.name": "equal"}
+    tables = {"local.lr": 0.1, "local": {"steps": 5}, "model.hidden": 8, "model": "2nn", "clock.slowdown.name": "equal"}
     experiment = load_experiment(tables)
     assert (experiment.local.params["lr"], experiment.local.steps) == (0.1, 5)
     assert (experiment.model.name, experiment.model.params["hidden"]) == ("2nn", 8)
@@ -207,7 +207,7 @@ def test_dotted_keys_in_python_are_nested_keys():
     [
         ({"local.lr": 0.1, "local": {"lr": 0.2}}, "local.lr: is given twice"),
         ({"model.name": "net", "model": "2nn"}, "model.name: is given twice"),
-        ({"server.name": "sgd", "server.optimizer": "adam"}, "server.optimizer: is given twice"),
+        ({"local.name": "sgd", "local.algorithm": "adam"}, "local.algorithm: is given twice"),
         ({"local.steps": 5, "local": {"epochs": 2}}, "local: give epochs or steps, not both"),
         ({"rounds.x": 1, "rounds": 2}, "rounds.x = 1: rounds is not a table"),
         ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),

@@ -27,7 +27,7 @@ from fedsim.core.objects import name_of
 from fedsim.errors import DataError, ExperimentError, FedsimWarning
 from fedsim.server import ServerStep
 from tests.commands import ended, start
-from tests.plugs import tiny
+from tests.components import tiny
 
 
 class Perceptron(nn.Module):
@@ -108,7 +108,7 @@ def test_a_module_given_as_a_model_is_the_start_and_stays_as_it_is(short):
 
 def test_a_pair_of_datasets_is_a_data_set(short, pair):
     result = fedsim.run({**short, "data": pair})
-    assert same(result, fedsim.run({**short, "data": {"dataset": pair}}))
+    assert same(result, fedsim.run({**short, "data": {"name": pair}}))
     assert same(result, fedsim.run({**short, "data": lambda root: pair}))
     assert sum(result.history[0]["samples"]) == 60
     train, test = fedsim.load_dataset(pair)
@@ -138,7 +138,7 @@ def test_a_data_set_may_have_parameters_train_and_test(short):
         parts = zip(tiny(root), (train, test), strict=True)
         return tuple(fedsim.TensorData(data.inputs[:count], data.targets[:count]) for data, count in parts)
 
-    result = fedsim.run({**short, "data": {"dataset": part, "train": 90, "test": 30}})
+    result = fedsim.run({**short, "data": {"name": part, "train": 90, "test": 30}})
     assert result.experiment.data.params == {"train": 90, "test": 30}
 
 
@@ -165,7 +165,7 @@ def test_a_tuple_of_functions_is_a_list(short):
         return images
 
     experiment = fedsim.Experiment(
-        **{**short, "data": {"dataset": tiny, "augment": (same_images, same_images)}, "aggregate": (first, second)}
+        **{**short, "data": {"name": tiny, "augment": (same_images, same_images)}, "aggregate": (first, second)}
     )
     assert [stage["rule"] for stage in experiment.aggregate.rule] == [name_of(first), name_of(second)]
     assert [each.name for each in experiment.data.augment] == [name_of(same_images)] * 2
@@ -186,18 +186,18 @@ def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
     result = fedsim.run(
         {
             **short,
-            "data": {"dataset": tiny, "augment": [noted]},
+            "data": {"name": tiny, "augment": [noted]},
             "aggregate": {"rule": lambda updates: updates.median(0).values},
             "attack": {"name": lambda honest: -honest.mean(0), "workers": [0]},
             "partition": halves,
             "server": HalfStep(lr=0.25),
-            "local": {"solver": SGD(lr=0.1), "batch_size": 16},
+            "local": {"algorithm": SGD(lr=0.1), "batch_size": 16},
         }
     )
     assert calls
     assert result.experiment.resolved()["aggregate"]["rule"].startswith("<lambda")
-    assert result.experiment.resolved()["partition"]["strategy"] == "<halves>"
-    assert result.experiment.resolved()["data"]["dataset"] == "tests.plugs:tiny"
+    assert result.experiment.resolved()["partition"]["name"] == "<halves>"
+    assert result.experiment.resolved()["data"]["name"] == "tests.components:tiny"
 
 
 class Remembering:
@@ -271,8 +271,8 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"model": {"name": Perceptron, "hiden": 3}}, 'did you mean "hidden"'),
         ({"aggregate": lambda grads: grads[0]}, r"aggregate.rule = .*grads"),
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
-        ({"server": SGD(lr=1.0)}, 'server.optimizer = "<SGD.*>": cannot be used: must be a dataclass'),
-        ({"data": TensorDataset(torch.zeros(3))}, r'data.dataset = "<TensorDataset.*>": .* \(train, test\)'),
+        ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: must be a dataclass'),
+        ({"data": TensorDataset(torch.zeros(3))}, r'data.name = "<TensorDataset.*>": .* \(train, test\)'),
         (
             {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},
             r"data: must be .* tuple \(train, test\)",
@@ -283,8 +283,8 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ),
         ({"data": (torch.zeros(3, 1), torch.zeros(3))}, r"data: must be .* tuple \(train, test\), "),
         (
-            {"local": {"solver": torch.optim.SGD}},
-            r'local.solver = ".*:SGD": cannot be used: is an opt.* did you mean "sgd"',
+            {"local": {"algorithm": torch.optim.SGD}},
+            r'local.algorithm = ".*:SGD": cannot be used: is an opt.* did you mean "sgd"',
         ),
         ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* is not a function or a class$'),
         ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
@@ -411,19 +411,19 @@ def train(model, batches, lr):
             for parameter in model.parameters():
                 parameter -= lr * parameter.grad
 
-base = {"data": "tests.plugs:tiny", "rounds": 1, "workers": 3}
+base = {"data": "tests.components:tiny", "rounds": 1, "workers": 3}
 rows = [fedsim.run({**base, "model": MyNet, "aggregate": rule, "engine": "serial"}).global_row]
 spawn = {**base, "aggregate": rule, "engine": "spawn", "processes": 1}
 with fedsim.Session() as session:  # one process for all
     for model in (MyNet, "__main__:MyNet", lambda: MyNet()):
         rows.append(fedsim.run({**spawn, "model": model}, session=session).global_row)
-    own = {**base, "model": MyNet, "local": {"solver": train, "lr": 0.1}}
+    own = {**base, "model": MyNet, "local": {"algorithm": train, "lr": 0.1}}
     trained = [fedsim.run({**own, "engine": "spawn", "processes": 1}, session=session)]
 trained.append(fedsim.run({**own, "engine": "serial"}))
 assert all(torch.equal(row, rows[0]) for row in rows)
 assert torch.equal(trained[0].global_row, trained[1].global_row)
 assert trained[0].test_accuracy > 0.3
-train, test = fedsim.load_dataset("tests.plugs:tiny")
+train, test = fedsim.load_dataset("tests.components:tiny")
 base = {**base, "data": (train, test), "engine": "serial", "model": MyNet}
 comparison = fedsim.compare(base, {"aggregate.rule": [rule, "mean"]}, jobs=2)
 assert not comparison.failed, comparison.failed

@@ -1,21 +1,24 @@
-"""Keys and plugs read from the source: they are those of the real tables and registries."""
+"""Keys and components read from the source: they are those of the real tables and registries."""
 
 from __future__ import annotations
 
 import pytest
 
 from fedsim.config import experiment, source_catalog
+from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.keys import table_of
-from fedsim.config.plugs import PLUGS, registry_of
-from fedsim.config.source_catalog import experiment_table, source_plugs
-from fedsim.core.base_table import PlugTable
+from fedsim.config.source_catalog import experiment_table, source_components
+from fedsim.core.base_table import ComponentTable
 
 
-@pytest.mark.parametrize("kind", PLUGS)
-def test_the_source_has_every_plug_with_its_parameters(kind):
+@pytest.mark.parametrize("kind", COMPONENTS)
+def test_the_source_has_every_component_with_its_parameters(kind):
     from_registry, from_source = (
-        {plug.name: (set(plug.parameter_names), plug.accepts_any) for plug in plugs}
-        for plugs in (registry_of(kind), source_plugs(kind).values())
+        {
+            registration.name: (set(registration.parameter_names), registration.accepts_any)
+            for registration in components
+        }
+        for components in (registry_of(kind), source_components(kind).values())
     )
     assert from_source == from_registry
     assert source_catalog.title_of(kind) == registry_of(kind).kind
@@ -30,7 +33,7 @@ def test_the_source_has_every_table_with_its_keys():
         assert set(source.lists) == inner.keys() - source.tables.keys()
         for key, below in {**source.tables, **source.lists}.items():
             compare(below, inner[key])
-        if not issubclass(table, PlugTable):
+        if not issubclass(table, ComponentTable):
             assert source.kind is None
             return
         default = table.model_fields[table.named_by].default

@@ -12,9 +12,9 @@ import fedsim
 from fedsim import DataError, ExperimentError, TensorData
 from fedsim.core.learning_task import NextToken, regression
 from fedsim.records.record import metrics_in
+from tests.components import tiny
 from tests.matrix import in_turn
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
-from tests.plugs import tiny
 
 
 def even_digits(root):
@@ -32,7 +32,7 @@ BINARY = {
     "model": "tests.core.test_learning_task:one_logit",
 }
 SMOOTHED = {"task": {"name": "classification", "label_smoothing": 0.1}}
-OWN = {"task": {"name": "tests.plugs:Smoothed", "smoothing": 0.3}}
+OWN = {"task": {"name": "tests.components:Smoothed", "smoothing": 0.3}}
 
 
 def of_logits(outputs, targets):
@@ -207,8 +207,8 @@ def test_what_is_no_loss_of_samples_is_one_line(loss, line):
         {"mode": "clock", "policy": "fedasync"},
         {"mode": "race", "policy": "hogwild", "race": {"runs": 2}, "engine": "spawn", "rounds": 1},
         {"sync": "gradients"},
-        {"local": {"solver": "scaffold", "option": 1, "batch_size": 16}},
-        {"data.validation": 0.2, "precision": "bf16"},
+        {"local": {"algorithm": "scaffold", "option": 1, "batch_size": 16}},
+        {"data.validation_fraction": 0.2, "precision": "bf16"},
     ],
     [REGRESSION, NEXT_TOKEN],
 )
@@ -220,8 +220,8 @@ def test_losses_fall_however_a_run_goes(how, tables):
 
 
 def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
-    tables = {**SHORT, **REGRESSION, "data.worker_test": 0.3, "evaluation": {"every": 1, "fine_tune": 1}}
-    tables |= {"metrics": ["r2"], "data.validation": 0.2, "mode": "clock", "checkpoint.every": 1}
+    tables = {**SHORT, **REGRESSION, "data.local_test_fraction": 0.3, "worker_evaluation": {"every": 1, "fine_tune": 1}}
+    tables |= {"metrics": ["r2"], "data.validation_fraction": 0.2, "mode": "clock", "checkpoint.every": 1}
     result = fedsim.run(tables, tmp_path / "run", progress=True)
     printed = capsys.readouterr().out
     assert "final test loss " in printed
@@ -242,7 +242,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
     [
         ({"task.label_smoothing": 1.0}, ExperimentError, "task.label_smoothing = 1.0"),
         ({**BINARY, "model": "logistic"}, ExperimentError, r"must return logits \[batch\] or \[batch, 1\]"),
-        ({**BINARY, "data": "tests.plugs:tiny"}, ExperimentError, "the labels go up to 9"),
+        ({**BINARY, "data": "tests.components:tiny"}, ExperimentError, "the labels go up to 9"),
         ({**REGRESSION, "task": "classification"}, DataError, r"needs one class label.*float32 \[8\]; .*task=regres"),
         ({**NEXT_TOKEN, "task": "binary"}, DataError, r"needs one class label.*int64 \[8, 6\]; .*use task=next_token"),
         (
@@ -257,7 +257,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
             "use an attack on upd",
         ),
         (
-            {**REGRESSION, "stop.patience": 3, "data.validation": 0.1},
+            {**REGRESSION, "stop.patience": 3, "data.validation_fraction": 0.1},
             ExperimentError,
             "has no accuracy; use stop.m",
         ),
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused(tables, error, words):
 
 
 def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment):
-    attack = {"name": "sign_flipping", "fraction": 0.4, "holding": 1}
-    line = r"^attack\.holding = 1: needs class labels, .* use attack\.fraction or attack\.workers$"
+    attack = {"name": "sign_flipping", "fraction": 0.4, "by_class": 1}
+    line = r"^attack\.by_class = 1: needs class labels, .* use attack\.fraction or attack\.workers$"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})

@@ -13,7 +13,7 @@ from sklearn.metrics import f1_score, r2_score
 import fedsim
 from fedsim import ExperimentError
 from fedsim.core.metrics import metric
-from tests.plugs import TINY_TEST, TINY_TRAIN, real_images, tiny
+from tests.components import TINY_TEST, TINY_TRAIN, real_images, tiny
 
 METRICS = [
     "macro_f1",
@@ -78,7 +78,7 @@ def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
 )
 def test_metrics_and_validation_agree_between_engines(how, tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "precision": "float64", "metrics": METRICS}
-    tables["data"] = {"dataset": "tests.core.test_metrics:several_batches", "validation": 0.2}
+    tables["data"] = {"name": "tests.core.test_metrics:several_batches", "validation_fraction": 0.2}
     reference = fedsim.run({**tables, **({} if how.get("engine") else how)}).history
     for ours, theirs in zip(fedsim.run({**tables, **how}).history, reference, strict=True):
         assert ours.metrics.keys() == theirs.metrics.keys()
@@ -131,7 +131,7 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_the_first_round(wron
 
 
 def test_nobody_trains_on_validation_samples(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "data.validation": 0.1}
+    tables = {**tiny_experiment, **SMALL, "data.validation_fraction": 0.1}
     facts = []
     result = fedsim.run(tables, on_start=facts.append)
     assert facts[0].validation_samples == 20
@@ -154,4 +154,4 @@ def test_the_split_depends_on_the_seed_alone():
 @pytest.mark.parametrize(("share", "workers", "words"), [(0.95, 20, "has no data"), (0.001, 2, "holds out none")])
 def test_a_split_that_leaves_nothing_is_refused(share, workers, words, tiny_experiment):
     with pytest.raises(ExperimentError, match=words):
-        fedsim.run({**tiny_experiment, **SMALL, "workers": workers, "data.validation": share})
+        fedsim.run({**tiny_experiment, **SMALL, "workers": workers, "data.validation_fraction": share})

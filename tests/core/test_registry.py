@@ -1,4 +1,4 @@
-"""Plugs, their parameters, and tables that name them."""
+"""Components, their parameters, and tables that name them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pydantic import Field, ValidationError
 
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.gradient_updates import Hogwild
-from fedsim.core.base_table import PlugTable
+from fedsim.core.base_table import ComponentTable
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
-from tests import plugs
+from tests import components
 
 
 @dataclass(frozen=True)
 class Tamed(Hogwild):
-    """A plug of one's own that derives from one of fedsim's."""
+    """A component of one's own that derives from one of fedsim's."""
 
     rate: float = 0.1
 
@@ -97,34 +97,34 @@ def test_the_decorator_sets_the_traits_of_a_kind_and_no_others():
 
 
 def test_a_name_with_a_colon_imports(registry):
-    plug = registry.get("tests.plugs:times")
-    assert plug.check({"factor": 2.0}) == {"factor": 2.0}
-    assert pickle.loads(pickle.dumps(plug.bind({"factor": 2.0})))(value=3) == 6
+    registration = registry.get("tests.components:times")
+    assert registration.check({"factor": 2.0}) == {"factor": 2.0}
+    assert pickle.loads(pickle.dumps(registration.bind({"factor": 2.0})))(value=3) == 6
 
 
-def test_a_plug_takes_only_the_inputs_that_it_declares():
+def test_a_component_takes_only_the_inputs_that_it_declares():
     registry = Registry("gadget", given=("value", "other", "third"))
     registry("two")(lambda third, value=1, *, c=2: (value, third, c))
-    plug = registry.get("two")
-    assert plug.takes == {"third": True, "value": False}
-    assert plug.target(**plug.given(value=5, other=6, third=7)) == (5, 7, 2)
+    registration = registry.get("two")
+    assert registration.takes == {"third": True, "value": False}
+    assert registration.target(**registration.given(value=5, other=6, third=7)) == (5, 7, 2)
 
 
 def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(registry):
-    plug = registry.get("tests.plugs:typed")
-    checked = plug.check({"sizes": [1, 2], "folder": "a/b", "level": "high"})
-    assert checked == {"sizes": (1, 2), "folder": Path("a/b"), "level": plugs.Level.HIGH}
-    assert plug.check(checked) == checked
+    registration = registry.get("tests.components:typed")
+    checked = registration.check({"sizes": [1, 2], "folder": "a/b", "level": "high"})
+    assert checked == {"sizes": (1, 2), "folder": Path("a/b"), "level": components.Level.HIGH}
+    assert registration.check(checked) == checked
     with pytest.raises(ExperimentError, match="x.sizes"):
-        plug.check({"sizes": "12", "folder": "a", "level": "high"}, "x")
+        registration.check({"sizes": "12", "folder": "a", "level": "high"}, "x")
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        *((f"tests.plugs:{name}", "") for name in ("missing", "TINY_TEST", "")),
+        *((f"tests.components:{name}", "") for name in ("missing", "TINY_TEST", "")),
         *((path, "") for path in ("no.such.module:f", ":f")),
-        ("tests.plugs:misplaced", r": the argument factor is not one that fedsim passes \(value\)"),
+        ("tests.components:misplaced", r": the argument factor is not one that fedsim passes \(value\)"),
     ],
 )
 def test_a_failed_import_is_one_clear_line(registry, path, reason):
@@ -142,23 +142,23 @@ def gas(*, degrees: float = 180.0, fan: bool = False):
     return degrees, fan
 
 
-class Bake(PlugTable):
+class Bake(ComponentTable):
     place, named_by, registry = "bake", "oven", oven
 
     oven: str = "gas"
     minutes: int = 30
 
 
-def test_a_bare_string_names_the_plug():
+def test_a_bare_string_names_the_component():
     assert Bake.model_validate("gas") == Bake(oven="gas") == Bake()
 
 
-def test_the_key_name_names_the_plug_in_every_table():
+def test_the_key_name_names_the_component_in_every_table():
     assert Bake(name="gas", minutes=10) == Bake(oven="gas", minutes=10)
     assert Bake(name="gas").model_dump() == Bake().model_dump()
 
 
-def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
+def test_the_parameters_are_checked_and_filled_in_with_the_components_defaults():
     bake = Bake(minutes=10, fan=True)
     assert (bake.minutes, bake.params) == (10, {"degrees": 180.0, "fan": True})
     assert bake.component() == (180.0, True)
@@ -173,7 +173,7 @@ def test_the_parameters_are_checked_and_filled_in_with_the_plugs_defaults():
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )
-def test_wrong_keys_of_a_plug_table_are_one_line(keys, line):
+def test_wrong_keys_of_a_component_table_are_one_line(keys, line):
     with pytest.raises((ExperimentError, ValidationError)) as caught:
         Bake(**keys)
     assert line in str(caught.value)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.config.plugs import PLUGS, list_plugs
+from fedsim.config.components import COMPONENTS, list_components
 from fedsim.core import text_wrapping
 from fedsim.core.text_wrapping import hang, note, terminal_columns
 
@@ -24,7 +24,7 @@ def test_only_a_terminal_has_a_width(monkeypatch, watched, columns):
     assert terminal_columns() == columns
 
 
-def test_the_list_of_plugs_fits_into_a_terminal():
-    whole, narrow = list_plugs(PLUGS), list_plugs(PLUGS, 80)
+def test_the_list_of_components_fits_into_a_terminal():
+    whole, narrow = list_components(COMPONENTS), list_components(COMPONENTS, 80)
     assert max(map(len, narrow.splitlines())) <= 80
     assert narrow.split() == whole.split()

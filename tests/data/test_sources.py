@@ -99,7 +99,7 @@ def test_missing_data_is_an_error_with_advice(data_root, monkeypatch):
 )
 def test_a_damaged_file_is_one_line_that_names_its_folder(small_mnist, data_root, cli, file, content):
     (small_mnist / sources.FILES[file]).write_bytes(content)
-    result = cli("run", "data.dataset=mnist", f"data.root={data_root}", "model=logistic", "rounds=1")
+    result = cli("run", "data.name=mnist", f"data.root={data_root}", "model=logistic", "rounds=1")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"error: {small_mnist}: cannot be read: ")
     assert result.stderr.endswith("; remove it to download it again\n")

@@ -19,7 +19,7 @@ PLACE = "cuda" if REAL else "cpu"  # for what the pretend GPU cannot do, such as
 COLUMNS = 50_000 if REAL else 301  # of rows
 
 SAMPLES = 56  # for 3, 5 and 7 workers no last batch of 8 has a single sample
-DATA = {"dataset": "tests.plugs:tiny", "train": SAMPLES}
+DATA = {"name": "tests.components:tiny", "train": SAMPLES}
 TINY = {
     "rounds": 2,
     "workers": 3,
@@ -30,7 +30,7 @@ TINY = {
 }
 FULL = {  # for every case of the contract of engines: no last batch of 16 has a single sample
     **TINY,
-    "data": "tests.plugs:tiny",
+    "data": "tests.components:tiny",
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
 ENGINES = {
@@ -42,23 +42,23 @@ ROUNDING = 1e-9  # in float64, after a few rounds
 CLOSE = {"float64": ROUNDING, "float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # of parameters, by precision
 
 VALUES = {"f": 2, "c": 1.0, "k": 2, "personal": ["*.bias"]}  # of the parameters that have no default
-FITTING = {  # plugs whose defaults do not fit such small experiments
+FITTING = {  # components whose defaults do not fit such small experiments
     "alie": {"z": 1.5},
     "fedrep": {"head_steps": 1},
     "feature_rotation": {"groups": 2, "angles": [0, 45]},
-    "label_k": {"k": 4},
+    "classes_per_worker": {"k": 4},
     "virtual": {"samples": 20},
 }
 
 
-def settings_of(plug: Any, **more: Any) -> dict[str, Any]:
-    """A table that names a registered plug, with the parameters that it requires."""
-    required = [name for name, field in plug.parameters.model_fields.items() if field.is_required()]
+def settings_of(registration: Any, **more: Any) -> dict[str, Any]:
+    """A table that names a registered component, with the parameters that it requires."""
+    required = [name for name, field in registration.parameters.model_fields.items() if field.is_required()]
     unknown = [name for name in required if name not in VALUES | more]
     if unknown:
-        pytest.fail(f"{plug.name} requires {', '.join(unknown)}: give a value in {__name__}.VALUES")
+        pytest.fail(f"{registration.name} requires {', '.join(unknown)}: give a value in {__name__}.VALUES")
     values = {name: VALUES[name] for name in required if name in VALUES}
-    return {"name": plug.name, **values, **FITTING.get(plug.name, {}), **more}
+    return {"name": registration.name, **values, **FITTING.get(registration.name, {}), **more}
 
 
 def with_small_data(tables: dict[str, Any]) -> dict[str, Any]:

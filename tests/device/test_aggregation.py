@@ -52,18 +52,18 @@ def refusal_or(function, *tensors):
         return str(error)
 
 
-def aggregated(plug, updates, root, **given):
+def aggregated(registration, updates, root, **given):
     """The aggregate of rows by a rule with the parameters that it requires."""
-    settings = settings_of(plug)
-    if "root" in plug.takes:
+    settings = settings_of(registration)
+    if "root" in registration.takes:
         given["root"] = root
-    if "losses" in plug.takes:
+    if "losses" in registration.takes:
         given["losses"] = torch.arange(1.0, len(updates) + 1, dtype=torch.double)
     return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **given)
 
 
 def every(registry):
-    return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
+    return pytest.mark.parametrize("registration", list(registry), ids=lambda registration: registration.name)
 
 
 each_precision = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -72,29 +72,33 @@ each_precision = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.gpu
 @each_precision
 @every(rule)
-def test_a_rule(plug, dtype):
+def test_a_rule(registration, dtype):
     cases = {"ordinary": "error", "not finite": "exclude", **({"large": "error"} if dtype == torch.float64 else {})}
     for kind, nonfinite in cases.items():
         assert_same_on_gpu(
-            lambda x, root, nonfinite=nonfinite: aggregated(plug, x, root, nonfinite=nonfinite),
+            lambda x, root, nonfinite=nonfinite: aggregated(registration, x, root, nonfinite=nonfinite),
             *(rows(kind), rows()[0]),
             dtype=dtype,
         )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plug", [plug for plug in rule if "weights" in plug.takes], ids=lambda plug: plug.name)
-def test_a_rule_with_weights(plug):
+@pytest.mark.parametrize(
+    "registration",
+    [registration for registration in rule if "weights" in registration.takes],
+    ids=lambda registration: registration.name,
+)
+def test_a_rule_with_weights(registration):
     weights = torch.arange(1.0, N + 1)
-    assert_same_on_gpu(lambda x, root: aggregated(plug, x, root, weights=weights), rows(), rows()[0])
-    assert_same_on_gpu(lambda x, w: aggregated(plug, x, x[0], weights=w), rows(), weights)
+    assert_same_on_gpu(lambda x, root: aggregated(registration, x, root, weights=weights), rows(), rows()[0])
+    assert_same_on_gpu(lambda x, w: aggregated(registration, x, x[0], weights=w), rows(), weights)
 
 
 @pytest.mark.gpu
 @each_precision
 @every(pre_aggregator)
-def test_a_pre_aggregator(plug, dtype):
-    settings = settings_of(plug)
+def test_a_pre_aggregator(registration, dtype):
+    settings = settings_of(registration)
     name = settings.pop("name")
     for last in ("median", {"rule": "krum", "f": 1}):
         chain = [{"rule": name, **settings}, last]
@@ -106,9 +110,9 @@ def median(x):
     return x.median(0).values
 
 
-def attacked(plug, honest, last, own_updates=None):
+def attacked(registration, honest, last, own_updates=None):
     """Three Byzantine rows."""
-    settings = settings_of(plug)
+    settings = settings_of(registration)
     return fedsim.attack(
         honest, 3, settings.pop("name"), own_updates=own_updates, last=last, aggregate=median, **settings
     )
@@ -117,19 +121,19 @@ def attacked(plug, honest, last, own_updates=None):
 @pytest.mark.gpu
 @each_precision
 @every(attack_strategy)
-def test_an_attack(plug, dtype):
+def test_an_attack(registration, dtype):
     honest, own_updates, last = rows()[:8], rows()[8:11], rows()[11]
     for tensors in ((honest, last, own_updates), (honest, last)):
-        assert_same_on_gpu(lambda *given: attacked(plug, *given), *tensors, dtype=dtype)
+        assert_same_on_gpu(lambda *given: attacked(registration, *given), *tensors, dtype=dtype)
 
 
 @every(attack_strategy)
-def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(plug, gpu):
+def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(registration, gpu):
     launches = []
     for d in (10, 40_000):
         tensors = [to_gpu(torch.randn(size, dtype=torch.double)) for size in ((8, d), (d,), (3, d))]
         with gpu.counting() as counts:
-            attacked(plug, *tensors)
+            attacked(registration, *tensors)
         assert counts.uploads == 0, counts.table()
         launches.append(counts.launches)
     assert launches[0] == launches[1], counts.table()
@@ -164,9 +168,9 @@ def test_updates_in_which_parameters_lie_on_two_devices():
 
 @pytest.mark.gpu
 @every(server_optimizer)
-def test_a_server_optimizer(plug):
+def test_a_server_optimizer(registration):
     def moved(row, updates):
-        settings = settings_of(plug)
+        settings = settings_of(registration)
         server = fedsim.ServerOptimizer(settings.pop("name"), **settings)
         for update in updates:
             row = server.step(row, update)

@@ -60,7 +60,7 @@ def cohort_of(pipeline, updates):
     return AggregationInputs(updates, weights, root, losses=torch.ones(N, dtype=torch.double))
 
 
-@pytest.mark.parametrize("name", [*(plug.name for plug in rule), *PIPELINES])
+@pytest.mark.parametrize("name", [*(registration.name for registration in rule), *PIPELINES])
 def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, gpu):
     names = name.split(" + ")
     known = {name for part in names for name in (fedsim.rules() | fedsim.pre_aggregators())[part].parameters}

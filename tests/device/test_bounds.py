@@ -33,7 +33,7 @@ class Workload(NamedTuple):
             "rounds": 2,
             "workers": self.workers,
             "model": self.model,
-            "data": {"dataset": "tests.plugs:tiny", "train": samples},
+            "data": {"name": "tests.components:tiny", "train": samples},
             "partition": "contiguous",
             "local": {"batch_size": self.batch_size, "steps": steps, "momentum": 0.5},
             "device": "cuda",

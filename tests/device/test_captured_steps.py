@@ -32,24 +32,27 @@ from tests.device.agreement import (
 from tests.device.pretend import download, upload
 from tests.device.test_bounds import ORDERS
 
-UNEVEN = {"partition": "tests.plugs:uneven"}
+UNEVEN = {"partition": "tests.components:uneven"}
 CASES = {
     "even shards": {},
-    "uneven shards, short batches": {"partition": "tests.plugs:uneven"},
+    "uneven shards, short batches": {"partition": "tests.components:uneven"},
     "local steps": {"local": {"steps": 5, "batch_size": 16, "momentum": 0.9}},
     "weight decay": {
-        "partition": "tests.plugs:uneven",
+        "partition": "tests.components:uneven",
         "local": {"epochs": 2, "batch_size": 16, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     },
     "worker state and messages": {
-        **{"local": {"solver": "tests.plugs:Counting", "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "tests.components:Counting", "batch_size": 16},
+            "partition": "tests.components:uneven",
+        },
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
     "rounds after rounds of gradients": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
-    "a convolutional network with dropout": {"model": "net", "partition": "tests.plugs:uneven"},
+    "a convolutional network with dropout": {"model": "net", "partition": "tests.components:uneven"},
     "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
-    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"width": 3}},
+    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"max_rows": 3}},
     "a model with buffers": {"model": "tests.device.test_captured_steps:Counting", **UNEVEN},
     "dropout": {
         "model": "tests.device.test_captured_steps:Dropping",
@@ -133,8 +136,8 @@ def test_captured_steps_agree_with_the_ordinary_path(case, precision):
 
 UNSAFE = {
     "samples of a batch see each other": {"model": "tests.models:Normalised"},
-    "batches are altered": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip"]}},
-    "the partition": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
+    "batches are altered": {"data": {"name": "tests.components:tiny", "augment": ["flip"]}},
+    "the partition": {"partition": {"name": "feature_noise", "sigma": 1.0}},
     "the attack": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
     "every step is a synchronisation": {"sync": "gradients"},
 }
@@ -225,7 +228,7 @@ def test_a_test_that_cannot_be_captured_takes_the_ordinary_path(case, gpu, table
 
 @dataclass(frozen=True)
 class Reading:
-    """A local solver that does what a graph cannot hold."""
+    """A client algorithm that does what a graph cannot hold."""
 
     lr: float = 0.1
     does: str = "reads"
@@ -252,8 +255,8 @@ REASONS = {
 
 
 @pytest.mark.parametrize("does", REASONS)
-def test_a_solver_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
-    tables["local"] = {"solver": "tests.device.test_captured_steps:Reading", "does": does, "batch_size": 16}
+def test_a_algorithm_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
+    tables["local"] = {"algorithm": "tests.device.test_captured_steps:Reading", "does": does, "batch_size": 16}
     with pytest.warns(FedsimWarning, match=f"cuda_graphs: steps are not captured, .*{REASONS[does]}") as caught:
         found = fedsim.run(tables)
     assert len(caught) == 1
@@ -263,7 +266,7 @@ def test_a_solver_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tab
 
 @dataclass(frozen=True)
 class Replacing:
-    """A solver with momentum that makes its state new at each step, or only begins it with its first step."""
+    """A client algorithm with momentum that makes its state new at each step, or only begins it with its first step."""
 
     lr: float = 0.1
     late: bool = False
@@ -277,10 +280,10 @@ class Replacing:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_solver_that_makes_new_state_is_captured_unless_it_begins_it_late(late, gpu, tables):
-    tables["local"] = {"solver": "tests.device.test_captured_steps:Replacing", "late": late, "batch_size": 16}
+def test_a_algorithm_that_makes_new_state_is_captured_unless_it_begins_it_late(late, gpu, tables):
+    tables["local"] = {"algorithm": "tests.device.test_captured_steps:Replacing", "late": late, "batch_size": 16}
     tables |= UNEVEN
-    reason = "local.solver adds state in its steps that its `start` does not return"
+    reason = "local.algorithm adds state in its steps that its `start` does not return"
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
         found = fedsim.run(tables)
     assert differing(found, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
@@ -319,7 +322,7 @@ def test_the_memory_of_graphs_is_released_with_the_trainer(gpu, tables, monkeypa
 
 @pytest.mark.gpu
 def test_after_a_failed_capture_a_gpu_draws_and_allocates_as_before(tables):
-    local = {"solver": "tests.device.test_captured_steps:Reading", "does": "waits", "batch_size": 16}
+    local = {"algorithm": "tests.device.test_captured_steps:Reading", "does": "waits", "batch_size": 16}
     with some_gpu() as pretend:
         with pytest.warns(FedsimWarning, match="operation not permitted when stream is capturing"):
             fedsim.run({**tables, "local": local, "device": "cuda"})

@@ -21,8 +21,8 @@ from tests.device.test_aggregation_counts import DRAW
 
 
 def bound(name, **params):
-    plug = attack_strategy.get(name)
-    return attack_strategy.bind(plug, plug.check(params))
+    registration = attack_strategy.get(name)
+    return attack_strategy.bind(registration, registration.check(params))
 
 
 def backdoor(images, draws):
@@ -39,7 +39,7 @@ CALLS = {
     "choice": lambda draws: draws.choice(30, 6),
     "choice of few": lambda draws: draws.choice(COUNT, 100),
 }
-PLUGS = {plug.name: plug.bind(plug.check({})) for plug in augmentation} | {
+COMPONENTS = {registration.name: registration.bind(registration.check({})) for registration in augmentation} | {
     "feature_noise": GaussianNoise(0.5),
     "backdoor": backdoor,
 }
@@ -82,12 +82,12 @@ def test_a_subset_on_a_gpu_sees_the_noise_of_the_cpu(gpu):
     assert torch.equal(download(noisy(upload)), noisy(lambda tensor: tensor))
 
 
-@pytest.mark.parametrize("plug", PLUGS.values(), ids=PLUGS)
-def test_a_batch_is_altered_on_a_gpu_without_a_wait(plug, gpu):
+@pytest.mark.parametrize("registration", COMPONENTS.values(), ids=COMPONENTS)
+def test_a_batch_is_altered_on_a_gpu_without_a_wait(registration, gpu):
     images = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    expected, on_gpu = plug(images, draws=Draws.of(0, "x")), upload(images)
+    expected, on_gpu = registration(images, draws=Draws.of(0, "x")), upload(images)
     with gpu.counting() as counts:
-        found = plug(on_gpu, draws=Draws.of(0, "x", device=GPU))
+        found = registration(on_gpu, draws=Draws.of(0, "x", device=GPU))
     assert counts.waits == 0, counts.table()
     assert torch.equal(download(found), expected)
 

@@ -19,7 +19,7 @@ LEFT = 0.9e9  # bytes of the GPU's memory that are left free
 LARGE = {  # an experiment that needs more
     **TINY,
     **{"rounds": 1, "model": "cnn", "workers": 200, "precision": "float32", "local": {"batch_size": 256, "steps": 1}},
-    "data": {"dataset": "tests.plugs:tiny", "train": 400},
+    "data": {"name": "tests.components:tiny", "train": 400},
 }
 WAYS = {
     **{name: ENGINES[name] for name in ("serial", "batched")},

@@ -17,10 +17,10 @@ BASE = {
     "model": "logistic",
     "sync": "gradients",
     "precision": "float64",
-    "partition": "tests.plugs:in_blocks",
+    "partition": "tests.components:in_blocks",
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
-SOUND, BROKEN = "tests.plugs:tiny", "tests.plugs:with_a_hole"
+SOUND, BROKEN = "tests.components:tiny", "tests.components:with_a_hole"
 
 
 class Strict(nn.Linear):
@@ -44,7 +44,7 @@ CASES = {
     "a weighted mean": {"aggregate": {"weights": "samples"}},
     "a median": {"aggregate": {"rule": "median"}},
     "krum": {"workers": 5, "aggregate": {"rule": "krum", "f": 1}},
-    "batched": {"engine": "batched", "processes": 1, "data": "tests.plugs:with_a_hole_at_the_end"},
+    "batched": {"engine": "batched", "processes": 1, "data": "tests.components:with_a_hole_at_the_end"},
     "buffers": {"model": "tests.models:Normalised"},
     "own buffers": {"model": "tests.models:Normalised", "buffers": "local"},
     "a model that refuses NaN": {"model": "tests.device.test_gradient_rounds:Strict"},

@@ -25,7 +25,7 @@ from tests.engines.in_process import InProcessPool
 
 FULL = partial(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 15 GiB.")
 ASSERT = partial(RuntimeError, "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported late")
-CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "lognormal"}}
+CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"slowdown": "lognormal"}}
 
 
 class Failing(nn.Module):

@@ -12,7 +12,7 @@ from fedsim.engines.pool import backend as pool_backend
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
 
-CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "lognormal"}}
+CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"slowdown": "lognormal"}}
 RACE = {"engine": "spawn", "processes": 2, "mode": "race", "policy": "fedbuff", "race": {"runs": 1}}
 
 

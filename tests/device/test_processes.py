@@ -64,13 +64,17 @@ def test_processes_that_stack_rows_agree_with_the_cpu(sync, session):
     assert_same_results(run_on_cpu(tables), run({**tables, "engine": "batched", "processes": 2}, session=session))
 
 
-@pytest.mark.parametrize("plug", [plug for plug in policy if plug.name != "sync"], ids=lambda plug: plug.name)
-def test_races_learn(plug, session):
+@pytest.mark.parametrize(
+    "registration",
+    [registration for registration in policy if registration.name != "sync"],
+    ids=lambda registration: registration.name,
+)
+def test_races_learn(registration, session):
     """Their results depend on time."""
     tables = {**FULL, "precision": "float32", "rounds": 3, "local": {"batch_size": 16, "lr": 0.05}}
-    if plug.name == "eamsgd":
+    if registration.name == "eamsgd":
         tables["local"]["momentum"] = 0.5
-    race = {"mode": "race", "policy": settings_of(plug), "race": {"runs": 1}}
+    race = {"mode": "race", "policy": settings_of(registration), "race": {"runs": 1}}
     assert run({**tables, **race, **SPAWN}, session=session).test_accuracy > 0.15
 
 
@@ -105,7 +109,7 @@ def test_a_kernel_that_fails_ends_one_run_with_an_error_and_no_later_one():
     """A token number beyond the embedding fails within a kernel."""
     tables = {**TINY, **SPAWN, "model": "tests.models:Embedded", "data": f"{__name__}:tokens_beyond"}
     with pytest.raises(fedsim.FedsimError, match="index"):
-        run({**tables, "worker_retries": 0})
+        run({**tables, "process_retries": 0})
     assert_same_model(run_on_cpu(PLAIN), run({**PLAIN, **ENGINES["batched"]}), ROUNDING)
 
 

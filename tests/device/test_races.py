@@ -40,7 +40,7 @@ def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monk
     "changes",
     [
         {},
-        {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}},
+        {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}},
         {"mode": "race", "policy": "fedbuff", "race": {"runs": 2}},
     ],
     ids=lambda changes: changes.get("mode", "rounds"),

@@ -1,4 +1,4 @@
-"""Whole runs on the pretend GPU give what runs on the CPU give: every engine, plug, policy and precision."""
+"""Whole runs on the pretend GPU give what runs on the CPU give: every engine, component, policy and precision."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 import fedsim
 from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import attack_strategy
-from fedsim.clients.solver import solver
+from fedsim.clients import client_algorithm
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.models import model
 from fedsim.runs.rule_replay import load_round
 from fedsim.server.optimizer import server_optimizer
-from tests import plugs
+from tests import components
 from tests.device.agreement import (
     CLOSE,
     DATA,
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.gpu
 
 
 def every(registry):
-    return pytest.mark.parametrize("plug", list(registry), ids=lambda plug: plug.name)
+    return pytest.mark.parametrize("registration", list(registry), ids=lambda registration: registration.name)
 
 
 def with_engines(name, values, engines=("serial", "batched")):
@@ -53,7 +53,7 @@ def with_engines(name, values, engines=("serial", "batched")):
     return in_turn((name, "engine"), values, engines)
 
 
-CONTRACT = {  # no other test here has their solver, rule, attack, server optimizer, partition or shape of a round
+CONTRACT = {  # cases whose algorithm, rule, attack, server optimizer, partition or round no other test here has
     "parameters": [
         *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
         *("gradients first, then parameters", "buffers kept by workers", "state that no row holds"),
@@ -87,81 +87,93 @@ def test_the_contract_of_engines(run, engine):
         assert_agrees_with_the_cpu(tables, engine)
 
 
-@with_engines("plug", solver)
-def test_a_local_solver(plug, engine):
-    settings = settings_of(plug)
-    local = {"solver": settings.pop("name"), "batch_size": 8, "lr": 0.01, **settings}
-    tables = {**TINY, "local": local, "partition": "tests.plugs:uneven"}
-    if plug.name == "fedrep":
+@with_engines("registration", client_algorithm)
+def test_a_local_algorithm(registration, engine):
+    settings = settings_of(registration)
+    local = {"algorithm": settings.pop("name"), "batch_size": 8, "lr": 0.01, **settings}
+    tables = {**TINY, "local": local, "partition": "tests.components:uneven"}
+    if registration.name == "fedrep":
         local["steps"] = 3
-    if plug.name == "moon":  # needs hidden features
+    if registration.name == "moon":  # needs hidden features
         tables["model"] = {"name": "2nn", "hidden": 8}
-    if plug.name == "fedbn":  # needs normalisation layers
+    if registration.name == "fedbn":  # needs normalisation layers
         tables["model"] = "tests.models:layer_normalised"
     assert_agrees_with_the_cpu(tables, engine)
 
 
 @every(server_optimizer)
-def test_a_server_optimizer(plug):
-    settings = settings_of(plug)
-    assert_agrees_with_the_cpu(
-        {**TINY, "rounds": 3, "server": {"optimizer": settings.pop("name"), **settings}}, "serial"
-    )
+def test_a_server_optimizer(registration):
+    settings = settings_of(registration)
+    assert_agrees_with_the_cpu({**TINY, "rounds": 3, "server": {"name": settings.pop("name"), **settings}}, "serial")
 
 
 @pytest.mark.skipif(not REAL, reason="the pretend GPU computes as the CPU does")
 @pytest.mark.parametrize("engine", ["serial", "batched"])
-@pytest.mark.parametrize("plug", [*solver, *server_optimizer] if REAL else [], ids=lambda plug: plug.name)
-def test_a_solver_or_a_server_optimizer_in_float32(plug, engine):
-    settings = settings_of(plug)
+@pytest.mark.parametrize(
+    "registration", [*client_algorithm, *server_optimizer] if REAL else [], ids=lambda registration: registration.name
+)
+def test_an_algorithm_or_a_server_optimizer_in_float32(registration, engine):
+    settings = settings_of(registration)
     name = settings.pop("name")
-    if plug in solver:
-        tables = {**TINY, "local": {"solver": name, "batch_size": 8, "lr": 0.01, **settings}}
+    if registration in client_algorithm:
+        tables = {**TINY, "local": {"algorithm": name, "batch_size": 8, "lr": 0.01, **settings}}
     else:
-        tables = {**TINY, "rounds": 3, "server": {"optimizer": name, **settings}}
+        tables = {**TINY, "rounds": 3, "server": {"name": name, **settings}}
     found = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
     assert_same_model(run_on_cpu(tables), found, CLOSE["float32"])
 
 
-@with_engines("plug", attack_strategy)
-def test_an_attack(plug, engine):
-    attack = settings_of(plug, workers=[1, 4])
+@with_engines("registration", attack_strategy)
+def test_an_attack(registration, engine):
+    attack = settings_of(registration, workers=[1, 4])
     assert_agrees_with_the_cpu(
         {**TINY, "workers": 6, "attack": attack, "aggregate": {"rule": "median", "nonfinite": "exclude"}}, engine
     )
 
 
-@with_engines("plug", partition_strategy)
-def test_a_partition(plug, engine):
-    settings = settings_of(plug)
-    tables = {**TINY, "partition": {"strategy": settings.pop("name"), **settings}}
-    if plug.name == "natural":
+@with_engines("registration", partition_strategy)
+def test_a_partition(registration, engine):
+    settings = settings_of(registration)
+    tables = {**TINY, "partition": {"name": settings.pop("name"), **settings}}
+    if registration.name == "natural":
         tables["data"] = f"{__name__}:with_writers"
     assert_agrees_with_the_cpu(tables, engine)
 
 
 def with_writers(root):
     """A few images by three writers."""
-    train, test = plugs.tiny(root, train=SAMPLES)
+    train, test = components.tiny(root, train=SAMPLES)
     return dataclasses.replace(train, ids=np.arange(SAMPLES) // 20), test
 
 
-@with_engines("plug", augmentation)
-def test_an_augmentation(plug, engine):
-    assert_agrees_with_the_cpu({**TINY, "data": {**DATA, "augment": [settings_of(plug)]}}, engine)
+@with_engines("registration", augmentation)
+def test_an_augmentation(registration, engine):
+    assert_agrees_with_the_cpu({**TINY, "data": {**DATA, "augment": [settings_of(registration)]}}, engine)
 
 
-@with_engines("plug", model)
-def test_a_model(plug, engine):
-    tables = {**TINY, "rounds": 1, "workers": 2, "model": settings_of(plug), "local": {"steps": 2, "batch_size": 4}}
+@with_engines("registration", model)
+def test_a_model(registration, engine):
+    tables = {
+        **TINY,
+        "rounds": 1,
+        "workers": 2,
+        "model": settings_of(registration),
+        "local": {"steps": 2, "batch_size": 4},
+    }
     assert_agrees_with_the_cpu(tables, engine)
 
 
 @every(policy)
-def test_a_policy_on_the_clock(plug):
-    tables = {**TINY, "workers": 4, "model": "tests.models:Normalised", "mode": "clock", "policy": settings_of(plug)}
-    tables["clock"] = {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}
-    if plug.name == "sync":
+def test_a_policy_on_the_clock(registration):
+    tables = {
+        **TINY,
+        "workers": 4,
+        "model": "tests.models:Normalised",
+        "mode": "clock",
+        "policy": settings_of(registration),
+    }
+    tables["clock"] = {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}
+    if registration.name == "sync":
         tables["sync"] = "gradients"
     assert_agrees_with_the_cpu(tables, "serial")
 
@@ -206,7 +218,7 @@ def test_training_and_testing_by_hand():
     def train(device):
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).double().to(device)
-        data, _ = plugs.tiny(None, train=SAMPLES)
+        data, _ = components.tiny(None, train=SAMPLES)
         data = data.to(torch.device(device), torch.double)
         row, grad_row = (fedsim.new_rows(1, 7850, torch.double, device)[0] for _ in range(2))
         fedsim.Layout.of(module).write(fedsim.Layout.of(module).read(module), module)
@@ -228,9 +240,9 @@ def test_training_and_testing_by_hand():
 def test_labels_on_the_gpu_are_split_as_labels_on_the_host(shape):
     labels = torch.arange(12) % 3
     pairs = list(zip(labels, labels, strict=True))
-    expected = [shard.indices for shard in fedsim.dataset_split(pairs, 3, "label_k", k=1)]
+    expected = [shard.indices for shard in fedsim.dataset_split(pairs, 3, "classes_per_worker", k=1)]
     with some_gpu():
         on_gpu = [(label, label.view(shape)) for label in to_gpu(labels)]
         for data in (on_gpu, TensorDataset(to_gpu(labels), to_gpu(labels))):
-            shards = fedsim.dataset_split(data, 3, "label_k", k=1)
+            shards = fedsim.dataset_split(data, 3, "classes_per_worker", k=1)
             assert all(torch.equal(shard.indices, one) for shard, one in zip(shards, expected, strict=True))

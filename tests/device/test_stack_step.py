@@ -20,12 +20,12 @@ KEEP = 4  # of rows that must not move: rows and momentum are cloned, and put ba
 @pytest.mark.parametrize(("some", "launches"), [(False, 1 + MOMENTUM), (True, 1 + MOMENTUM + KEEP)])
 def test_a_step_of_momentum_joins_all_gradients_and_moves_all_rows_at_once(some, launches, gpu):
     module = StackedModule(lambda: Net().to(GPU))
-    rows, solver = upload(torch.zeros(K, module.layout.d)), SGD(lr=1.0, momentum=0.5)
-    state = StackState(module, rows, solver.start(rows), [])
+    rows, algorithm = upload(torch.zeros(K, module.layout.d)), SGD(lr=1.0, momentum=0.5)
+    state = StackState(module, rows, algorithm.start(rows), [])
     gradients = [stack.clone() for stack in module.views(torch.ones_like(rows))]
     moving = upload(torch.tensor([True, False, True])) if some else None
     with gpu.counting() as counts:
-        move(solver, state, joined(module.layout.parameters, gradients), moving)
+        move(algorithm, state, joined(module.layout.parameters, gradients), moving)
     assert (counts.launches, counts.waits) == (launches, 0), counts.table()
     assert download(rows)[:, 0].tolist() == ([-1, 0, -1] if some else [-1, -1, -1])
 
@@ -42,8 +42,8 @@ def test_rows_are_pulled_down_in_one_launch_without_a_wait(slots, gpu):
 
 def test_members_that_do_not_lie_side_by_side_take_one_wait_to_be_chosen_and_copied_back(gpu):
     module = StackedModule(lambda: Net().to(GPU))
-    rows, solver = upload(torch.zeros(K, module.layout.d)), SGD(momentum=0.5)
-    state = StackState(module, rows, solver.start(rows), [upload(torch.zeros(K, 2))])
+    rows, algorithm = upload(torch.zeros(K, module.layout.d)), SGD(momentum=0.5)
+    state = StackState(module, rows, algorithm.start(rows), [upload(torch.zeros(K, 2))])
     with gpu.counting() as counts:
         theirs = state.of([2, 0])
         theirs.rows.add_(1)

@@ -1,4 +1,4 @@
-"""Docstrings: their examples run, and those of plugs give shapes, cost and source."""
+"""Docstrings: their examples run, and those of components give shapes, cost and source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.config.plugs import registry_of
+from fedsim.config.components import registry_of
 
 PACKAGE = Path(fedsim.__file__).parent
 WITH_EXAMPLES = sorted(path for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text())
@@ -23,19 +23,21 @@ KINDS = (
     "datasets",
     "augmentations",
     "partitions",
-    "solvers",
+    "client-algorithms",
     "attacks",
     "rules",
     "pre-aggregators",
     "processors",
-    "servers",
+    "server-optimizers",
 )
-PLUGS_OF_KINDS = [(kind, plug) for kind in KINDS for plug in registry_of(kind)]
+COMPONENTS_OF_KINDS = [(kind, registration) for kind in KINDS for registration in registry_of(kind)]
 WITHOUT_SOURCE = {"mean", "norm_clipping", "none", "nan", "inf", "contiguous", "iid"}
 PACKAGES = ("fedsim.aggregation", "fedsim.server", "fedsim.byzantine", "fedsim.data", "fedsim.processing")
 PUBLIC = [name for name in fedsim.__all__ if getattr(getattr(fedsim, name), "__module__", "").startswith(PACKAGES)]
 
-every_plug = pytest.mark.parametrize(("kind", "plug"), PLUGS_OF_KINDS, ids=[f"{k}-{p.name}" for k, p in PLUGS_OF_KINDS])
+every_component = pytest.mark.parametrize(
+    ("kind", "registration"), COMPONENTS_OF_KINDS, ids=[f"{k}-{p.name}" for k, p in COMPONENTS_OF_KINDS]
+)
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
@@ -52,9 +54,9 @@ def test_a_public_name_has_an_example(name):
     assert ">>> " in inspect.getdoc(getattr(fedsim, name))
 
 
-@every_plug
-def test_a_docstring_has_a_first_line_an_example_shapes_cost_and_source(kind, plug):
-    docstring = inspect.getdoc(plug.target)
+@every_component
+def test_a_docstring_has_a_first_line_an_example_shapes_cost_and_source(kind, registration):
+    docstring = inspect.getdoc(registration.target)
     first, *rest = docstring.splitlines()
     assert first.endswith(".")
     assert not rest or not rest[0]
@@ -64,4 +66,4 @@ def test_a_docstring_has_a_first_line_an_example_shapes_cost_and_source(kind, pl
         assert re.search(r"\[[a-z(][a-z +/()]*(, [a-z]+)*\]", text), "no shape"
         assert "Cost: " in text
     if kind not in ("models", "datasets", "augmentations"):
-        assert plug.name in WITHOUT_SOURCE or re.search(r"\b[A-Z][\w.]+ .*(19|20)\d\d", text), "no source"
+        assert registration.name in WITHOUT_SOURCE or re.search(r"\b[A-Z][\w.]+ .*(19|20)\d\d", text), "no source"

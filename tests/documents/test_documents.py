@@ -31,9 +31,9 @@ def test_every_test_that_holds_a_promise_exists(document):
         assert any((folder / file).is_file() for folder in files), file
 
 
-def test_the_plug_of_the_guide_ignores_a_distant_row(tmp_path):
+def test_the_component_of_the_guide_ignores_a_distant_row(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    script = tmp_path / "example.py"  # in a process of its own, since the plug is registered there
+    script = tmp_path / "example.py"  # in a process of its own, since the component is registered there
     script.write_text(f"{example}\nprint(*fedsim.aggregate(updates, rule='softmedian', temperature=0.1).tolist())\n")
     _, [out], _ = ended([start(script, cwd=tmp_path)])
     numbers = [float(word) for word in out.splitlines()[-1].split()]

@@ -23,11 +23,11 @@ def blocks(document, language):
     return re.findall(rf"```{language}[^\n]*\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-PLUGS = "model=my_models:perceptron model.inputs=64 data=my_data:digits workers=5 rounds=20"
+COMPONENTS = "model=my_models:perceptron model.inputs=64 data=my_data:digits workers=5 rounds=20"
 
 
 @pytest.fixture
-def my_plugs(tmp_path, monkeypatch):
+def my_components(tmp_path, monkeypatch):
     for page in (ROOT / "docs/how-to").glob("own-*.md"):
         for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', page.read_text(), re.DOTALL):
             (tmp_path / name).write_text(code)
@@ -39,12 +39,12 @@ def fedsim_command(words):
     return CliRunner().invoke(app, shlex.split(words))
 
 
-RUN = f"""run {PLUGS} model.hidden=64 partition=my_partitions:by_label aggregate.rule=my_rules:clipped_mean
+RUN = f"""run {COMPONENTS} model.hidden=64 partition=my_partitions:by_label aggregate.rule=my_rules:clipped_mean
     aggregate.c=0.5
     data.augment='[{{name="my_augmentations:speckled",share=0.2}}]' processors='["my_processors:halved"]'"""
 
 
-def test_the_plugs_of_the_documents_run_together_and_learn(my_plugs):
+def test_the_components_of_the_documents_run_together_and_learn(my_components):
     done = fedsim_command(f"{RUN} --out run")
     assert done.exit_code == 0, done.output
     experiment = fedsim.load_experiment("run/experiment.toml", allow_imports=True)
@@ -52,7 +52,7 @@ def test_the_plugs_of_the_documents_run_together_and_learn(my_plugs):
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
-def test_parameters_of_own_plugs_are_checked(my_plugs):
+def test_parameters_of_own_components_are_checked(my_components):
     done = fedsim_command(f"{RUN} aggregate.c=-1 model.hiden=3")
     assert done.exit_code == 2
     assert "aggregate.c = -1: must be greater than 0" in done.stderr
@@ -79,11 +79,11 @@ def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monk
     assert len([line for line in text.splitlines() if line]) <= 25
     (tmp_path / "my_algorithms.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    tables = {**tiny_experiment, "partition": "tests.plugs:uneven", "workers": 5, "cohort": 3, "rounds": 4}
+    tables = {**tiny_experiment, "partition": "tests.components:uneven", "workers": 5, "cohort": 3, "rounds": 4}
     tables |= {"aggregate": "mean", "engine": engine, "processes": 1, "precision": "float64"}
     theirs, ours = (
-        fedsim.run({**tables, "model": "logistic", "local": {"solver": solver, "lr": 0.1, "batch_size": 16}})
-        for solver in ("my_algorithms:MyScaffold", "scaffold")
+        fedsim.run({**tables, "model": "logistic", "local": {"algorithm": algorithm, "lr": 0.1, "batch_size": 16}})
+        for algorithm in ("my_algorithms:MyScaffold", "scaffold")
     )
     if engine == "serial":
         assert torch.equal(theirs.global_row, ours.global_row)
@@ -109,7 +109,7 @@ def test_the_document_on_asynchronous_runs_lists_every_policy_with_its_defaults(
             assert f"`{parameter.name}`" in line, (name, parameter.name)
             if isinstance(parameter.default, (int, float)) and not isinstance(parameter.default, bool):
                 assert f"`{parameter.name}` {parameter.default:g}" in line, (name, parameter)
-    for kind in (fedsim.speeds, fedsim.noises):
+    for kind in (fedsim.slowdowns, fedsim.noises):
         assert all(f"`{name}`" in "\n".join(lines) for name in kind())
 
 

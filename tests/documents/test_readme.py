@@ -25,7 +25,7 @@ COMPARISONS = [  # the command, and the output that is shown below it
 NUMBER = re.compile(r"\d+\.\d+")
 
 
-def test_the_readme_has_the_right_numbers_of_plugs():
+def test_the_readme_has_the_right_numbers_of_components():
 
     def count(row):
         return int(re.search(rf"^\| {row}[^|]*\| (\d+)", TEXT, re.MULTILINE)[1])

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import fedsim
-from fedsim.config.plugs import PLUGS, registry_of
+from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.records.history import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -24,26 +24,26 @@ def test_every_public_name_is_in_one_section():
     assert sorted(names) == sorted(set(fedsim.__all__) - {"__version__"})
 
 
-def test_every_kind_of_plug_has_a_page_in_the_navigation():
+def test_every_kind_of_component_has_a_page_in_the_navigation():
     class Loader(yaml.SafeLoader):
         pass
 
     Loader.add_multi_constructor("!", lambda loader, suffix, node: suffix)
     text = str(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
-    assert set(reference.KINDS) == set(PLUGS)
-    assert all(f"'reference/{kind}.md'" in text for kind in PLUGS)
+    assert set(reference.KINDS) == set(COMPONENTS)
+    assert all(f"'reference/{kind}.md'" in text for kind in COMPONENTS)
 
 
-@pytest.mark.parametrize("kind", PLUGS)
-def test_a_page_of_plugs_has_every_plug_with_its_parameters(kind):
-    page = reference.plug_page(kind, {})
-    for plug in registry_of(kind):
-        section = page.partition(f"\n## {plug.name} {{")[2].partition("\n## ")[0]
-        assert all(f"\n- `{name}`, " in section for name in plug.parameters.model_fields), plug.name
+@pytest.mark.parametrize("kind", COMPONENTS)
+def test_a_page_of_components_has_every_component_with_its_parameters(kind):
+    page = reference.component_page(kind, {})
+    for registration in registry_of(kind):
+        section = page.partition(f"\n## {registration.name} {{")[2].partition("\n## ")[0]
+        assert all(f"\n- `{name}`, " in section for name in registration.parameters.model_fields), registration.name
 
 
 def test_a_docstring_becomes_markdown():
-    def plug(updates, *, f, c=1.0):
+    def registration(updates, *, f, c=1.0):
         """The rows x_k with |x| < c * f.
 
             sum x
@@ -59,7 +59,7 @@ def test_a_docstring_becomes_markdown():
         2
         """
 
-    assert docstrings.markdown_of(plug, {"f": "integer, required"}).split("\n\n") == [
+    assert docstrings.markdown_of(registration, {"f": "integer, required"}).split("\n\n") == [
         r"The rows x\_k with |x| &lt; c \* f.",
         "**Parameters**",
         "- `f`, integer, required: how many, and how large.",
@@ -70,7 +70,13 @@ def test_a_docstring_becomes_markdown():
 
 
 def test_all_files_of_a_run_folder_are_described(tmp_path, tiny_experiment):
-    tables = {**tiny_experiment, "rounds": 2, "data.worker_test": 0.2, "evaluation.every": 2, "checkpoint.every": 1}
+    tables = {
+        **tiny_experiment,
+        "rounds": 2,
+        "data.local_test_fraction": 0.2,
+        "worker_evaluation.every": 2,
+        "checkpoint.every": 1,
+    }
     tables |= {"records": {"updates": [1], "figures": ["png"], "model": True, "curve": True}}
     fedsim.run(tables, tmp_path / "run")
     files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]

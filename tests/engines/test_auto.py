@@ -50,7 +50,7 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     assert stacks(tables)
     assert not stacks(tables, workers=3)
     assert not stacks(tables, local={"batch_size": auto.LARGEST_BATCH + 1})
-    assert not stacks(tables, batched={"width": 2})
+    assert not stacks(tables, batched={"max_rows": 2})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,9 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
 def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model, batch_size, stacked):
     """Ten rows in one process; see the table in docs/explanation/performance.md."""
     local = {"batch_size": batch_size, "steps": 1}
-    wanted = fedsim.Experiment(model=model, workers=10, rounds=1, local=local, data="tests.plugs:tiny", engine="serial")
+    wanted = fedsim.Experiment(
+        model=model, workers=10, rounds=1, local=local, data="tests.components:tiny", engine="serial"
+    )
     with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, engine.shared).stacked == stacked
 
@@ -159,7 +161,7 @@ def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, mon
     tried, of = [], StackingProbe.of
     monkeypatch.setattr(StackingProbe, "of", lambda task, shared: tried.append(task) or of(task, shared))
     with fedsim.Session() as session:
-        for change in ({}, {"seed": 1}, {"aggregate": "median"}, {"server": {"optimizer": "momentum"}}):
+        for change in ({}, {"seed": 1}, {"aggregate": "median"}, {"server": {"name": "momentum"}}):
             how_it_was_done({**tables, **change}, session)
         assert len(tried) == 1
         sized = "tests.models:sized"  # told apart by what it is, not by where in memory it has been

@@ -16,8 +16,8 @@ from tests.models import Branching
 
 
 def bound(name, **params):
-    plug = hook.get(name)
-    return hook.bind(plug, plug.check(params))
+    registration = hook.get(name)
+    return hook.bind(registration, registration.check(params))
 
 
 def test_hooks_can_be_pickled_and_only_powersgd_has_a_state():
@@ -92,7 +92,7 @@ def test_buckets_are_sent_in_order_once_complete_and_the_rest_at_the_end(sender)
         ({"precision": "bf16"}, None),
         ({"aggregate": {"rule": ["nnm", "mean"], "f": 1}}, 'aggregate.rule = "nnm + mean"'),
         ({"aggregate": {"rule": "qfedavg"}}, 'aggregate.rule = "qfedavg"'),
-        ({"distributed": {"inner": "batched"}}, 'distributed.inner = "batched"'),
+        ({"distributed": {"trainer": "batched"}}, 'distributed.trainer = "batched"'),
     ],
 )
 def test_it_is_for_means_that_nobody_needs_single_rows_for(changes, needed):

@@ -13,16 +13,16 @@ from tests.engines.test_contract import ROUNDING, assert_close
 STACKED = {"engine": "batched", "processes": 1}
 TWO_SAMPLES = {  # in the last batch of worker 0
     "model": "tests.models:MoreThanTwo",
-    "partition": {"strategy": "tests.plugs:same_last", "first": 66},
+    "partition": {"name": "tests.components:same_last", "first": 66},
 }
 
 
 @pytest.mark.parametrize("width", [1, 2, 1000])
 def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
-    tables = {**tiny_experiment, "workers": 5, "partition": "tests.plugs:uneven", "precision": "float64"}
+    tables = {**tiny_experiment, "workers": 5, "partition": "tests.components:uneven", "precision": "float64"}
     settings = []
     serial = fedsim.run(tables)
-    stacked = fedsim.run({**tables, **STACKED, "batched": {"width": width}}, on_start=settings.append)
+    stacked = fedsim.run({**tables, **STACKED, "batched": {"max_rows": width}}, on_start=settings.append)
     assert_close(serial, stacked, ROUNDING)
     assert settings[0].how == {"processes": 1, "width": width}
 

@@ -15,10 +15,10 @@ from fedsim.engines.trainers.batches import BatchSource, WorkItem
 SIZES = [1, 5, 8, 17, 20]
 BATCH = 4
 ROOT = {"aggregate": {"rule": "fltrust", "root_samples": 7}}
-NOISE = {"strategy": "feature_noise", "sigma": 1.0}
+NOISE = {"name": "feature_noise", "sigma": 1.0}
 BACKDOOR = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
 FLIPPING = {"name": "label_flipping", "workers": [2, 4]}
-AUGMENT = {"dataset": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]}
+AUGMENT = {"name": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]}
 
 
 def expected_positions(shared, seed, round, worker, epochs):
@@ -115,9 +115,9 @@ def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepar
             assert (found[0] == 9.0).any() == (worker == 2)
 
 
-def test_plugs_of_users_may_draw_from_generators_of_the_step(prepared):
-    attack = {"name": "tests.plugs:Relabelled", "workers": [2]}
-    data = {**AUGMENT, "augment": ["tests.plugs:brightened", "tests.plugs:negated"]}
+def test_components_of_users_may_draw_from_generators_of_the_step(prepared):
+    attack = {"name": "tests.components:Relabelled", "workers": [2]}
+    data = {**AUGMENT, "augment": ["tests.components:brightened", "tests.components:negated"]}
     task, shared = prepared(seed=5, data=data, attack=attack)
     for step, (found, positions) in enumerate(seen_with_positions(BatchSource(task, shared), 2, 3, 6)):
         inputs = shared.data.train.inputs[positions].double()

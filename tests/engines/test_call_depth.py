@@ -18,7 +18,9 @@ def calls_between_run_and(place):
     return place, names[1:]
 
 
-def test_at_most_eight_functions_are_between_a_run_and_the_model_the_rule_or_the_solver(tiny_experiment, monkeypatch):
+def test_at_most_eight_functions_are_between_a_run_and_the_model_the_rule_or_the_algorithm(
+    tiny_experiment, monkeypatch
+):
     calls, step = {}, SGD.step
 
     class Noting(torch.nn.Flatten):

@@ -15,63 +15,75 @@ ATTACKED = {"workers": 7}  # enough for two attackers
 CASES = {
     "one worker": {"workers": 1},  # first, since all others have the same processes
     "plain averaging": {},
-    "uneven shards": {"partition": "tests.plugs:uneven"},
+    "uneven shards": {"partition": "tests.components:uneven"},
     "partial cohorts": {"workers": 7, "cohort": 3, "rounds": 3},
-    "partial cohorts of uneven shards": {"workers": 6, "cohort": 4, "partition": "tests.plugs:uneven"},
+    "partial cohorts of uneven shards": {"workers": 6, "cohort": 4, "partition": "tests.components:uneven"},
     "local steps": {"local": {"steps": 5, "batch_size": 16}},
     "several local epochs": {"local": {"epochs": 2, "batch_size": 50}},
     "momentum, weight decay": {"local": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
-    "fedprox": {"local": {"solver": "fedprox", "mu": 1.0, "momentum": 0.5}, "partition": "tests.plugs:uneven"},
+    "fedprox": {"local": {"algorithm": "fedprox", "mu": 1.0, "momentum": 0.5}, "partition": "tests.components:uneven"},
     "scaffold": {
-        **{"local": {"solver": "scaffold", "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"local": {"algorithm": "scaffold", "batch_size": 16}, "partition": "tests.components:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3, "aggregate": "mean"},
     },
     "scaffold with full gradients": {
-        **{"local": {"solver": "scaffold", "option": 1, "weight_decay": 0.01}, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "scaffold", "option": 1, "weight_decay": 0.01},
+            "partition": "tests.components:uneven",
+        },
         **{"model": "net", "workers": 4, "cohort": 3, "rounds": 3},
     },
     "fednova": {
-        **{"local": {"solver": "fednova", "momentum": 0.9, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "fednova", "momentum": 0.9, "batch_size": 16},
+            "partition": "tests.components:uneven",
+        },
         **{"workers": 5, "cohort": 3},
     },
     "feddyn": {
-        **{"local": {"solver": "feddyn", "alpha": 0.1, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"local": {"algorithm": "feddyn", "alpha": 0.1, "batch_size": 16}, "partition": "tests.components:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3, "aggregate": "mean"},
     },
     "feddyn of rows left out": {
-        **{**ATTACKED, "local": {"solver": "feddyn"}, "rounds": 3},
+        **{**ATTACKED, "local": {"algorithm": "feddyn"}, "rounds": 3},
         **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"rule": "median", "nonfinite": "exclude"}},
     },
-    "adam": {"local": {"solver": "adam", "weight_decay": 0.1, "amsgrad": True}, "partition": "tests.plugs:uneven"},
-    "adamw": {"local": {"solver": "adamw", "batch_size": 16, "epochs": 2}},
+    "adam": {
+        "local": {"algorithm": "adam", "weight_decay": 0.1, "amsgrad": True},
+        "partition": "tests.components:uneven",
+    },
+    "adamw": {"local": {"algorithm": "adamw", "batch_size": 16, "epochs": 2}},
     "worker state and messages": {
-        **{"local": {"solver": "tests.plugs:Counting", "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "tests.components:Counting", "batch_size": 16},
+            "partition": "tests.components:uneven",
+        },
         **{"workers": 5, "cohort": 3, "rounds": 4},
     },
     "worker state of rows left out": {
-        **{"local": {"solver": "tests.plugs:Counting"}, "workers": 7, "rounds": 3},
+        **{"local": {"algorithm": "tests.components:Counting"}, "workers": 7, "rounds": 3},
         **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
     },
-    "adagrad": {"local": {"solver": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
-    "dropout": {"model": "net", "partition": "tests.plugs:uneven"},
-    "a large model": {"model": "cnn", "data": {"dataset": "tests.plugs:tiny", "train": 40}, "rounds": 1},
-    "unweighted": {"aggregate": {"rule": "mean"}, "partition": "tests.plugs:uneven"},
+    "adagrad": {"local": {"algorithm": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
+    "dropout": {"model": "net", "partition": "tests.components:uneven"},
+    "a large model": {"model": "cnn", "data": {"name": "tests.components:tiny", "train": 40}, "rounds": 1},
+    "unweighted": {"aggregate": {"rule": "mean"}, "partition": "tests.components:uneven"},
     "given weights": {"aggregate": {"weights": [1.0, 0.0, 5.0]}},
-    "a rule on whole rows": {"aggregate": {"rule": "tests.plugs:clipped_mean", "c": 0.5}},
-    "server momentum": {"server": {"optimizer": "momentum", "lr": 0.5}},
+    "a rule on whole rows": {"aggregate": {"rule": "tests.components:clipped_mean", "c": 0.5}},
+    "server momentum": {"server": {"name": "momentum", "lr": 0.5}},
     "gradients first, then parameters": {
-        **{"sync": "post_local", "gradient_rounds": 1, "rounds": 3, "partition": "tests.plugs:uneven"},
-        "server": {"optimizer": "momentum", "lr": 0.5},
+        **{"sync": "post_local", "gradient_rounds": 1, "rounds": 3, "partition": "tests.components:uneven"},
+        "server": {"name": "momentum", "lr": 0.5},
     },
-    "augmentation": {"data": {"dataset": "tests.plugs:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
+    "augmentation": {"data": {"name": "tests.components:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
     "float64": {"precision": "float64"},
     "bfloat16": {"precision": "bf16", "model": "net"},
     "buffers averaged": {"model": "tests.models:Normalised", "buffers": "average"},
     "buffers kept by workers": {"model": "tests.models:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
-    "buffers of the server": {"model": "tests.models:Normalised", "buffers": "server"},
+    "buffers of the server": {"model": "tests.models:Normalised", "buffers": "frozen"},
     "state that no row holds": {"model": "tests.models:Stateful", "workers": 5, "cohort": 4},
     "shared and unused parameters": {"model": "tests.models:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
-    "token numbers": {"model": "tests.models:Embedded", "data": "tests.plugs:tokens"},
+    "token numbers": {"model": "tests.models:Embedded", "data": "tests.components:tokens"},
     "a rule on columns": {"aggregate": {"rule": "trimmed_mean", "f": 1}},
     "a rule by distances, under attack": {**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
     "pre-aggregators": {**ATTACKED, "aggregate": {"rule": ["bucketing", {"rule": "nnm", "f": 1}, "median"]}},
@@ -105,27 +117,27 @@ CASES = {
         **{**ATTACKED, "model": "tests.models:Normalised", "buffers": "local"},
         **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
     },
-    "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}, "rounds": 3},
-    "an adaptive server": {"server": {"optimizer": "adam", "bias_correction": True}, "rounds": 3},
+    "a server that broadcasts something else": {"server": {"name": "bmuf", "nesterov": True}, "rounds": 3},
+    "an adaptive server": {"server": {"name": "adam", "bias_correction": True}, "rounds": 3},
     "virtual shards": {
         **{"workers": 10**6, "cohort": 4, "rounds": 3},
-        "partition": {"strategy": "virtual", "samples": 30, "alpha": 0.3},
+        "partition": {"name": "virtual", "samples": 30, "alpha": 0.3},
     },
     "virtual shards of uneven sizes, under attack": {
-        **{"workers": 10**5, "cohort": 7, "partition": "tests.plugs:some"},
+        **{"workers": 10**5, "cohort": 7, "partition": "tests.components:some"},
         **{"attack": {"name": "label_flipping", "fraction": 0.3}, "aggregate": "weighted_mean"},
     },
     "virtual shards and data of the server's own": {
-        **{"workers": 10**5, "cohort": 3, "partition": {"strategy": "virtual", "samples": 30}},
+        **{"workers": 10**5, "cohort": 3, "partition": {"name": "virtual", "samples": 30}},
         "aggregate": {"rule": "fltrust", "root_samples": 20},
     },
-    "workers that see their samples differently": {"partition": {"strategy": "feature_noise", "sigma": 1.0}},
+    "workers that see their samples differently": {"partition": {"name": "feature_noise", "sigma": 1.0}},
 }
 
 CHAIN = [{"name": "clip", "max_norm": 0.2}, {"name": "gaussian_noise", "std": 0.01}, {"name": "top_k", "k": 500}]
 PROCESSED = {
-    "processed updates": {"processors": CHAIN, "workers": 5, "cohort": 3, "partition": "tests.plugs:uneven"},
-    "processed gradients": {"processors": CHAIN, "partition": "tests.plugs:uneven"},
+    "processed updates": {"processors": CHAIN, "workers": 5, "cohort": 3, "partition": "tests.components:uneven"},
+    "processed gradients": {"processors": CHAIN, "partition": "tests.components:uneven"},
     "updates quantized after an attack": {
         **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
         "processors": ["qsgd"],
@@ -136,87 +148,106 @@ PROCESSED = {
 }
 
 TASKS = {
-    "another loss": {"task": "tests.plugs:Smoothed", "partition": "tests.plugs:uneven"},
-    "regression": {**REGRESSION, "partition": "tests.plugs:uneven"},
-    "next token": {**NEXT_TOKEN, "partition": "tests.plugs:uneven", "metrics": ["perplexity"]},
+    "another loss": {"task": "tests.components:Smoothed", "partition": "tests.components:uneven"},
+    "regression": {**REGRESSION, "partition": "tests.components:uneven"},
+    "next token": {**NEXT_TOKEN, "partition": "tests.components:uneven", "metrics": ["perplexity"]},
 }
 WORK = {
     "drawn local work": {
-        **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.plugs:uneven"},
+        **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.components:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
     "clipped gradients": {
-        **{"local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}, "partition": "tests.plugs:uneven"},
+        **{"local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}, "partition": "tests.components:uneven"},
         "model": "tests.models:Normalised",
     },
     "accumulated gradients": {
-        **{"local": {"accumulate": 3, "epochs": 2, "drop_last": True}, "partition": "tests.plugs:uneven"},
+        **{"local": {"accumulate": 3, "epochs": 2, "drop_last": True}, "partition": "tests.components:uneven"},
         "model": "tests.models:Normalised",
     },
     "learning rates by round": {
-        **{"local": {"solver": "adam", "schedule": "cosine"}, "rounds": 3},
-        "server": {"optimizer": "momentum", "schedule": {"name": "exponential", "gamma": 0.5}},
+        **{"local": {"algorithm": "adam", "schedule": "cosine"}, "rounds": 3},
+        "server": {"name": "momentum", "schedule": {"name": "exponential", "gamma": 0.5}},
     },
     "learning rates by step": {
         "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}},
-        "partition": "tests.plugs:uneven",
+        "partition": "tests.components:uneven",
     },
 }
 ALGORITHMS = {  # with what their further gradients and their full gradients have to see as the steps do
-    "fedsam": {"local": {"solver": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
+    "fedsam": {"local": {"algorithm": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
     "mimelite, some samples left out": {
-        **{"local": {"solver": "mimelite", "batch_size": 16, "drop_last": True}, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "mimelite", "batch_size": 16, "drop_last": True},
+            "partition": "tests.components:uneven",
+        },
         **{"workers": 5, "cohort": 3, "rounds": 3, "model": "net"},
     },
     "mimelite, samples seen differently": {
-        **{"local": {"solver": "mimelite", "batch_size": 16}, "partition": {"strategy": "feature_noise", "sigma": 1.0}},
-        "data": {"dataset": "tests.plugs:tiny", "augment": ["flip"]},
+        **{"local": {"algorithm": "mimelite", "batch_size": 16}, "partition": {"name": "feature_noise", "sigma": 1.0}},
+        "data": {"name": "tests.components:tiny", "augment": ["flip"]},
     },
     "mime": {
-        **{"local": {"solver": "mime", "batch_size": 16}, "model": "net", "partition": "tests.plugs:uneven"},
+        **{"local": {"algorithm": "mime", "batch_size": 16}, "model": "net", "partition": "tests.components:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
-    "mime with BatchNorm": {"local": {"solver": "mime", "batch_size": 16}, "model": "tests.models:Normalised"},
+    "mime with BatchNorm": {"local": {"algorithm": "mime", "batch_size": 16}, "model": "tests.models:Normalised"},
     "ditto with BatchNorm": {
-        **{"local": {"solver": "ditto", "personal_steps": 2, "batch_size": 16}, "workers": 5, "cohort": 2, "rounds": 4},
-        **{"model": "tests.models:Normalised", "buffers": "local", "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "ditto", "personal_steps": 2, "batch_size": 16},
+            "workers": 5,
+            "cohort": 2,
+            "rounds": 4,
+        },
+        **{"model": "tests.models:Normalised", "buffers": "local", "partition": "tests.components:uneven"},
     },
     "pfedme": {
-        **{"local": {"solver": "pfedme", "inner_steps": 2, "batch_size": 16}, "workers": 5, "cohort": 2, "rounds": 4},
-        **{"model": "net", "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "pfedme", "inner_steps": 2, "batch_size": 16},
+            "workers": 5,
+            "cohort": 2,
+            "rounds": 4,
+        },
+        **{"model": "net", "partition": "tests.components:uneven"},
     },
     "apfl": {
-        **{"local": {"solver": "apfl", "adaptive": True, "momentum": 0.5, "batch_size": 15}, "rounds": 3},
-        **{"model": "tests.models:Normalised", "partition": "tests.plugs:uneven"},
+        **{"local": {"algorithm": "apfl", "adaptive": True, "momentum": 0.5, "batch_size": 15}, "rounds": 3},
+        **{"model": "tests.models:Normalised", "partition": "tests.components:uneven"},
     },
     "per_fedavg": {
-        **{"local": {"solver": "per_fedavg", "inner_lr": 0.05, "batch_size": 16}, "model": "tests.models:Normalised"},
-        **{"workers": 4, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "per_fedavg", "inner_lr": 0.05, "batch_size": 16},
+            "model": "tests.models:Normalised",
+        },
+        **{"workers": 4, "partition": "tests.components:uneven"},
     },
     "personal parameters": {
-        **{"local": {"solver": "fedper", "personal": ["*.bias"], "momentum": 0.5}, "partition": "tests.plugs:uneven"},
+        **{
+            "local": {"algorithm": "fedper", "personal": ["*.bias"], "momentum": 0.5},
+            "partition": "tests.components:uneven",
+        },
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
     "personal parameters first": {
-        "local": {"solver": "fedrep", "personal": ["*.bias"], "momentum": 0.5, "weight_decay": 0.1, "epochs": 3},
-        **{"partition": "tests.plugs:uneven", "workers": 5, "cohort": 3, "rounds": 3},
+        "local": {"algorithm": "fedrep", "personal": ["*.bias"], "momentum": 0.5, "weight_decay": 0.1, "epochs": 3},
+        **{"partition": "tests.components:uneven", "workers": 5, "cohort": 3, "rounds": 3},
     },
     "personal normalisation layers": {
-        **{"local": {"solver": "fedbn", "batch_size": 16}, "model": "tests.models:Normalised", "buffers": "local"},
+        **{"local": {"algorithm": "fedbn", "batch_size": 16}, "model": "tests.models:Normalised", "buffers": "local"},
         **{"workers": 5, "cohort": 3, "rounds": 4},
     },
     "features of three models": {
-        **{"local": {"solver": "moon", "batch_size": 16}, "model": "net", "partition": "tests.plugs:uneven"},
+        **{"local": {"algorithm": "moon", "batch_size": 16}, "model": "net", "partition": "tests.components:uneven"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
     "features of normalised models": {
-        **{"local": {"solver": "moon", "batch_size": 16}, "model": "tests.models:NormalisedFeatures"},
+        **{"local": {"algorithm": "moon", "batch_size": 16}, "model": "tests.models:NormalisedFeatures"},
         **{"workers": 5, "cohort": 3, "rounds": 3},
     },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
 SPAWN = {"engine": "spawn", "processes": 2}  # gives the very same bits on a CPU
-BATCHED = {"engine": "batched", "processes": 1, "batched": {"width": 3}}  # agrees up to rounding; several stacks
+BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}  # agrees up to rounding; several stacks
 REFUSED = {("batched", "state that no row holds"): "which no row holds; use engine=spawn"}
 ROUNDING = 1e-9  # in float64, after a few rounds
 
@@ -356,8 +387,8 @@ def test_batched_agrees_with_serial_up_to_rounding(cases, sync, tiny_experiment)
 @pytest.mark.parametrize("model", ["2nn", "cnn", "net"])
 def test_stacked_rows_agree_with_serial_in_float32(model):
     """Of partial cohorts, uneven shards, momentum and weight decay."""
-    tables = {"rounds": 2, "workers": 12, "cohort": 4, "partition": "tests.plugs:uneven", "engine": "serial"}
-    tables["data"] = {"dataset": "tests.plugs:tiny", "train": 80} if model == "cnn" else "tests.plugs:tiny"
+    tables = {"rounds": 2, "workers": 12, "cohort": 4, "partition": "tests.components:uneven", "engine": "serial"}
+    tables["data"] = {"name": "tests.components:tiny", "train": 80} if model == "cnn" else "tests.components:tiny"
     tables["model"] = {"name": "net", "dropout": 0.0} if model == "net" else model
     tables["local"] = {"steps": 2, "batch_size": 5, "momentum": 0.9, "weight_decay": 0.01}
     serial, stacked = fedsim.run(tables), fedsim.run({**tables, "engine": "batched", "processes": 1})
@@ -389,6 +420,6 @@ def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(process
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_mnist5k_in_full_gives_the_same_bits(sync):
-    tables = {"rounds": 3, "workers": 7, "cohort": 5, "sync": sync, "partition": "tests.plugs:uneven"}
+    tables = {"rounds": 3, "workers": 7, "cohort": 5, "sync": sync, "partition": "tests.components:uneven"}
     serial, spawn = run_both(tables)
     assert torch.equal(serial.global_row, spawn.global_row)

@@ -19,7 +19,7 @@ TINY = {
     "rounds": 2,
     "workers": 3,
     "model": {"name": "2nn", "hidden": 20},
-    "data": "tests.plugs:tiny",
+    "data": "tests.components:tiny",
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
 DIVERGING = {"workers": 7, "attack": {"name": "inf", "workers": [2], "start_round": 2}}
@@ -41,30 +41,46 @@ FURTHER = {
         "aggregate": {"rule": "qfedavg", "lr": 0.05},
     },
     "data of the server's own, and workers that do not report": {
-        **{"workers": 5, "cohort": 4, "rounds": 3, "worker_dropout": 0.4},
+        **{"workers": 5, "cohort": 4, "rounds": 3, "sampling.client_dropout": 0.4},
         "aggregate": {"rule": "fltrust", "root_samples": 20},
     },
-    "stacked in each rank": {"workers": 5, "distributed": {"inner": "batched"}, "partition": "tests.plugs:uneven"},
-    "a linear rule that draws": {"aggregate": "tests.plugs:drawn_mean"},
-    "a linear rule that draws on the device": {"aggregate": "tests.plugs:drawn_on_device"},
-    "a linear rule that asks for losses": {"aggregate": "tests.plugs:lossy_mean"},
-    "draws at test time": {"model": "tests.models:AlwaysDropping", "data": "tests.plugs:tested_on_many"},
-    "a forward pass that writes to parameters": {"model": "tests.models:Renormalised", "data": "tests.plugs:tokens"},
-    "an empty part of the columns": {"model": "tests.models:Few", "data": "tests.plugs:few", "aggregate": "median"},
+    "stacked in each rank": {
+        "workers": 5,
+        "distributed": {"trainer": "batched"},
+        "partition": "tests.components:uneven",
+    },
+    "a linear rule that draws": {"aggregate": "tests.components:drawn_mean"},
+    "a linear rule that draws on the device": {"aggregate": "tests.components:drawn_on_device"},
+    "a linear rule that asks for losses": {"aggregate": "tests.components:lossy_mean"},
+    "draws at test time": {"model": "tests.models:AlwaysDropping", "data": "tests.components:tested_on_many"},
+    "a forward pass that writes to parameters": {
+        "model": "tests.models:Renormalised",
+        "data": "tests.components:tokens",
+    },
+    "an empty part of the columns": {
+        "model": "tests.models:Few",
+        "data": "tests.components:few",
+        "aggregate": "median",
+    },
     "personal parameters under attack": {
-        **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": "tests.plugs:clipped_mean"},
-        **{"local": {"solver": "fedper", "personal": ["*.bias"]}, "processors": CHAIN},
+        **{"workers": 5, "attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": "tests.components:clipped_mean"},
+        **{"local": {"algorithm": "fedper", "personal": ["*.bias"]}, "processors": CHAIN},
     },
     "a run that diverges": {**DIVERGING, "aggregate": {"rule": "mean", "nonfinite": "stop"}},
     "a run that diverges, by columns": {**DIVERGING, "aggregate": {"rule": "median", "nonfinite": "stop"}},
     "a run that diverges, by whole rows": {**DIVERGING, "aggregate": {"rule": "bulyan", "nonfinite": "stop"}},
     "an attacker whose message is NaN": {
-        **{"local": {"solver": "scaffold", "lr": 0.05}, "data": "tests.plugs:with_a_hole_at_the_end"},
-        **{"partition": "tests.plugs:in_blocks", "attack": {"name": "ipm", "workers": [2]}},
+        **{"local": {"algorithm": "scaffold", "lr": 0.05}, "data": "tests.components:with_a_hole_at_the_end"},
+        **{"partition": "tests.components:in_blocks", "attack": {"name": "ipm", "workers": [2]}},
         "aggregate": {"rule": "mean", "nonfinite": "exclude"},
     },
     "updates kept": {"workers": 5, "records": {"updates": [2]}},
-    "workers tested": {"workers": 5, "cohort": 3, "data.worker_test": 0.3, "evaluation": {"fine_tune": 1}},
+    "workers tested": {
+        "workers": 5,
+        "cohort": 3,
+        "data.local_test_fraction": 0.3,
+        "worker_evaluation": {"fine_tune": 1},
+    },
     "another layer for each batch": {"workers": 5, "model": "tests.models:Branching"},
     "references beside parameters": {"model": "tests.models:Recurrent"},
     "several buckets": {"model": {"name": "tests.models:sized", "hidden": [400, 330]}, "rounds": 1},
@@ -77,9 +93,9 @@ FURTHER = {
             }
         },
     },
-    "rows that may be left out": {"partition": "tests.plugs:uneven", "aggregate": {"nonfinite": "exclude"}},
+    "rows that may be left out": {"partition": "tests.components:uneven", "aggregate": {"nonfinite": "exclude"}},
     "steps of attackers alone": {
-        **{"workers": 5, "partition": "tests.plugs:uneven", "aggregate": "mean"},
+        **{"workers": 5, "partition": "tests.components:uneven", "aggregate": "mean"},
         **{"attack": {"name": "ipm", "workers": [4]}},
     },
 }
@@ -122,7 +138,7 @@ ALONE = (  # on four ranks only
     *("an attack tuned to the rule", "a forward pass that writes to parameters", "a linear rule that draws"),
 )
 LEARNING = {
-    **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.plugs:tiny", "sync": "gradients"},
+    **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.components:tiny", "sync": "gradients"},
     "local": {"batch_size": 10, "lr": 0.1, "epochs": 2},
 }
 HOOKS = {
@@ -131,7 +147,7 @@ HOOKS = {
     "hook bf16": {"name": "bf16"},
     "hook powersgd": {"name": "powersgd", "matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
 }
-NOT_FINITE = {"model": "tests.models:OneIsTooFew", "partition": "tests.plugs:ending_in_one", "sync": "gradients"}
+NOT_FINITE = {"model": "tests.models:OneIsTooFew", "partition": "tests.components:ending_in_one", "sync": "gradients"}
 
 
 def cases_of(count):
@@ -243,7 +259,7 @@ def test_gradients_are_averaged_in_one_row_unless_rows_are_needed(count, groups)
         reasons["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
     )
     assert reasons["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
-    assert reasons["stacked in each rank"].endswith('distributed.inner = "batched"')
+    assert reasons["stacked in each rank"].endswith('distributed.trainer = "batched"')
     assert "gradients" not in left["uneven shards"]["how"]
     d = len(left["uneven shards"]["row"])
     assert left["uneven shards, by gradients"]["shapes"] == {"rows": [0, d], "states": [d]}
@@ -330,7 +346,7 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
     ("tables", "line"),
     [
         ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
-        ({"distributed": {"init": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
+        ({"distributed": {"init_method": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
 )

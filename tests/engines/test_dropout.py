@@ -61,7 +61,7 @@ def test_masks_are_those_of_the_definition():
     fedsim.run(
         {
             **{"model": f"{__name__}:Seeing", "engine": "serial", "workers": 2, "rounds": 1, "seed": 3},
-            **{"data": {"dataset": "tests.plugs:tiny", "train": 10}, "local": {"batch_size": 3}},
+            **{"data": {"name": "tests.components:tiny", "train": 10}, "local": {"batch_size": 3}},
         }
     )
     drops = Seeing().drops
@@ -92,7 +92,7 @@ def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
     """Where one worker's work is taken as it is, all of them are the same steps on the same batches."""
     tables = {
         **{"workers": 1, "rounds": 2, "precision": "float64", "engine": "serial", "seed": 4},
-        **{"data": {"dataset": "tests.plugs:tiny", "train": 60}, "local": {"batch_size": 8, "lr": 0.05}},
+        **{"data": {"name": "tests.components:tiny", "train": 60}, "local": {"batch_size": 8, "lr": 0.05}},
     }
     tables["model"] = WAYS[way].get("model", "net")
     expected, found = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
@@ -103,7 +103,7 @@ def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
     """PyTorch's generator of a GPU is Philox too: with the key of dropout, it would give dropout's words again."""
     keys = set[int]()
     monkeypatch.setattr(sequential, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
-    data = {"dataset": "tests.plugs:tiny", "train": 20}
+    data = {"name": "tests.components:tiny", "train": 20}
     fedsim.run({"workers": 2, "rounds": 1, "seed": 3, "engine": "serial", "data": data})
     assert len(keys) == 2
     assert keys.isdisjoint({layer_key(3, 1, worker) for worker in range(2)})
@@ -189,7 +189,7 @@ class Recomputing(nn.Module):
 def test_a_checkpoint_has_the_same_mask_in_both_passes(reentrant):
     SEEN.clear()
     tables = {"workers": 2, "rounds": 1, "engine": "serial", "local": {"batch_size": 3}}
-    data = {"dataset": "tests.plugs:tiny", "train": 6}
+    data = {"name": "tests.components:tiny", "train": 6}
     fedsim.run({**tables, "data": data, "model": {"name": f"{__name__}:Recomputing", "reentrant": reentrant}})
     passes = SEEN[-4:]
     assert all(torch.equal(passes[step], passes[step + 1]) for step in (0, 2))

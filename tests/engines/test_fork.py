@@ -33,7 +33,7 @@ class Mine(nn.Module):
         return self.layers(inputs)
 
 signal.signal(signal.SIGTERM, lambda *_: None)
-tables = dict(model=Mine, data="tests.plugs:tiny", workers=4, rounds=2, local={"steps": 2, "batch_size": 8})
+tables = dict(model=Mine, data="tests.components:tiny", workers=4, rounds=2, local={"steps": 2, "batch_size": 8})
 serial = fedsim.run(tables, engine="serial").global_row
 for start_method in sys.argv[1:]:
     folder = tempfile.mkdtemp() + "/run"

@@ -28,7 +28,7 @@ class TooLarge(nn.Module):
 
 def test_all_that_can_be_less_is_named_with_its_number(prepared):
     task, _ = prepared(local={"batch_size": 64})
-    named = "processes (4 now), batched.width (16 now), local.batch_size (64 now)"
+    named = "processes (4 now), batched.max_rows (16 now), local.batch_size (64 now)"
     assert what_would_fit(task, 4, 16) == f"cpu has no memory left; less of this would fit: {named}"
     assert what_would_fit(task, 1).endswith("would fit: local.batch_size (64 now)")
     task, _ = prepared(local={"batch_size": 1})
@@ -40,7 +40,7 @@ def test_it_is_told_once_and_other_errors_pass(prepared):
     with pytest.raises(torch.OutOfMemoryError) as caught, explain_oom(task, 4), explain_oom(task, 2, 8):
         raise torch.OutOfMemoryError(SAID)
     assert str(caught.value) == (
-        "cpu has no memory left; less of this would fit: processes (2 now), batched.width (8 now), "
+        "cpu has no memory left; less of this would fit: processes (2 now), batched.max_rows (8 now), "
         "local.batch_size (64 now) (CUDA out of memory. Tried to allocate 2.00 GiB)"
     )
     with pytest.raises(ZeroDivisionError), explain_oom(task, 1):

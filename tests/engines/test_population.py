@@ -15,17 +15,17 @@ from fedsim.core.rows import Layout
 from fedsim.data.partitions import DrawnShards, partition_shards
 from fedsim.rounds import participants
 from fedsim.runs.setup import task_of
-from tests import plugs
+from tests import components
 from tests.textbook import small_two_nn
 
-MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"strategy": "virtual", "samples": 30}}
+MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"name": "virtual", "samples": 30}}
 
 
 def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
     """Every round: sample a cohort, copy, train each with torch.optim.SGD on its own shard, average."""
-    skewed = {"strategy": "virtual", "samples": 30, "alpha": 0.5}
+    skewed = {"name": "virtual", "samples": 30, "alpha": 0.5}
     result = fedsim.run({**tiny_experiment, **MILLION, "partition": skewed, "precision": "float64"})
-    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
+    train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
     shards = partition_shards(train.targets, 10**6, "virtual", 0, samples=30, alpha=0.5)
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(0, "model"))
@@ -55,7 +55,7 @@ def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experim
     monkeypatch.setattr(DrawnShards, "_draw", lambda self, worker: (drawn.append(worker), draw(self, worker))[1])
     sampled = []
     result = fedsim.run(
-        {**tiny_experiment, **MILLION, "partition": "tests.plugs:some", "engine": engine, "processes": 1},
+        {**tiny_experiment, **MILLION, "partition": "tests.components:some", "engine": engine, "processes": 1},
         on_start=lambda facts: sampled.extend(facts.sampled_workers),
     )
     assert len(sampled) == 20
@@ -97,7 +97,7 @@ def test_fifty_thousand_workers_may_be_byzantine(tiny_experiment):
 def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(tiny_experiment):
     """Their transforms are a lazy sequence, of which those of the cohort are asked for."""
     one, other = (
-        fedsim.run(tiny_experiment | MILLION, partition={"strategy": "tests.plugs:Darkened", "by": by}).global_row
+        fedsim.run(tiny_experiment | MILLION, partition={"name": "tests.components:Darkened", "by": by}).global_row
         for by in (0, 1)
     )
     assert not torch.equal(one, other)

@@ -36,7 +36,7 @@ def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_w
     tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
     monkeypatch.setattr(StackingProbe, "of", lambda *given: probes.append(of(*given)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 3}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 3}})
     assert_close(serial, stacked, ROUNDING)
     assert [(probe.coupled, probe.merged) for probe in probes] == [(kind in COUPLED, kind not in COUPLED | VMAPPED)]
 
@@ -52,7 +52,7 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason(kind, dry_run
 
 
 def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_experiment):
-    tables = {**tiny_experiment, "data": "tests.plugs:with_a_hole", "aggregate": {"nonfinite": "exclude"}}
+    tables = {**tiny_experiment, "data": "tests.components:with_a_hole", "aggregate": {"nonfinite": "exclude"}}
     line = '^engine = "batched": 60 of the first 64 training samples, on which the model is tried, hold NaN or infinity'
     with pytest.raises(fedsim.ExperimentError, match=f"{line}; use engine=spawn$"):
         dry_run(tables)
@@ -138,18 +138,18 @@ class Replacing(Normalised):
 
 
 @pytest.mark.parametrize(
-    ("solver", "reason"),
-    [("Normalised", "local.solver is not element-wise"), ("Decaying", "local.solver cannot")],
+    ("algorithm", "reason"),
+    [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "local.algorithm cannot")],
 )
-def test_a_solver_that_is_not_element_wise_is_refused(solver, reason, dry_run):
-    tables = {**experiment("convolution"), "local": {"solver": f"{__name__}:{solver}", "batch_size": 4}}
+def test_a_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
+    tables = {**experiment("convolution"), "local": {"algorithm": f"{__name__}:{algorithm}", "batch_size": 4}}
     with pytest.raises(fedsim.ExperimentError, match=re.escape(reason)):
         dry_run(tables)
 
 
 @pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and picked out
-def test_a_solver_may_replace_what_it_keeps(kind):
-    tables = {**experiment(kind), "local": {"solver": f"{__name__}:Replacing", "batch_size": 4}}
+def test_a_algorithm_may_replace_what_it_keeps(kind):
+    tables = {**experiment(kind), "local": {"algorithm": f"{__name__}:Replacing", "batch_size": 4}}
     serial = fedsim.run({**tables, "engine": "serial"})
     assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)
 
@@ -163,7 +163,7 @@ LARGER += ["the last of a batch, but for the first", "its share of the batch"]
 def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, width):
     tables = {**experiment(kind), "local": {"batch_size": 7, "lr": 0.05}}
     serial = fedsim.run({**tables, "engine": "serial"})
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": width}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": width}})
     assert_close(serial, stacked, ROUNDING)
 
 
@@ -171,4 +171,4 @@ def test_a_model_that_splits_large_batches_is_refused_when_it_does():
     """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
     with pytest.raises(fedsim.ExperimentError, match="treats batches differently.*; use engine=spawn$"):
-        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"width": 2}})
+        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})

@@ -34,7 +34,7 @@ def error_lines(text):
 
 @pytest.mark.slow
 def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
-    words = ["engine=distributed", "data=tests.plugs:tiny", "model=tests.models:Steep", "sync=gradients"]
+    words = ["engine=distributed", "data=tests.components:tiny", "model=tests.models:Steep", "sync=gradients"]
     words += ["distributed.hook=fp16", "rounds=1", "local.batch_size=16"]
     codes, _, errors = ended(ranks_of(1, *words, cwd=tmp_path))
     assert codes == [2]
@@ -46,7 +46,7 @@ def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
 @pytest.mark.parametrize("launch", [start_ranks, pytest.param(start_torchrun, marks=pytest.mark.slow)])
 def test_the_command_runs_on_two_ranks_and_prints_once(launch, tmp_path):
     experiment = ROOT / "experiments" / "mnist_sync_sgd.toml"
-    changes = ["data.dataset=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "name=ranked"]
+    changes = ["data.name=tests.components:tiny", "rounds=2", "local.batch_size=16", "name=ranked"]
     words = [str(ROOT / "run_experiment.py"), str(experiment), *changes, "engine=distributed", "--out", "ranked"]
     codes, outs, errors = ended(launch(2, *words, cwd=tmp_path), 120)
     assert not any(codes), errors
@@ -61,7 +61,7 @@ def test_the_command_runs_on_two_ranks_and_prints_once(launch, tmp_path):
 
 
 FAILING = (
-    *("engine=distributed", "data=tests.plugs:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
+    *("engine=distributed", "data=tests.components:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
     *("model=tests.models:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
 )
 
@@ -99,7 +99,7 @@ def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, wo
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank, tmp_path):
     """Rank 0 keeps the store, by which ranks look after each other."""
-    words = "engine=distributed", "data=tests.plugs:tiny", "rounds=100000", "workers=4", "distributed.timeout=3"
+    words = "engine=distributed", "data=tests.components:tiny", "rounds=100000", "workers=4", "distributed.timeout=3"
     processes = ranks_of(2, *words, "--out", "run", cwd=tmp_path)
     read_until(processes[0], "    3")
     processes[rank].send_signal(signal.SIGSTOP)
@@ -115,14 +115,14 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
     [
         (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
         pytest.param(
-            *(["data=tests.plugs:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
+            *(["data=tests.components:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
             marks=pytest.mark.slow,
         ),
-        pytest.param(["data=tests.plugs:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
+        pytest.param(["data=tests.components:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path):
-    words = ["engine=distributed", "data=tests.plugs:tiny", "model=logistic", "rounds=1", *words]
+    words = ["engine=distributed", "data=tests.components:tiny", "model=logistic", "rounds=1", *words]
     codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, own=own))
     assert codes == [2, 2]
     assert [out.count("\n") for out in outs] == [1, 0], "rank 0 has said what it would run"
@@ -135,7 +135,7 @@ def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path):
 def test_a_folder_that_is_taken_stops_all_ranks(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    words = ["engine=distributed", "data=tests.plugs:tiny", "--out", "taken"]
+    words = ["engine=distributed", "data=tests.components:tiny", "--out", "taken"]
     codes, _, errors = ended(ranks_of(2, *words, cwd=tmp_path))
     assert codes == [2, 2]
     assert "error: taken: is not empty, and not a run folder" in errors[0]
@@ -157,7 +157,7 @@ import fedsim
 def fail(record):
     assert os.environ["RANK"] == "0", "on purpose"
 
-tables = {"engine": "distributed", "data": "tests.plugs:tiny", "model": "logistic", "rounds": 1, "workers": 2}
+tables = {"engine": "distributed", "data": "tests.components:tiny", "model": "logistic", "rounds": 1, "workers": 2}
 with fedsim.Session() as session:
     for seed in range(2):
         fedsim.run(tables, seed=seed, session=session)
@@ -180,7 +180,10 @@ def test_joining_ends_in_time_or_by_a_signal(tmp_path):
     """Other programs listen at the port of rank 0: they greet like it, and then PyTorch's own client waits without a
     timeout for an answer. In the last case the others are missing.
     """
-    contacts, words = queue.SimpleQueue(), (ROOT / "run_experiment.py", "engine=distributed", "data=tests.plugs:tiny")
+    contacts, words = (
+        queue.SimpleQueue(),
+        (ROOT / "run_experiment.py", "engine=distributed", "data=tests.components:tiny"),
+    )
     ports = [impostor(ping, contacts) for _ in range(3)]
     processes = [
         start(*words, f"distributed.timeout={timeout}", cwd=tmp_path, RANK="1", WORLD_SIZE="2", MASTER_PORT=port)
@@ -228,7 +231,7 @@ def two_machines():
 
 @pytest.mark.slow
 def test_two_machines_run_the_two_machine_form_of_torchrun(two_machines, tmp_path):
-    words = ["data=tests.plugs:tiny", "rounds=2", "local.batch_size=16", "aggregate.rule=median"]
+    words = ["data=tests.components:tiny", "rounds=2", "local.batch_size=16", "aggregate.rule=median"]
     options = ["-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-endpoint", "10.213.77.1:29511"]
     processes = [
         subprocess.Popen(

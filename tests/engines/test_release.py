@@ -15,7 +15,7 @@ from fedsim.engines.shared_state import SharedState
 from fedsim.system.devices import release_memory
 from tests.engines.in_process import InProcessPool
 
-CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}}
+CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}}
 
 
 @pytest.fixture

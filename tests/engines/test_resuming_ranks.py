@@ -11,7 +11,7 @@ from fedsim.records.reader import Run
 from tests.commands import ROOT, ended, start_ranks, start_torchrun
 
 WORDS = (
-    *("engine=distributed", "data=tests.plugs:tiny", "rounds=5", "checkpoint.every=1", "server=adam"),
+    *("engine=distributed", "data=tests.components:tiny", "rounds=5", "checkpoint.every=1", "server=adam"),
     *("aggregate.rule=foolsgold", "workers=4", "local.batch_size=16", "distributed.timeout=60"),
 )
 KEPT = {
@@ -19,12 +19,12 @@ KEPT = {
     "error feedback": ('processors=[{name="top_k",k=500,error_feedback=true}]',),
     "state and buffers": ("model=tests.models:Normalised", "buffers=local", "local.keep_state=true"),
     "personal models": (
-        *("model=tests.models:Normalised", "local.solver=ditto", "local.lam=0"),
-        *("data.worker_test=0.25", "evaluation.fine_tune=1"),
+        *("model=tests.models:Normalised", "local.algorithm=ditto", "local.lam=0"),
+        *("data.local_test_fraction=0.25", "worker_evaluation.fine_tune=1"),
     ),
     "personal parameters": (
-        *("model=tests.models:Normalised", "local.solver=lg_fedavg", 'local.personal=["layers.[12].*"]'),
-        *("data.worker_test=0.25", "evaluation.fine_tune=1"),
+        *("model=tests.models:Normalised", "local.algorithm=lg_fedavg", 'local.personal=["layers.[12].*"]'),
+        *("data.local_test_fraction=0.25", "worker_evaluation.fine_tune=1"),
     ),
 }
 
@@ -58,7 +58,7 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(kept, tmp_path):
     assert "continuing after round 2 of 5" in out
     folder = alone(*words, cwd=tmp_path)
     assert torch.allclose(row_of(tmp_path / "run"), row_of(folder), rtol=0, atol=1e-9)
-    if "evaluation.fine_tune=1" in words:
+    if "worker_evaluation.fine_tune=1" in words:
         run, whole = (Run.read(of).workers.loss for of in (tmp_path / "run", folder))
         assert run.keys() == whole.keys() == {"global", "personal", "fine_tuned"}
         assert all(run[model] == pytest.approx(whole[model], abs=1e-9) for model in run)
@@ -80,14 +80,14 @@ def test_torchrun_restarts_a_killed_rank_to_the_same_model(kept, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rule", "solver"),
+    ("rule", "algorithm"),
     [
         *((rule, "sgd") for rule in ("weighted_mean", "median", "krum", "foolsgold")),
         *(("weighted_mean", "scaffold"), ("median", "feddyn"), ("krum", "feddyn")),
     ],
 )
-def test_another_number_of_ranks_continues_to_the_same_numbers(rule, solver, tmp_path):
-    words = (*WORDS, f"aggregate.rule={rule}", "precision=float64", "model=logistic", f"local.solver={solver}")
+def test_another_number_of_ranks_continues_to_the_same_numbers(rule, algorithm, tmp_path):
+    words = (*WORDS, f"aggregate.rule={rule}", "precision=float64", "model=logistic", f"local.algorithm={algorithm}")
     ranks(3, *words, "rounds=3", cwd=tmp_path)
     ranks(2, *words, cwd=tmp_path)
     assert torch.allclose(row_of(tmp_path / "run"), row_of(alone(*words, cwd=tmp_path)), rtol=0, atol=1e-9)

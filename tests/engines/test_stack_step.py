@@ -22,11 +22,11 @@ def steps(prepared):
     task, shared = prepared()
     module = StackedModule(task.new_module, merged=True)
 
-    def state(solver):
+    def state(algorithm):
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(K, module.layout.d, generator=generator, dtype=task.dtype) / 4
         buffers = module.unpack_buffers(shared.server.buffers.expand(K, -1))
-        return StackState(module, rows, solver.start(rows), buffers)
+        return StackState(module, rows, algorithm.start(rows), buffers)
 
     batch = Batch(*gather(shared.data.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
     return task, module, state, batch._replace(weights=batch.weights.to(task.dtype))
@@ -37,15 +37,15 @@ def steps(prepared):
 def test_joined_gradients_move_rows_and_state_as_single_ones_do(variant, way, steps, monkeypatch):
     task, module, state, batch = steps
     monkeypatch.setattr(stack_step, "LEFT_PRODUCT_BYTES", 1 if way == "left products" else 2**40)
-    task = replace(task, solver=made(variant))
+    task = replace(task, algorithm=made(variant))
     active = torch.tensor([True, False, True, False]) if way == "some rows" else None
-    single, together = (state(task.solver) for _ in range(2))
+    single, together = (state(task.algorithm) for _ in range(2))
     start = single.rows.clone()
     on_cpu, on_gpu = StackStep(task, module), StackStep(replace(task, device=GPU), module)
     for _ in range(3):
         losses = on_cpu(single, batch, active), on_gpu(together, batch, active)
         torch.testing.assert_close(*losses)
     torch.testing.assert_close(single.rows, together.rows, rtol=0, atol=1e-12)
-    torch.testing.assert_close(single.solver_state, together.solver_state, rtol=0, atol=1e-12)
+    torch.testing.assert_close(single.algorithm_state, together.algorithm_state, rtol=0, atol=1e-12)
     moved = (together.rows != start).any(1)
     assert torch.equal(moved, torch.ones(K, dtype=torch.bool) if active is None else active)

@@ -35,7 +35,7 @@ class Shared(nn.Module):
 
 
 def test_gradients_have_memory_of_their_own():
-    """A solver may write to them."""
+    """A client algorithm may write to them."""
     stacked = StackedModule(lambda: Shared().double())
     gradients = list(gradients_of(stacked, new_rows(K, stacked.layout.d, torch.double).fill_(0.1)).values())
     before = [gradient.clone() for gradient in gradients]
@@ -49,7 +49,7 @@ def test_gradients_have_memory_of_their_own():
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_parameters_are_views_of_the_rows_which_nothing_moves_but_the_solver(merged):
+def test_parameters_are_views_of_the_rows_which_nothing_moves_but_the_algorithm(merged):
     stacked = StackedModule(lambda: zoo.model(kind="convolution").double(), merged=merged)
     rows = new_rows(K, stacked.layout.d, torch.double).fill_(0.1)
     before, views = rows.clone(), stacked.views(rows)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 import fedsim
 from fedsim.core.randomness import seed_everything
-from tests import models, plugs
+from tests import components, models
 
 TEST_BATCH = 250  # on a CPU
-TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
+TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
 ENGINES = {
     "serial": {"engine": "serial"},
     "spawn": {"engine": "spawn", "processes": 2},
@@ -23,12 +23,12 @@ ENGINES = {
 
 @pytest.fixture
 def tables(tiny_experiment):
-    return {**tiny_experiment, "data": "tests.plugs:tested_on_many", "precision": "float64", "device": "cpu"}
+    return {**tiny_experiment, "data": "tests.components:tested_on_many", "precision": "float64", "device": "cpu"}
 
 
 def loss_of(model, seed=None, round=None):
     """Mean loss on the test images, by batches; before each, the generators are seeded for it."""
-    test = plugs.tested_on_many(None)[1].to(torch.device("cpu"), torch.float64)
+    test = components.tested_on_many(None)[1].to(torch.device("cpu"), torch.float64)
     losses = []
     with torch.random.fork_rng(), torch.no_grad():
         for batch, positions in enumerate(torch.arange(len(test)).split(TEST_BATCH)):
@@ -62,6 +62,6 @@ def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, table
 
 def test_the_losses_that_a_rule_asks_for_are_of_a_copy_of_the_row(tables):
     """Rows start from the global row all the same, and so do not move by training at learning rate 0."""
-    change = {"model": "tests.models:Halving", "aggregate": "tests.plugs:lossy_mean", "local": {"lr": 0.0}}
+    change = {"model": "tests.models:Halving", "aggregate": "tests.components:lossy_mean", "local": {"lr": 0.0}}
     one, two = (fedsim.run({**tables, **change, "rounds": rounds}).global_row for rounds in (1, 2))
     assert torch.equal(one, two)

@@ -40,7 +40,7 @@ class KeepsItsRow(SGD):
 @pytest.fixture
 def tables(tiny_experiment):
     local = {"batch_size": 16, "lr": 0.05}
-    data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
+    data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
     tables = {**tiny_experiment, "local": local, "data": data, "partition": "dirichlet", "precision": "float64"}
     return {**tables, "records": {"curve": False}}
 
@@ -69,9 +69,9 @@ def test_the_figures_of_a_distribution():
 
 
 def test_they_are_those_of_plain_pytorch(tables, tmp_path):
-    tables = {**tables, "rounds": 1, "evaluation": {"fine_tune": 2}, "workers": 4}
+    tables = {**tables, "rounds": 1, "worker_evaluation": {"fine_tune": 2}, "workers": 4}
     result = fedsim.run(tables, out=tmp_path / "run")
-    train, _ = fedsim.load_dataset("tests.plugs:tiny")
+    train, _ = fedsim.load_dataset("tests.components:tiny")
     shards = partition_shards(train.targets, 4, "dirichlet", 0)
     trains, tests = hold_out(shards, 0.25, seed=0)
     read = Run.read(tmp_path / "run").workers
@@ -115,9 +115,9 @@ MODELS = {
 
 @pytest.mark.parametrize("case", MODELS)
 def test_training_is_the_same_without_them(tables, case):
-    tables = {**tables, "rounds": 3, "cohort": 2, **MODELS[case], "evaluation": {"fine_tune": 1, "every": 100}}
+    tables = {**tables, "rounds": 3, "cohort": 2, **MODELS[case], "worker_evaluation": {"fine_tune": 1, "every": 100}}
     seldom = fedsim.run(tables)
-    often = fedsim.run(tables, evaluation={"every": 1})
+    often = fedsim.run(tables, worker_evaluation={"every": 1})
     assert torch.equal(seldom.global_row, often.global_row)
     assert [record.train_loss for record in seldom.history] == [record.train_loss for record in often.history]
     assert [bool(record.metrics) for record in often.history] == [True] * 3
@@ -129,8 +129,8 @@ def test_training_is_the_same_without_them(tables, case):
     "changes", [{"engine": "spawn", "processes": 2}, {"engine": "batched"}], ids=["spawn", "batched"]
 )
 def test_engines_agree(tables, changes):
-    tables = {**tables, "cohort": 2, "workers": 5, "evaluation": {"fine_tune": 1}}
-    tables["local"] = {**tables["local"], "solver": f"{__name__}:KeepsItsRow"}
+    tables = {**tables, "cohort": 2, "workers": 5, "worker_evaluation": {"fine_tune": 1}}
+    tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
     found = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
     assert found[0] == pytest.approx(found[1], abs=1e-9)
     assert {name.partition("_worker")[0] for name in found[0]} == {"global", "personal", "fine_tuned"}
@@ -138,16 +138,22 @@ def test_engines_agree(tables, changes):
 
 def test_the_personal_model_is_what_the_worker_keeps(tables):
     tables = {**tables, "rounds": 1, "cohort": 1}
-    tables["local"] = {**tables["local"], "solver": f"{__name__}:KeepsItsRow", "epochs": 5}
-    found = fedsim.run(tables, workers=10, partition={"strategy": "label_k", "k": 1}).history[-1].metrics
+    tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 5}
+    found = fedsim.run(tables, workers=10, partition={"name": "classes_per_worker", "k": 1}).history[-1].metrics
     # The one worker that has trained is good at its only label; the others have the first model.
     assert found["personal_worker_accuracy_std"] > 0
     assert found["personal_worker_accuracy_mean"] >= found["global_worker_accuracy_mean"]
 
 
 def test_a_resumed_run_repeats_them(tables, tmp_path):
-    tables = {**tables, "rounds": 4, "cohort": 2, "evaluation": {"every": 2}, "checkpoint": {"every": 1, "keep": 4}}
-    tables["local"] = {**tables["local"], "solver": f"{__name__}:KeepsItsRow"}
+    tables = {
+        **tables,
+        "rounds": 4,
+        "cohort": 2,
+        "worker_evaluation": {"every": 2},
+        "checkpoint": {"every": 1, "keep": 4},
+    }
+    tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
     whole = fedsim.run(tables, out=tmp_path / "whole")
 
     def stop(record):
@@ -166,14 +172,14 @@ def test_a_resumed_run_repeats_them(tables, tmp_path):
 
 def test_byzantine_workers_and_workers_without_test_samples_are_not_tested(tables, tmp_path):
     tables = {**tables, "attack": {"name": "sign_flipping", "workers": [1]}, "workers": 5}
-    fedsim.run(tables, out=tmp_path / "run", evaluation={"workers": 5})
+    fedsim.run(tables, out=tmp_path / "run", worker_evaluation={"workers": 5})
     with (tmp_path / "run" / "workers-00002.csv").open() as file:
         assert [row["worker"] for row in csv.DictReader(file)] == ["0", "2", "3", "4"]
 
 
 def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
-    tables = {**tables, "workers": 10**5, "cohort": 3, "partition": {"strategy": "virtual", "samples": 20}}
-    fedsim.run(tables, out=tmp_path / "run", evaluation={"workers": 7})
+    tables = {**tables, "workers": 10**5, "cohort": 3, "partition": {"name": "virtual", "samples": 20}}
+    fedsim.run(tables, out=tmp_path / "run", worker_evaluation={"workers": 7})
     assert len(set(Run.read(tmp_path / "run").workers.workers)) == 7
 
 
@@ -181,9 +187,9 @@ def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
     ("changes", "key"),
     [
         ({"records": {"updates": [2]}}, "records.updates"),
-        ({"mode": "clock", "policy": "fedasync"}, "data.worker_test"),
-        ({"data": {"worker_test": 1.0}}, "data.worker_test"),
-        ({"attack": {"name": "label_flipping", "fraction": 0.4, "redraw": True}}, "data.worker_test"),
+        ({"mode": "clock", "policy": "fedasync"}, "data.local_test_fraction"),
+        ({"data": {"local_test_fraction": 1.0}}, "data.local_test_fraction"),
+        ({"attack": {"name": "label_flipping", "fraction": 0.4, "resample": True}}, "data.local_test_fraction"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tables, changes, key):
@@ -193,24 +199,24 @@ def test_settings_that_do_not_fit_are_refused(tables, changes, key):
 
 
 def test_an_evaluation_of_one_step_does_not_end_a_run_of_longer_rounds(tables):
-    tables["local"] = {"solver": "per_fedavg", "steps": 4, "batch_size": 200}
-    fedsim.run(tables, evaluation={"fine_tune": 1})
+    tables["local"] = {"algorithm": "per_fedavg", "steps": 4, "batch_size": 200}
+    fedsim.run(tables, worker_evaluation={"fine_tune": 1})
 
 
 def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tables):
     stop = {"metric": "metrics.typo", "patience": 9, "mode": "max"}
     with pytest.raises(fedsim.ExperimentError, match="stop.metric"):
-        fedsim.run(tables, rounds=4, evaluation={"every": 2}, stop=stop)
+        fedsim.run(tables, rounds=4, worker_evaluation={"every": 2}, stop=stop)
 
 
 def test_patience_counts_the_rounds_in_which_workers_are_tested(tables):
     stop = {"metric": "metrics.global_worker_accuracy_mean", "patience": 1, "mode": "max", "min_delta": 2.0}
-    result = fedsim.run(tables, rounds=9, evaluation={"every": 2}, stop=stop)
+    result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
     assert len(result.history) == 4  # the first test is the best one, and the second does not improve on it
 
 
 def test_the_terminal_shows_them(tables, capsys):
-    fedsim.run(tables, rounds=2, evaluation={"fine_tune": 1}, progress=True)
+    fedsim.run(tables, rounds=2, worker_evaluation={"fine_tune": 1}, progress=True)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("3 workers: ")]
     assert len(lines) == 1
     assert "after local training" in lines[0]

@@ -19,7 +19,7 @@ from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
 from tests.lethal import order
 
-COUNTING = {"solver": "tests.plugs:Counting", "batch_size": 16}
+COUNTING = {"algorithm": "tests.components:Counting", "batch_size": 16}
 
 
 def states(workers=(), **rows):
@@ -145,7 +145,7 @@ def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_expe
 
 def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     tables = {**tiny_experiment, "workers": 10**6, "cohort": 100, "rounds": 2, "model": "logistic"}
-    tables |= {"partition": {"strategy": "virtual", "samples": 20}, "local": {**COUNTING, "steps": 1}}
+    tables |= {"partition": {"name": "virtual", "samples": 20}, "local": {**COUNTING, "steps": 1}}
     with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
@@ -189,7 +189,7 @@ def test_worker_state_and_messages_need_rounds_of_local_steps(changes, message, 
         fedsim.Experiment(**{**tiny_experiment, "local": COUNTING, **changes})
 
 
-def test_a_solver_with_start_and_step_is_a_client_algorithm():
+def test_an_algorithm_with_start_and_step_is_a_client_algorithm():
     class Plain:
         def start(self, rows):
             return {}
@@ -203,4 +203,5 @@ def test_a_solver_with_start_and_step_is_a_client_algorithm():
     assert row.tolist() == [0, 0]
     assert weights.tolist() == [[[-2, -2, -2]]]
     assert algorithm.numbers_sent(5) == (0, 0)
-    assert as_algorithm(solver := SGD()) is solver
+    algorithm = SGD()
+    assert as_algorithm(algorithm) is algorithm

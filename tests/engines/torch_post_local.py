@@ -13,12 +13,12 @@ import fedsim
 from fedsim.core.randomness import batch_order
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
-from tests import plugs
+from tests import components
 from tests.textbook import start_of
 
 SAMPLES, BATCH, LR, SWITCH, ROUNDS = 200, 20, 0.1, 2, 4
 TABLES = {
-    **{"rounds": ROUNDS, "workers": 2, "model": "2nn", "data": {"dataset": "tests.plugs:tiny", "train": SAMPLES}},
+    **{"rounds": ROUNDS, "workers": 2, "model": "2nn", "data": {"name": "tests.components:tiny", "train": SAMPLES}},
     **{"sync": "post_local", "gradient_rounds": SWITCH, "local": {"batch_size": BATCH, "lr": LR}},
     **{"aggregate": "mean", "precision": "float64"},
 }
@@ -29,7 +29,7 @@ def post_local_row() -> torch.Tensor:
     from torch.distributed.optim import PostLocalSGDOptimizer  # which warns, on import, of PyTorch's own code
 
     rank, count = dist.get_rank(), dist.get_world_size()
-    train = plugs.tiny(None, train=SAMPLES)[0].to(torch.device("cpu"), torch.float64)
+    train = components.tiny(None, train=SAMPLES)[0].to(torch.device("cpu"), torch.float64)
     shard = fedsim.dataset_split(train, count, "iid", seed=0)[rank]
     steps = SAMPLES // count // BATCH  # in a round
     model = DistributedDataParallel(start_of(two_nn))

@@ -37,7 +37,7 @@ def texts(root):
 
 
 def model(*, kind: str) -> nn.Module:
-    """The plug: `{"name": "tests.engines.zoo:model", "kind": ...}`."""
+    """The component: `{"name": "tests.engines.zoo:model", "kind": ...}`."""
     made = {"in pieces": in_pieces, **PICTURES, **TEXTS, **{name: make for name, (make, _) in REFUSED.items()}}
     return made[kind]()
 

@@ -20,7 +20,7 @@ NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 NOBODY = 64_999  # a user who has no processes
 
 QUICK = [
-    "data=tests.plugs:tiny",
+    "data=tests.components:tiny",
     "engine=serial",
     "model=logistic",
     "local.batch_size=16",

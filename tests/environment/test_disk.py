@@ -42,7 +42,7 @@ def confined(tmp_path_factory):
     """A folder with what full disks hold in the end, and the outcomes by what was confined."""
     folder = tmp_path_factory.mktemp("confined")
     place, made = folder / "place", folder / "made"
-    tables = {"engine": "serial", "model": "logistic", "data": "tests.plugs:tiny", "rounds": 2}
+    tables = {"engine": "serial", "model": "logistic", "data": "tests.components:tiny", "rounds": 2}
     fedsim.run({**tables, "records": {"model": False, "curve": False}}, made)
     mounts = [(folder / name, f"size={size}") for name, (size, _) in FULL.items()]
     full = [[*words, folder / name / "x"] for name, (_, words) in FULL.items()]

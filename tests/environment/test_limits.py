@@ -103,7 +103,8 @@ def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("file", "is_of_user"), [(f"{PACKAGE}_plugs.py", True), (PACKAGE / "models.py", False), (pytest.__file__, False)]
+    ("file", "is_of_user"),
+    [(f"{PACKAGE}_components.py", True), (PACKAGE / "models.py", False), (pytest.__file__, False)],
 )
 def test_a_file_beside_the_package_is_of_the_user(file, is_of_user):
     with pytest.raises(ZeroDivisionError) as caught:

@@ -10,7 +10,7 @@ from fedsim.runs import checks
 from fedsim.system.limits import format_failure
 
 ROW = 4 * 7_850  # bytes of the model "logistic"
-SERIAL = {"workers": 4, "model": "logistic", "data": "tests.plugs:tiny", "engine": "serial", "rounds": 1}
+SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "engine": "serial", "rounds": 1}
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ SERIAL = {"workers": 4, "model": "logistic", "data": "tests.plugs:tiny", "engine
         ({"server": "adam"}, True, 4 + 3 + 3 + 1 + 3 * 3),
         ({"sync": "gradients"}, False, 4 + 1 + 6 + 1),
         ({"engine": "spawn", "processes": 2}, False, 4 + 1 + 6 + 2 + 1),
-        ({"engine": "batched", "processes": 1, "batched": {"width": 2}}, False, 4 + 1 + 3 + 6),
+        ({"engine": "batched", "processes": 1, "batched": {"max_rows": 2}}, False, 4 + 1 + 3 + 6),
         ({"aggregate": "fltrust"}, False, 5 + 1 + 3 + 1),
     ],
 )

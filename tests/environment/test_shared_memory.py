@@ -105,7 +105,9 @@ def test_a_failed_allocation_is_one_line():
             r"memory: one model for each of 100000 workers takes 3.14 GB; .* of address space .*; use a smaller cohort$"
         )
         with pytest.raises(ExperimentError, match=message) as caught:
-            fedsim.run({"model": "logistic", "workers": 100_000, "partition": "tests.plugs:some", "engine": "serial"})
+            fedsim.run(
+                {"model": "logistic", "workers": 100_000, "partition": "tests.components:some", "engine": "serial"}
+            )
         assert "\n" not in str(caught.value)
 
 

@@ -99,7 +99,7 @@ def lonely_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
     rank, number = rng.choice(["0", "1", "1"]), rng.choice([None, signal.SIGINT, signal.SIGTERM])
     port = free_port() if rank == "0" else impostor(rng.choice(GREETINGS), queue.SimpleQueue())
     trial.folder.mkdir(parents=True)
-    words = ("-m", "fedsim", "run", "data=tests.plugs:tiny", "engine=distributed", "distributed.timeout=2")
+    words = ("-m", "fedsim", "run", "data=tests.components:tiny", "engine=distributed", "distributed.timeout=2")
     trial.programs = [start(*words, cwd=trial.folder, RANK=rank, WORLD_SIZE="2", MASTER_PORT=port)]
     if number:
         trial.await_handlers()

@@ -26,16 +26,25 @@ local.batch_size = 16
 checkpoint.every = 2
 records.curve = false
 """
-IN_POOLS = ("timeout=5", "worker_retries=100")
-RESUME = ("--resume", "run", "tiny.toml", "data=tests.plugs:tiny")
-GRID = ("--out", "run", "tiny.toml", "data=tests.plugs:tiny", "aggregate.rule=mean,median", "seed=0,1", *IN_POOLS)
+IN_POOLS = ("timeout=5", "process_retries=100")
+RESUME = ("--resume", "run", "tiny.toml", "data=tests.components:tiny")
+GRID = ("--out", "run", "tiny.toml", "data=tests.components:tiny", "aggregate.rule=mean,median", "seed=0,1", *IN_POOLS)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "run_experiment.py")
 WAYS: dict[str, tuple[Any, ...]] = {
-    "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.worker_test=0.3"),
+    "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.local_test_fraction=0.3"),
     "spawn": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", *IN_POOLS),
     "batched": ("-m", "fedsim", "run", *RESUME, "engine=batched", "processes=2", *IN_POOLS),
     "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", *IN_POOLS),
-    "clock": ("-m", "fedsim", "run", *RESUME, "engine=serial", "mode=clock", "policy=fedbuff", "clock.speed=lognormal"),
+    "clock": (
+        "-m",
+        "fedsim",
+        "run",
+        *RESUME,
+        "engine=serial",
+        "mode=clock",
+        "policy=fedbuff",
+        "clock.slowdown=lognormal",
+    ),
     "compare": (
         "-m",
         "fedsim",

@@ -47,32 +47,36 @@ LONGEST_LINE = 2_000  # characters of an error
 
 KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "grid", "label", "variant"})
 NAMES = [
-    plug
+    registration
     for kind in (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.partitions, fedsim.policies)
-    for plug in kind()
+    for registration in kind()
 ]
 TABLES = [
     {"rounds": 2, "workers": 5, "model": {"name": "2nn", "hidden": 8}, "local": {"lr": 0.1, "steps": 3}},
     {
         "aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1},
         "workers": 6,
-        "server": {"optimizer": "adam"},
+        "server": {"name": "adam"},
     },
     {
         "attack": {"name": "alie", "workers": [0, 1]},
         "workers": 7,
         "aggregate": "krum",
-        "partition": {"strategy": "dirichlet"},
+        "partition": {"name": "dirichlet"},
     },
     {
         "mode": "clock",
         "policy": {"name": "ssp", "s": 3},
-        "clock": {"speed": "geometric", "noise": {"name": "trace", "path": "t"}},
+        "clock": {"slowdown": "geometric", "noise": {"name": "trace", "path": "t"}},
     },
     {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2, "race": {"runs": 2}},
-    {"data": {"dataset": "mnist", "root": "data", "augment": ["flip", {"name": "shift"}]}, "sync": "gradients"},
-    {"engine": "distributed", "distributed": {"inner": "batched", "init": "env://"}, "batched": {"width": 4}},
-    {"clock": {"departures": {"1": 3.0}, "log": "x"}, "mode": "clock", "policy": "asgd", "workers": 3},
+    {"data": {"name": "mnist", "root": "data", "augment": ["flip", {"name": "shift"}]}, "sync": "gradients"},
+    {
+        "engine": "distributed",
+        "distributed": {"trainer": "batched", "init_method": "env://"},
+        "batched": {"max_rows": 4},
+    },
+    {"clock": {"departures": {"1": 3.0}, "replay_log": "x"}, "mode": "clock", "policy": "asgd", "workers": 3},
 ]
 GRIDS = [
     {**TABLES[0], "grid": {"seed": [0, 1], "aggregate.rule": ["mean", "median", ["nnm", "mean"]], "target": 0.9}},

@@ -17,9 +17,9 @@ from fedsim.runs.resume import UNFIT
 from fedsim.runs.setup import prepare
 from tests.hostile.mutations import EXTREMES, mutated, mutations
 
-TIMED = {"mode": "clock", "clock": {"speed": "lognormal"}}
+TIMED = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
 KINDS = {
-    "rounds on the clock": {"clock": {"speed": "lognormal"}, "mode": "clock", "aggregate": {"rule": "foolsgold"}},
+    "rounds on the clock": {"clock": {"slowdown": "lognormal"}, "mode": "clock", "aggregate": {"rule": "foolsgold"}},
     "fedbuff": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
     "asgd": {**TIMED, "policy": "asgd"},
     "ssp": {**TIMED, "policy": "ssp"},
@@ -33,7 +33,7 @@ LONGEST = 10.0  # seconds
 def loop(request):
     """A loop after two rounds, and its state."""
     tables = {
-        **{"rounds": 4, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.plugs:tiny"},
+        **{"rounds": 4, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.components:tiny"},
         **{"local": {"batch_size": 16, "steps": 2}, **KINDS[request.param]},
     }
     experiment = fedsim.Experiment(**tables)

@@ -11,7 +11,7 @@ import tomli_w
 import fedsim
 from fedsim.comparison import plan_grid
 from fedsim.comparison.runner import merge
-from fedsim.config.plugs import PLUGS
+from fedsim.config.components import COMPONENTS
 from fedsim.core.suggestions import LISTS
 from fedsim.data.sources import FILES
 from fedsim.errors import ExperimentError
@@ -19,18 +19,18 @@ from fedsim.runs.rule_replay import load_round
 
 
 def naming(kind):
-    """Tables that name a plug of this kind as NAME."""
+    """Tables that name a component of this kind as NAME."""
     if kind == "pre-aggregators":
         return {"aggregate": {"rule": [{"rule": "NAME"}, "mean"]}}
-    *outer, last = PLUGS[kind][0].partition(",")[0].split(".")
+    *outer, last = COMPONENTS[kind][0].partition(",")[0].split(".")
     tables = {last: [{"name": "NAME"}] if ".".join([*outer, last]) in LISTS else "NAME"}
     for key in reversed(outer):
         tables = {key: tables}
     return tables
 
 
-NAMED = {kind: naming(kind) for kind in PLUGS if kind != "hooks"}  # which have names only
-LOCAL_PLUGS = """
+NAMED = {kind: naming(kind) for kind in COMPONENTS if kind != "hooks"}  # which have names only
+LOCAL_COMPONENTS = """
 import os
 from functools import partial
 from os import system
@@ -50,10 +50,10 @@ def here(tmp_path, monkeypatch):
     """A working directory with modules of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_plugs.py").write_text(LOCAL_PLUGS)
+    (tmp_path / "own_components.py").write_text(LOCAL_COMPONENTS)
     (tmp_path / "canary.py").write_text("raise SystemExit('imported')")
     yield tmp_path
-    for name in ("own_plugs", "own_package", "own_package.deep", "own_folder", "canary"):
+    for name in ("own_components", "own_package", "own_package.deep", "own_folder", "canary"):
         sys.modules.pop(name, None)
 
 
@@ -66,7 +66,7 @@ def write(path, tables, name="NAME"):
 @pytest.mark.parametrize("kind", NAMED)
 @pytest.mark.parametrize("name", ["os:system", "torch.hub:load", "canary:boom"])
 def test_a_file_names_no_import_path(here, kind, name):
-    key = PLUGS[kind][0].partition(",")[0]
+    key = COMPONENTS[kind][0].partition(",")[0]
     with pytest.raises(ExperimentError) as caught:
         fedsim.load_experiment(write(here / "sub" / "x.toml", NAMED[kind], name))
     (line,) = caught.value.lines
@@ -100,7 +100,7 @@ def test_values_on_axes_name_no_import_path(here, axes):
         plan_grid(write(here / "sub" / "x.toml", {"grid": axes}))
 
 
-@pytest.mark.parametrize("name", ["own_plugs:perceptron", "own_plugs:Inner.model"])
+@pytest.mark.parametrize("name", ["own_components:perceptron", "own_components:Inner.model"])
 def test_a_file_of_the_working_directory_names_what_its_own_modules_define(here, name):
     assert fedsim.load_experiment(write(here / "x.toml", NAMED["models"], name)).model.name == name
     assert fedsim.load_experiment("x.toml", ["rounds=3"]).rounds == 3
@@ -108,7 +108,7 @@ def test_a_file_of_the_working_directory_names_what_its_own_modules_define(here,
 
 def test_a_package_of_the_working_directory_is_local(here):
     (here / "own_package").mkdir()
-    (here / "own_package" / "deep.py").write_text(LOCAL_PLUGS)
+    (here / "own_package" / "deep.py").write_text(LOCAL_COMPONENTS)
     path = write(here / "x.toml", NAMED["models"], "own_package.deep:perceptron")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(path)  # any folder would be such a package, as one that has just been unpacked
@@ -119,8 +119,21 @@ def test_a_package_of_the_working_directory_is_local(here):
 @pytest.mark.parametrize(
     "name",
     [
-        *("own_plugs:os.system", "own_plugs:system", "own_plugs:nn.Linear", "own_plugs:partial", "json:loads"),
-        *("own_plugs", "own_plugs:__builtins__", "__main__:x", ".own_plugs:perceptron", "own_plugs:", ":perceptron"),
+        *(
+            "own_components:os.system",
+            "own_components:system",
+            "own_components:nn.Linear",
+            "own_components:partial",
+            "json:loads",
+        ),
+        *(
+            "own_components",
+            "own_components:__builtins__",
+            "__main__:x",
+            ".own_components:perceptron",
+            "own_components:",
+            ":perceptron",
+        ),
     ],
 )
 def test_a_local_module_gives_no_access_to_other_modules(here, name):
@@ -132,15 +145,15 @@ def test_a_local_module_gives_no_access_to_other_modules(here, name):
 @pytest.mark.parametrize("place", ["sub/x.toml", "runs/one/experiment.toml", "../elsewhere/x.toml"])
 def test_a_file_elsewhere_imports_no_local_module(here, place):
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        fedsim.load_experiment(write(here / place, NAMED["models"], "own_plugs:perceptron"))
+        fedsim.load_experiment(write(here / place, NAMED["models"], "own_components:perceptron"))
 
 
 def test_links_count_as_their_targets(here):
-    write(here / "sub" / "x.toml", NAMED["models"], "own_plugs:perceptron")
+    write(here / "sub" / "x.toml", NAMED["models"], "own_components:perceptron")
     (here / "x.toml").symlink_to(here / "sub" / "x.toml")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment("x.toml")
-    (here / "sub" / "linked.py").write_text(LOCAL_PLUGS)
+    (here / "sub" / "linked.py").write_text(LOCAL_COMPONENTS)
     (here / "linked.py").symlink_to(here / "sub" / "linked.py")
     with pytest.raises(ExperimentError, match="--allow-imports"):
         fedsim.load_experiment(write(here / "y.toml", NAMED["models"], "linked:perceptron"))
@@ -149,30 +162,36 @@ def test_links_count_as_their_targets(here):
 def test_import_paths_of_the_user_are_always_allowed(here):
     file = write(here / "sub" / "x.toml", {"rounds": 2})
     for experiment in (
-        fedsim.load_experiment(file, ["model=own_plugs:perceptron"]),
-        fedsim.load_experiment({"model": "own_plugs:perceptron"}),
-        fedsim.Experiment(model="own_plugs:perceptron"),
-        plan_grid(file, words=["model=own_plugs:perceptron,net"]).runs[0].experiment,
-        plan_grid(file, words=["model=own_plugs:perceptron", "seed=0,1"]).runs[0].experiment,
-        plan_grid(file, {"model": ["own_plugs:perceptron", "net"]}).runs[0].experiment,
+        fedsim.load_experiment(file, ["model=own_components:perceptron"]),
+        fedsim.load_experiment({"model": "own_components:perceptron"}),
+        fedsim.Experiment(model="own_components:perceptron"),
+        plan_grid(file, words=["model=own_components:perceptron,net"]).runs[0].experiment,
+        plan_grid(file, words=["model=own_components:perceptron", "seed=0,1"]).runs[0].experiment,
+        plan_grid(file, {"model": ["own_components:perceptron", "net"]}).runs[0].experiment,
     ):
-        assert experiment.model.name == "own_plugs:perceptron"
+        assert experiment.model.name == "own_components:perceptron"
 
 
 def test_an_import_path_of_the_user_allows_no_other(here):
     file = write(here / "sub" / "x.toml", {"aggregate": "canary:boom"})
     with pytest.raises(ExperimentError, match="canary:boom"):
-        fedsim.load_experiment(file, ["model=own_plugs:perceptron"])
+        fedsim.load_experiment(file, ["model=own_components:perceptron"])
 
 
 def test_allow_imports_allows_every_import(here):
-    file = write(here / "sub" / "x.toml", {**NAMED["models"], "grid": {"seed": [0, 1]}}, "own_plugs:perceptron")
+    file = write(here / "sub" / "x.toml", {**NAMED["models"], "grid": {"seed": [0, 1]}}, "own_components:perceptron")
     assert plan_grid(file, allow_imports=True).runs
     with pytest.raises(SystemExit, match="imported"):
         fedsim.load_experiment(write(file, NAMED["models"], "canary:boom"), allow_imports=True)
 
 
-LINES = {"rounds": 1, "workers": 2, "model": "own_plugs:perceptron", "data": "tests.plugs:tiny", "local": {"steps": 1}}
+LINES = {
+    "rounds": 1,
+    "workers": 2,
+    "model": "own_components:perceptron",
+    "data": "tests.components:tiny",
+    "local": {"steps": 1},
+}
 
 
 def test_allow_imports_reaches_the_processes(cli, here):
@@ -208,21 +227,21 @@ def test_a_run_folder_is_untrusted(cli, here):
 
 def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
+    file = write(here / "x.toml", {"data": {"name": "mnist", "root": str(elsewhere)}})
     with pytest.raises(ExperimentError, match="has no mnist, and a file may not download data to a folder outside the"):
         fedsim.load_experiment(file)
     assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
-    assert fedsim.load_experiment(write(here / "x.toml", {"data": {"dataset": "mnist", "root": "data"}}))
+    assert fedsim.load_experiment(write(here / "x.toml", {"data": {"name": "mnist", "root": "data"}}))
     (elsewhere / "MNIST" / "raw").mkdir(parents=True)
     for name in FILES:
         (elsewhere / "MNIST" / "raw" / name).touch()
-    file = write(here / "x.toml", {"data": {"dataset": "mnist", "root": str(elsewhere)}})
+    file = write(here / "x.toml", {"data": {"name": "mnist", "root": str(elsewhere)}})
     assert fedsim.load_experiment(file).data.root == str(elsewhere)
 
 
 def test_a_file_sets_no_address_of_ranks(here):
-    tables = {"engine": "distributed", "distributed": {"init": "tcp://example.org:80"}}
-    with pytest.raises(ExperimentError, match="distributed.init = .*: a file may not set this address"):
+    tables = {"engine": "distributed", "distributed": {"init_method": "tcp://example.org:80"}}
+    with pytest.raises(ExperimentError, match="distributed.init_method = .*: a file may not set this address"):
         fedsim.load_experiment(write(here / "x.toml", tables))
-    there = fedsim.load_experiment(here / "x.toml", ["distributed.init=tcp://example.org:80"])
-    assert there.distributed.init == "tcp://example.org:80"
+    there = fedsim.load_experiment(here / "x.toml", ["distributed.init_method=tcp://example.org:80"])
+    assert there.distributed.init_method == "tcp://example.org:80"

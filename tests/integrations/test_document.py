@@ -83,13 +83,20 @@ def test_the_rules_that_depend_on_the_origin_are_listed():
     listed = re.findall(r"`(\w+)`", TEXT.partition("These depend on it:")[2].partition("\n\n")[0])
     given = {"f": 2, "c": 1.0, "tau": 1.0}
 
-    def result(plug, updates):
-        params = {name: value for name, value in given.items() if name in plug.parameters.model_fields}
-        root, losses = updates[0] if "root" in plug.takes else None, torch.ones(11) if "losses" in plug.takes else None
-        return fedsim.aggregate(updates, rule=plug.name, root=root, losses=losses, **params)
+    def result(registration, updates):
+        params = {name: value for name, value in given.items() if name in registration.parameters.model_fields}
+        root, losses = (
+            updates[0] if "root" in registration.takes else None,
+            torch.ones(11) if "losses" in registration.takes else None,
+        )
+        return fedsim.aggregate(updates, rule=registration.name, root=root, losses=losses, **params)
 
     updates = UPDATES.double()
-    moved = [plug.name for plug in rules if not torch.allclose(result(plug, updates + 5), result(plug, updates) + 5)]
+    moved = [
+        registration.name
+        for registration in rules
+        if not torch.allclose(result(registration, updates + 5), result(registration, updates) + 5)
+    ]
     assert set(listed) == set(moved)
 
 

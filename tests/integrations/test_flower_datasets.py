@@ -26,7 +26,7 @@ pytestmark = [
 N, WORKERS = 300, 5
 LABELS = np.random.default_rng(0).integers(6, size=N)
 IDS = np.arange(N) % WORKERS
-PARAMS = {"label_k": {"k": 2}, "virtual": {"samples": 20}}
+PARAMS = {"classes_per_worker": {"k": 2}, "virtual": {"samples": 20}}
 
 
 def dataset(labels=LABELS):
@@ -65,7 +65,7 @@ def test_a_partition_has_the_samples_of_its_partitioner():
 
 def test_an_experiment_takes_a_partitioner_by_its_import_path(tiny_experiment):
     path = "fedsim.integrations.flower_datasets:flower_partition"
-    tiny_experiment["partition"] = {"strategy": path, "partitioner": "IidPartitioner"}
+    tiny_experiment["partition"] = {"name": path, "partitioner": "IidPartitioner"}
     by_flower = fedsim.run(tiny_experiment)
 
     def in_order(labels, n_workers):
@@ -83,7 +83,7 @@ def test_an_experiment_takes_a_partitioner_by_its_import_path(tiny_experiment):
             'partition.partitioner = "Dirichlet": no such partitioner of flwr_datasets; did',
         ),
         ({"partitioner": "NaturalIdPartitioner"}, "partition.partitioner = .*: makes 6 partitions for 5 workers$"),
-        ({"partitioner": "SizePartitioner", "partition_sizes": [9] * 5}, "partition.strategy = .* exactly one worker"),
+        ({"partitioner": "SizePartitioner", "partition_sizes": [9] * 5}, "partition.name = .* exactly one worker"),
     ],
 )
 def test_a_wrong_partitioner_is_an_error_of_one_line(options, line):

@@ -12,7 +12,7 @@ from fedsim.core.randomness import sample_cohort
 from fedsim.models import logistic
 from fedsim.processing import apply_chain, initial_residuals, processor
 from fedsim.processing.processors import qsgd
-from tests import plugs
+from tests import components
 from tests.textbook import Federation
 
 D = 7850  # parameters of the model "logistic"
@@ -139,7 +139,14 @@ def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):
 TOP = {"name": "top_k", "k": 500, "error_feedback": True}
 HALF = {"name": "tests.processing.test_processing:half", "error_feedback": True}
 TABLES = {
-    **{"rounds": 4, "workers": 6, "cohort": 3, "model": "logistic", "data": "tests.plugs:tiny", "precision": "float64"},
+    **{
+        "rounds": 4,
+        "workers": 6,
+        "cohort": 3,
+        "model": "logistic",
+        "data": "tests.components:tiny",
+        "precision": "float64",
+    },
     **{"local": {"batch_size": 16, "lr": 0.1, "steps": 3}, "engine": "serial", "processors": [TOP]},
 }
 
@@ -169,7 +176,7 @@ def test_each_worker_keeps_its_own_residual_between_its_rounds():
     tables = {**TABLES, "sync": "gradients", "local": {"batch_size": 16, "lr": 0.1, "steps": 1}, "rounds": 5}
     tables |= {"aggregate": "mean"}
     result = fedsim.run({**tables, "processors": [HALF]})
-    federation, left = Federation(logistic, plugs.tiny, 6, 16), {}
+    federation, left = Federation(logistic, components.tiny, 6, 16), {}
     for round in range(1, 6):
         sent = []
         for worker in sample_cohort(0, round, 6, 3).tolist():

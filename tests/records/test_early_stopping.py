@@ -17,7 +17,7 @@ from fedsim.records.record import RoundRecord
 
 SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
 # No step of this size changes a float32 parameter, so nothing improves after round 1.
-STANDING = {**SMALL, "model": "2nn", "local": {"lr": 1e-30}, "data.validation": 0.2, "stop": {"patience": 2}}
+STANDING = {**SMALL, "model": "2nn", "local": {"lr": 1e-30}, "data.validation_fraction": 0.2, "stop": {"patience": 2}}
 
 
 def history_of(*losses):
@@ -89,14 +89,16 @@ def test_a_comparison_has_runs_of_different_lengths(tiny_experiment, tmp_path):
 
 def test_a_run_can_stop_on_a_metric(tiny_experiment):
     stop = {"metric": "metrics.validation_top_k", "mode": "max", "target": 0.0}
-    result = fedsim.run({**tiny_experiment, **SMALL, "data.validation": 0.2, "metrics": ["top_k"], "stop": stop})
+    result = fedsim.run(
+        {**tiny_experiment, **SMALL, "data.validation_fraction": 0.2, "metrics": ["top_k"], "stop": stop}
+    )
     assert len(result.history) == 1
 
 
 @pytest.mark.parametrize(
     ("stop", "words"),
     [
-        ({"patience": 2}, "data.validation"),
+        ({"patience": 2}, "data.validation_fraction"),
         ({"metric": "accuracy", "target": 0.5}, "test_accuracy"),
         ({"metric": "metrics.top_k", "target": 0.5}, "stop.mode"),
         ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "not in round 1"),
@@ -107,7 +109,10 @@ def test_a_wrong_table_is_refused(stop, words, tiny_experiment):
         fedsim.run({**tiny_experiment, **SMALL, "stop": stop})
 
 
-PERSONAL = {"local": {"lr": 0.1, "solver": "local_only"}, "data": {"dataset": "tests.plugs:tiny", "worker_test": 0.25}}
+PERSONAL = {
+    "local": {"lr": 0.1, "algorithm": "local_only"},
+    "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
+}
 BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max", "target": 0.0}
 
 
@@ -115,10 +120,10 @@ BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max",
     ("stop", "changes"),
     [
         ({"metric": "test_loss", "patience": 2}, {}),
-        ({"patience": 2}, {"data.validation": 0.2}),
+        ({"patience": 2}, {"data.validation_fraction": 0.2}),
         ({"metric": "metrics.top_k", "mode": "max", "patience": 2}, {"metrics": ["top_k"]}),
         ({"metric": "metrics.global_worker_loss_mean", "mode": "min", "patience": 2}, {}),
-        ({"metric": "test_loss", "patience": 2}, {"local": {"solver": "fedper", "personal": ["*.weight"]}}),
+        ({"metric": "test_loss", "patience": 2}, {"local": {"algorithm": "fedper", "personal": ["*.weight"]}}),
     ],
 )
 def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
@@ -127,7 +132,7 @@ def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, chang
 
 
 def test_personal_models_and_the_train_loss_end_runs_with_personal_parameters(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, **PERSONAL, "evaluation.every": 2}
+    tables = {**tiny_experiment, **SMALL, **PERSONAL, "worker_evaluation.every": 2}
     assert len(fedsim.run({**tables, "stop": BY_PERSONAL}).history) == 2
     assert len(fedsim.run({**tables, "stop": {"metric": "train_loss", "target": 1e9}}).history) == 1
 
@@ -139,7 +144,7 @@ def test_a_race_does_not_stop_early():
 
 @pytest.mark.parametrize("changes", [{}, {"engine": "spawn", "processes": 2}])
 def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment, tmp_path):
-    data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
+    data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
     tables = {**tiny_experiment, **SMALL, "data": data, "stop": {"metric": "test_loss", "target": 1e9}, **changes}
     result = fedsim.run(tables, tmp_path / "run")
     whole = fedsim.run({**tables, "rounds": 1, "stop": {}})
@@ -151,8 +156,8 @@ def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment,
 
 
 def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, tmp_path):
-    data = {"dataset": "tests.plugs:tiny", "worker_test": 0.25}
-    tables = {**tiny_experiment, **SMALL, "data": data, "checkpoint.every": 1, "evaluation": {"every": 5}}
+    data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
+    tables = {**tiny_experiment, **SMALL, "data": data, "checkpoint.every": 1, "worker_evaluation": {"every": 5}}
     tables["stop"] = {"metric": "test_loss", "target": 1e-9}
     with pytest.raises(ZeroDivisionError):
         fedsim.run(tables, tmp_path, on_round=interrupt_after_2)

@@ -16,7 +16,7 @@ from fedsim.callbacks.display import columns_of, table_header, table_line
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records.run_folder import RunFolder, new_folder
-from tests.plugs import tiny
+from tests.components import tiny
 
 ALWAYS = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json"}
 
@@ -92,7 +92,7 @@ def test_the_curve_comes_in_the_formats_asked_for(tiny_experiment, tmp_path):
 
 def test_a_virtual_population_is_described_by_sampled_workers(tiny_experiment, tmp_path, capsys):
     attack = {"name": "sign_flipping", "fraction": 1e-5}
-    population = {"workers": 10**6, "cohort": 3, "partition": "tests.plugs:some", "attack": attack}
+    population = {"workers": 10**6, "cohort": 3, "partition": "tests.components:some", "attack": attack}
     fedsim.run({**tiny_experiment, **population}, tmp_path / "run", progress=True)
     partition = json.loads((tmp_path / "run" / "partition.json").read_text())
     assert partition["population"] == 10**6
@@ -102,8 +102,8 @@ def test_a_virtual_population_is_described_by_sampled_workers(tiny_experiment, t
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["smallest_shard"], environment["largest_shard"]) == (min(sizes), max(sizes)) == (1, 30)
     assert environment["workers_looked_at"] == 1000
-    assert "1 to 30 samples each (tests.plugs:some, estimated from 1,000 workers)" in capsys.readouterr().out
-    shards = partition_shards(tiny(None)[0].targets, 10**6, "tests.plugs:some", tiny_experiment.get("seed", 0))
+    assert "1 to 30 samples each (tests.components:some, estimated from 1,000 workers)" in capsys.readouterr().out
+    shards = partition_shards(tiny(None)[0].targets, 10**6, "tests.components:some", tiny_experiment.get("seed", 0))
     assert sizes == [shards.size(worker) for worker in partition["workers"]]
 
 

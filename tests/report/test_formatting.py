@@ -20,7 +20,7 @@ from fedsim.records import formatting as fmt
         (fmt.label, ["nnm", {"rule": "krum", "f": 2}], "nnm + krum (f = 2)"),
         (fmt.key_name, "aggregate.rule", "rule"),
         (fmt.key_name, "attack.name", "attack"),
-        (fmt.key_name, "clock.speed.name", "clock speed"),
+        (fmt.key_name, "clock.slowdown.name", "clock slowdown"),
         (fmt.key_name, "local.batch_size", "local batch size"),
         (fmt.key_name, "", ""),
         (fmt.comparison_title, [], "Test accuracy by seed"),

@@ -181,7 +181,7 @@ def test_the_command_prints_the_path_of_the_page_or_an_error(fresh_run, tmp_path
 def test_the_page_of_a_run_says_that_attackers_are_drawn_in_each_round_and_that_it_diverged(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5], rounds=3)
     with (folder / "experiment.toml").open("a") as file:
-        file.write("\n[attack]\nredraw = true\n")
+        file.write("\n[attack]\nresample = true\n")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"round": 2, "test_accuracy": 0.5, "diverged": "an update holds NaN"}) + "\n")
     page = write_report(folder).read_text()

@@ -32,7 +32,7 @@ def test_a_run_ends_with_the_last_finite_model(engine, sync, tiny_experiment, se
 
 @pytest.mark.parametrize("policy", ["asgd", "fedbuff", "ssp"])
 def test_work_that_is_not_finite_ends_a_run_on_the_clock(policy, tiny_experiment):
-    data = {"data": "tests.plugs:with_a_hole", "partition": "tests.plugs:in_blocks", "model": "logistic"}
+    data = {"data": "tests.components:with_a_hole", "partition": "tests.components:in_blocks", "model": "logistic"}
     tables = {**tiny_experiment, **data, **TIMED, "policy": policy, "rounds": 3}
     result = fedsim.run({**tables, "aggregate": {"nonfinite": "stop"}})
     assert result.history[-1].diverged == "the work of worker 0 from its round 1 holds NaN or infinity"

@@ -1,4 +1,4 @@
-"""A number that a plug records in a round reaches all outputs."""
+"""A number that a component records in a round reaches all outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedsim.report.run_page import rounds_table
 CLIPPED = {"processors": [{"name": "clip", "max_norm": 1e-3}]}
 
 
-def test_a_metric_of_a_plug_reaches_file_table_tensorboard_and_report(tiny_experiment, tmp_path):
+def test_a_metric_of_a_component_reaches_file_table_tensorboard_and_report(tiny_experiment, tmp_path):
     result = fedsim.run({**tiny_experiment, **CLIPPED}, tmp_path / "run")
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert line["metrics"] == {"clipped_share": 1.0}
@@ -30,7 +30,7 @@ def test_a_metric_of_a_plug_reaches_file_table_tensorboard_and_report(tiny_exper
     assert "clipped_share" in rounds_table(stored)["head"]
 
 
-def test_a_metric_of_a_plug_reaches_the_tables_of_a_comparison(tiny_experiment, tmp_path):
+def test_a_metric_of_a_component_reaches_the_tables_of_a_comparison(tiny_experiment, tmp_path):
     fedsim.compare({**tiny_experiment, **CLIPPED}, {"seed": [0, 1]}, tmp_path / "grid", jobs=1)
     for name, rows in (("results.csv", 2), ("curves.csv", 4)):
         with (tmp_path / "grid" / name).open() as file:

@@ -10,10 +10,10 @@ import torch
 
 import fedsim
 from fedsim.core.randomness import batch_order
-from tests import models, plugs
+from tests import components, models
 from tests.textbook import start_of
 
-TIMED = {"mode": "clock", "clock": {"speed": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
+TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
 MODES = {
     "rounds": {},
     "gradients": {"sync": "gradients"},
@@ -29,7 +29,7 @@ MODES = {
 @pytest.fixture
 def tables(tiny_experiment):
     """Worker 0 has samples that are NaN."""
-    changes = {"data": "tests.plugs:with_a_hole", "partition": "tests.plugs:in_blocks", "model": "logistic"}
+    changes = {"data": "tests.components:with_a_hole", "partition": "tests.components:in_blocks", "model": "logistic"}
     return {**tiny_experiment, **changes, "rounds": 3, "local": {"batch_size": 16, "lr": 0.05}}
 
 
@@ -58,14 +58,16 @@ def test_an_update_with_nan_is_excluded_and_recorded(mode, tables, session):
     assert all(math.isfinite(record["test_loss"]) for record in result.history)
 
 
-@pytest.mark.parametrize(("solver", "engine"), [("scaffold", "serial"), ("scaffold", "spawn"), ("mimelite", "batched")])
+@pytest.mark.parametrize(
+    ("algorithm", "engine"), [("scaffold", "serial"), ("scaffold", "spawn"), ("mimelite", "batched")]
+)
 def test_a_worker_whose_message_is_nan_is_excluded_though_an_attack_replaces_its_update(
-    solver, engine, tables, session
+    algorithm, engine, tables, session
 ):
     """So the run is that in which worker 2 is honest, and sends an update and a message with NaN."""
     excluding = {"rule": "mean", "nonfinite": "exclude"}
-    tables |= {"data": "tests.plugs:with_a_hole_at_the_end", "aggregate": excluding, **ENGINES[engine]}
-    tables |= {"local": {"solver": solver, **tables["local"]}}
+    tables |= {"data": "tests.components:with_a_hole_at_the_end", "aggregate": excluding, **ENGINES[engine]}
+    tables |= {"local": {"algorithm": algorithm, **tables["local"]}}
     attacked = fedsim.run({**tables, "attack": {"name": "ipm", "workers": [2]}}, session=session)
     assert [record["excluded"] for record in attacked.history] == [[2]] * 3
     assert torch.equal(attacked.global_row, fedsim.run(tables, session=session).global_row)
@@ -74,7 +76,7 @@ def test_a_worker_whose_message_is_nan_is_excluded_though_an_attack_replaces_its
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_buffers_with_nan_do_not_count_though_an_attack_replaces_their_update(sync, engine, tables, session):
-    tables |= {"data": "tests.plugs:with_a_hole_at_the_end", "model": "tests.models:Normalised", "sync": sync}
+    tables |= {"data": "tests.components:with_a_hole_at_the_end", "model": "tests.models:Normalised", "sync": sync}
     tables |= {"aggregate": {"rule": "mean", "nonfinite": "exclude"}, **ENGINES[engine]}
     attacked = fedsim.run({**tables, "attack": {"name": "ipm", "workers": [2]}}, session=session)
     assert all(tensor.isfinite().all() for tensor in attacked.model.state_dict().values())
@@ -85,7 +87,7 @@ def test_the_train_loss_is_a_mean_over_updates_that_were_not_excluded(mode, tabl
     """Steps of almost no length, so all losses are those of the first model; all samples of worker 0 are NaN."""
     tables = {**in_mode(tables, mode), "rounds": 1, "model": "2nn", "aggregate": {"nonfinite": "exclude"}}
     tables.pop("clock", None)  # equal speeds: one round of each worker
-    tables["partition"] = {"strategy": "tests.plugs:same_last", "first": 60}
+    tables["partition"] = {"name": "tests.components:same_last", "first": 60}
     tables["local"] = {"batch_size": 16, "lr": 1e-30}
     result = fedsim.run(tables, session=session if "race" in mode else None)
     inputs, targets = fedsim.load_dataset(tables["data"])[0].gather(torch.arange(60, 203))
@@ -95,7 +97,7 @@ def test_the_train_loss_is_a_mean_over_updates_that_were_not_excluded(mode, tabl
 
 def test_the_train_loss_is_nan_if_all_updates_were_excluded(tables):
     """Worker 0 is so fast that all updates of the round are its own."""
-    clock = {"speed": {"name": "list", "values": [1.0, 100.0, 100.0]}}
+    clock = {"slowdown": {"name": "list", "values": [1.0, 100.0, 100.0]}}
     tables = {**tables, **MODES["fedbuff"], "rounds": 1, "clock": clock, "aggregate": {"nonfinite": "exclude"}}
     record = fedsim.run(tables).history[0]
     assert record["excluded"] == [0, 0, 0]
@@ -112,7 +114,7 @@ def test_an_update_with_nan_is_kept_on_demand(mode, tables):
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd"])
 def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(mode, tables, tmp_path):
     """Each worker's update is finite; the server's step overflows."""
-    clean = {**tables, "data": "tests.plugs:tiny", "checkpoint": {"every": 1}}
+    clean = {**tables, "data": "tests.components:tiny", "checkpoint": {"every": 1}}
     good = fedsim.run({**in_mode(clean, mode), "rounds": 1}, tmp_path / "run")
     loud = {**in_mode(clean, mode), "local": {"batch_size": 16, "lr": 1e38}}
     described = (tmp_path / "run" / "experiment.toml").read_text()
@@ -134,7 +136,7 @@ WITH_BUFFERS = {
     "model": "tests.models:Normalised",
     "precision": "float64",
     "rounds": 2,
-    "data": "tests.plugs:with_a_hole_at_the_end",
+    "data": "tests.components:with_a_hole_at_the_end",
     "aggregate": {"nonfinite": "exclude", "weights": "samples"},
     "local": {"batch_size": 16, "lr": 0.0},
 }
@@ -147,9 +149,9 @@ ENGINES = {
 
 def statistics_of_finite_workers(policy, rounds):
     """The mean of the BatchNorm buffers of workers 0 and 1, weighted by samples, of a model that never moves."""
-    train, _ = plugs.with_a_hole_at_the_end(None)
+    train, _ = components.with_a_hole_at_the_end(None)
     train = train.to(torch.device("cpu"), torch.float64)
-    shards, states = plugs.in_blocks(train.targets, 3), {}
+    shards, states = components.in_blocks(train.targets, 3), {}
     average = {name: buffer.clone() for name, buffer in start_of(models.Normalised).named_buffers()}
     for round in range(1, rounds + 1):
         for worker in (0, 1):
@@ -200,7 +202,11 @@ class Overflowing(models.Normalised):
 
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd", "locked race"])
 def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session):
-    tables = {**in_mode(tables, mode), "data": "tests.plugs:tiny", "model": "tests.runs.test_nonfinite:Overflowing"}
+    tables = {
+        **in_mode(tables, mode),
+        "data": "tests.components:tiny",
+        "model": "tests.runs.test_nonfinite:Overflowing",
+    }
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of their 38 numbers"):
         fedsim.run(tables, session=session if "race" in mode else None)
     kept = {**tables, "aggregate": {"nonfinite": "keep"}}
@@ -209,6 +215,11 @@ def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session)
 
 @pytest.mark.parametrize("nonfinite", ["error", "exclude"])
 def test_if_all_updates_diverge_the_error_names_the_step_size(nonfinite, tables):
-    diverging = {**tables, "data": "tests.plugs:tiny", "local": {"lr": 1e38}, "aggregate": {"nonfinite": nonfinite}}
+    diverging = {
+        **tables,
+        "data": "tests.components:tiny",
+        "local": {"lr": 1e38},
+        "aggregate": {"nonfinite": nonfinite},
+    }
     with pytest.raises(fedsim.ExperimentError, match=r"^round 1: all 3 updates hold NaN or infinity; .* local\.lr$"):
         fedsim.run(diverging)

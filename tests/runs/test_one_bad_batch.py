@@ -10,14 +10,14 @@ import torch
 
 import fedsim
 from fedsim.core.randomness import batch_order
-from tests import plugs
+from tests import components
 
 ROUNDS, BATCH = 8, 16
 
 
 def with_one_bad_sample(root):
     """Images as numbers; the last holds NaN."""
-    train, test = plugs.tiny(root)
+    train, test = components.tiny(root)
     inputs = train.inputs.float()
     inputs[-1] = torch.nan
     return replace(train, inputs=inputs), replace(test, inputs=test.inputs.float())
@@ -34,8 +34,8 @@ FEEDBACK = {"processors": [{"name": "tests.runs.test_one_bad_batch:only_biases",
 CASES = {
     "momentum": {"sync": "gradients", "local": {"momentum": 0.9, "momentum_at": "worker"}},
     "kept momentum": {"local": {"momentum": 0.9, "keep_state": True}},
-    "control variates": {"local": {"solver": "scaffold"}},
-    "personal models": {"local": {"solver": "ditto", "lam": 0.1}},
+    "control variates": {"local": {"algorithm": "scaffold"}},
+    "personal models": {"local": {"algorithm": "ditto", "lam": 0.1}},
     "error feedback": FEEDBACK,
     "error feedback of gradients": {**FEEDBACK, "sync": "gradients"},
 }
@@ -47,7 +47,7 @@ ENGINES = {
 
 
 def run(tables, case, engine, session, **local):
-    changes = {"data": "tests.runs.test_one_bad_batch:with_one_bad_sample", "partition": "tests.plugs:in_blocks"}
+    changes = {"data": "tests.runs.test_one_bad_batch:with_one_bad_sample", "partition": "tests.components:in_blocks"}
     changes |= {"model": "logistic", "rounds": ROUNDS, "aggregate": {"nonfinite": "exclude"}, **case, **ENGINES[engine]}
     changes["local"] = {"batch_size": BATCH, "lr": 0.05, "steps": 1, **case.get("local", {}), **local}
     return fedsim.run({**tables, **changes}, session=session)
@@ -56,7 +56,7 @@ def run(tables, case, engine, session, **local):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_excluded_worker_keeps_does_not_spoil_its_later_rounds(case, engine, tiny_experiment, session):
-    size = len(plugs.in_blocks(np.zeros(len(plugs.tiny(None)[0])), 3)[2])
+    size = len(components.in_blocks(np.zeros(len(components.tiny(None)[0])), 3)[2])
     first = [batch_order(0, round, 2, 0, size).tolist()[:BATCH] for round in range(1, ROUNDS + 1)]
     bad = [[2] if size - 1 in samples else [] for samples in first]
     assert [] in bad[bad.index([2]) :]
@@ -66,7 +66,7 @@ def test_what_an_excluded_worker_keeps_does_not_spoil_its_later_rounds(case, eng
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("local", [{"solver": "scaffold", "option": 1}, {"solver": "mimelite"}])
+@pytest.mark.parametrize("local", [{"algorithm": "scaffold", "option": 1}, {"algorithm": "mimelite"}])
 def test_a_full_gradient_with_nan_does_not_reach_the_server(local, engine, tiny_experiment, session):
     """Each full gradient has the bad sample, also where the row is finite."""
     result = run(tiny_experiment, {}, engine, session, **local)

@@ -21,7 +21,7 @@ SWITCH, ROUNDS = 2, 4
 ENGINES = {
     "serial": {},
     "spawn": {"processes": 2},
-    "batched": {"processes": 1, "batched": {"width": 2}},
+    "batched": {"processes": 1, "batched": {"max_rows": 2}},
 }
 BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 
@@ -39,17 +39,17 @@ class Returning(ServerStep):
 
 
 CASES = {
-    "momentum of both": {"server": {"optimizer": "momentum", "beta": 0.5}, "partition": "tests.plugs:uneven"},
+    "momentum of both": {"server": {"name": "momentum", "beta": 0.5}, "partition": "tests.components:uneven"},
     "adaptive steps of both": {
-        **{"local": {"solver": "adamw", "batch_size": 16}, "workers": 7, "cohort": 3},
-        "server": {"optimizer": "adam", "bias_correction": True},
+        **{"local": {"algorithm": "adamw", "batch_size": 16}, "workers": 7, "cohort": 3},
+        "server": {"name": "adam", "bias_correction": True},
     },
-    "a server that broadcasts something else": {"server": {"optimizer": "bmuf", "nesterov": True}},
-    "a server that knows its start": {"server": {"optimizer": "tests.runs.test_post_local:Returning"}},
+    "a server that broadcasts something else": {"server": {"name": "bmuf", "nesterov": True}},
+    "a server that knows its start": {"server": {"name": "tests.runs.test_post_local:Returning"}},
     "buffers averaged": {**BUFFERED, "buffers": "average"},
     "buffers kept by workers": {**BUFFERED, "buffers": "local"},
     "a rule that starts where it ended": {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},
-    "a rule with a state": {"workers": 6, "partition": {"strategy": "shards", "s": 2}, "aggregate": "foolsgold"},
+    "a rule with a state": {"workers": 6, "partition": {"name": "shards", "s": 2}, "aggregate": "foolsgold"},
     "a rule with data of the server's own": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "an attack that remembers": {"workers": 5, "attack": {"name": "free_rider", "what": "last", "workers": [1]}},
 }

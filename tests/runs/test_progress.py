@@ -65,7 +65,7 @@ def test_equivalent_policies_have_equal_progress(tiny_experiment, change):
 
 
 def test_k_sync_counts_only_used_arrivals(tiny_experiment):
-    tables = {**tiny_experiment, "mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"speed": "linear"}}
+    tables = {**tiny_experiment, "mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"slowdown": "linear"}}
     result = fedsim.run({**tables, "rounds": 3})
     for progress, record in zip(progress_of(result.history, result.experiment.resolved()), result.history, strict=True):
         assert progress.arrivals == 2 * progress.updates + record["asynchronous"]["buffered"]

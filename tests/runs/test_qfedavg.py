@@ -72,7 +72,7 @@ def test_a_run_is_the_algorithm_with_the_local_learning_rate(sync, q):
     assert torch.allclose(ours, fair_rounds(q), rtol=0, atol=1e-12)
 
 
-def test_the_rules_learning_rate_replaces_the_solvers():
+def test_the_rules_learning_rate_replaces_the_algorithms():
     given = row_of(aggregate={"rule": "qfedavg", "lr": LR})
     assert torch.equal(given, row_of(aggregate={"rule": "qfedavg"}))
     assert not torch.allclose(given, row_of(aggregate={"rule": "qfedavg", "lr": 0.1}))
@@ -84,7 +84,7 @@ def test_losses_are_of_transformed_and_poisoned_samples():
     seen = [(torch.rot90(inputs, k, (2, 3)), targets) for k, (inputs, targets) in enumerate(data)]
     seen[2] = seen[2][0], CLASSES - 1 - seen[2][1]
     ours = row_of(
-        partition={"strategy": "feature_rotation", "groups": 3, "angles": [0.0, 90.0, 180.0]},
+        partition={"name": "feature_rotation", "groups": 3, "angles": [0.0, 90.0, 180.0]},
         attack={"name": "label_flipping", "workers": [2]},
         aggregate={"rule": "qfedavg", "q": 2.0},
     )
@@ -94,6 +94,6 @@ def test_losses_are_of_transformed_and_poisoned_samples():
 
 def test_random_transforms_for_losses_do_not_change_those_of_training():
     """With q = 0 the result does not depend on the losses."""
-    noisy = {"partition": {"strategy": "feature_noise", "sigma": 1.0}}
+    noisy = {"partition": {"name": "feature_noise", "sigma": 1.0}}
     fair = row_of(**noisy, aggregate={"rule": "qfedavg", "q": 0.0})
     assert torch.allclose(fair, row_of(**noisy, aggregate="mean"), rtol=0, atol=1e-14)

@@ -19,7 +19,7 @@ class Fake:
 
     def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
-        self.experiment, self.backend = SimpleNamespace(worker_retries=retries, rounds=rounds), self
+        self.experiment, self.backend = SimpleNamespace(process_retries=retries, rounds=rounds), self
         self.notes = []
 
     def loop(self):
@@ -107,7 +107,7 @@ def test_losses_outside_of_rounds_count(losses, call, line, rounds):
     if rounds[0]:
         loop.run_round(2)
     fake.losses = losses
-    expected = rf"^process 1 is gone; {line} 3 times \(worker_retries = 2\)$"
+    expected = rf"^process 1 is gone; {line} 3 times \(process_retries = 2\)$"
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=expected):
         call(loop)
     assert [facts["round"] for _, facts in fake.notes] == rounds

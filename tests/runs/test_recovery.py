@@ -27,7 +27,7 @@ from tests.engines.test_process_pool import open_things
 from tests.lethal import die_second, order
 
 TABLES = {
-    **{"rounds": 4, "workers": 4, "data": "tests.plugs:tiny", "records": {"curve": False}},
+    **{"rounds": 4, "workers": 4, "data": "tests.components:tiny", "records": {"curve": False}},
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
 SPAWN = {"engine": "spawn", "processes": 2}
@@ -76,8 +76,8 @@ def events(out):
 
 
 def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(mortal, tmp_path, session):
-    server = {"optimizer": "tests.lethal:MortalAdam", "folder": folder_of(mortal)}
-    tables = {**mortal, **SPAWN, "server": server, "mode": "clock", "clock": {"speed": "lognormal"}}
+    server = {"name": "tests.lethal:MortalAdam", "folder": folder_of(mortal)}
+    tables = {**mortal, **SPAWN, "server": server, "mode": "clock", "clock": {"slowdown": "lognormal"}}
     out = tmp_path / "out"
     orders = {1: ["train"], 3: ["aggregate"]}
     result, said = run_ordered(tables, orders, out, session)
@@ -102,7 +102,7 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
 
 def test_a_round_that_is_repeated_draws_the_same_cohort_by_losses(mortal, session):
     """A process dies in training, and one while it computes the losses of candidates."""
-    sampling = {"strategy": "power_of_choice", "candidates": 6}
+    sampling = {"name": "power_of_choice", "candidates": 6}
     tables = {**mortal, **SPAWN, "workers": 8, "cohort": 3, "sampling": sampling}
     result, said = run_ordered(tables, {1: ["train"], 3: ["test"]}, session=session)
     assert_as_without_faults(result, tables, session)
@@ -112,7 +112,7 @@ def test_a_round_that_is_repeated_draws_the_same_cohort_by_losses(mortal, sessio
 
 @pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
 def test_the_virtual_clock_is_restored(policy, mortal, session):
-    tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"speed": "lognormal"}, "rounds": 3}
+    tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"slowdown": "lognormal"}, "rounds": 3}
     result, said = run_ordered(tables, {2: ["train"]}, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
     assert len(said) == 1
@@ -153,7 +153,13 @@ def test_auto_replaces_the_processes_of_the_engine_that_it_chose(mortal, monkeyp
 
 def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path):
     order(folder_of(mortal), "train")
-    words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "model.name=tests.lethal:Mortal", "rounds=100000"]
+    words = [
+        "engine=spawn",
+        "processes=2",
+        "data=tests.components:tiny",
+        "model.name=tests.lethal:Mortal",
+        "rounds=100000",
+    ]
     process = start(
         str(ROOT / "run_experiment.py"), *words, f"model.folder={folder_of(mortal)}", "--out", "x", cwd=tmp_path
     )
@@ -179,7 +185,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
                 os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(pool_backend, "ProcessPool", Killed)
-    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "worker_retries": retries}
+    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "process_retries": retries}
     line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
     if not retries:
         with pytest.raises(WorkerError, match=f"^{line}$"):
@@ -205,8 +211,8 @@ SOAKED = {
     "parameters": {"aggregate": "foolsgold", "server": "adam"},
     "gradients": {"sync": "gradients", "local": {"momentum": 0.9}},
     "stacks": {"engine": "batched", "server": "yogi"},
-    "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}},
-    "gradients on the clock": {"mode": "clock", "policy": "asgd", "clock": {"speed": "lognormal"}},
+    "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}},
+    "gradients on the clock": {"mode": "clock", "policy": "asgd", "clock": {"slowdown": "lognormal"}},
 }
 
 
@@ -214,7 +220,7 @@ SOAKED = {
 @pytest.mark.parametrize("kind", SOAKED)
 def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
     """Kills at random instants of rounds, and while processes are being replaced; not before or after all rounds."""
-    tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "worker_retries": 100, **SOAKED[kind]}
+    tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "process_retries": 100, **SOAKED[kind]}
     rng, times, killed, timers = random.Random(kind), [time.monotonic()], [], []
 
     def kill_one():

@@ -23,19 +23,19 @@ from tests.matrix import in_turn
 ROUNDS = 5
 EVERY = {"checkpoint": {"every": 1, "keep": 100}}
 BASE = {
-    **{"rounds": ROUNDS, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.plugs:tiny"},
+    **{"rounds": ROUNDS, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.components:tiny"},
     **{"local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5, "steps": 3}, **EVERY, "records": {"curve": False}},
 }
-TIMED = {"mode": "clock", "clock": {"speed": {"name": "lognormal"}, "noise": "shifted_exponential"}}
+TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}}
 
 CASES = {
     "server optimizer": {"cohort": 2, "server": "yogi", "precision": "float64"},
     "slow momentum": {
-        "server": {"optimizer": "momentum", "lr": 0.5, "beta": 0.9},
+        "server": {"name": "momentum", "lr": 0.5, "beta": 0.9},
         "processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}],
     },
     "rule with a state": {
-        **{"aggregate": {"rule": "foolsgold"}, "workers": 6, "cohort": 4, "partition": {"strategy": "shards", "s": 2}},
+        **{"aggregate": {"rule": "foolsgold"}, "workers": 6, "cohort": 4, "partition": {"name": "shards", "s": 2}},
     },
     "rule that goes on from the last update": {
         **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}},
@@ -47,20 +47,20 @@ CASES = {
     "rule that takes losses": {"aggregate": "qfedavg", "model": "tests.models:Normalised", "cohort": 2},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "worker state and messages": {
-        **{"local": {"solver": "tests.plugs:Counting"}, "workers": 50, "cohort": 3},
+        **{"local": {"algorithm": "tests.components:Counting"}, "workers": 50, "cohort": 3},
         **{"model": "tests.models:Normalised", "buffers": "local"},
     },
-    "scaffold": {"local": {"solver": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
-    "feddyn": {"local": {"solver": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
+    "scaffold": {"local": {"algorithm": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
+    "feddyn": {"local": {"algorithm": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
     "personal parameters": {
-        **{"local": {"solver": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
+        **{"local": {"algorithm": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
     },
-    "features": {"local": {"solver": "moon", "steps": 3}, "cohort": 2, "model": "2nn"},
-    "virtual shards, on the clock": {**TIMED, "partition": "tests.plugs:some", "workers": 50, "cohort": 3},
-    "cohorts by loss": {"workers": 9, "cohort": 2, "sampling": {"strategy": "power_of_choice", "candidates": 5}},
+    "features": {"local": {"algorithm": "moon", "steps": 3}, "cohort": 2, "model": "2nn"},
+    "virtual shards, on the clock": {**TIMED, "partition": "tests.components:some", "workers": 50, "cohort": 3},
+    "cohorts by loss": {"workers": 9, "cohort": 2, "sampling": {"name": "power_of_choice", "candidates": 5}},
     "cohorts of available workers, on the clock": {
-        **{**TIMED, "workers": 9, "cohort": 2, "worker_dropout": 0.3},
-        **{"sampling": {"strategy": "daily", "period": 10.0}, "aggregate": {"weights": "inverse_probability"}},
+        **{**TIMED, "workers": 9, "cohort": 2, "sampling.client_dropout": 0.3},
+        **{"sampling": {"name": "daily", "period": 10.0}, "aggregate": {"weights": "inverse_probability"}},
     },
 }
 
@@ -72,15 +72,21 @@ ASYNCHRONOUS = {
     "fedbuff, sampled": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
     "asgd, workers leave": {
         **{**TIMED, "policy": "asgd", "clock": {**TIMED["clock"], "departures": {"1": 8.0}}},
-        "local": {"solver": "adam", "batch_size": 16, "steps": 3},
+        "local": {"algorithm": "adam", "batch_size": 16, "steps": 3},
     },
     "fedbuff, worker state": {
-        **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3, "local": {"solver": "tests.plugs:Counting"}},
+        **{
+            **TIMED,
+            "policy": "fedbuff",
+            "workers": 6,
+            "cohort": 3,
+            "local": {"algorithm": "tests.components:Counting"},
+        },
         **{"model": "tests.models:Normalised", "buffers": "local"},
     },
     "fedbuff, personal parameters": {
         **{**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
-        "local": {"solver": "fedper", "personal": ["*.bias"], "steps": 3},
+        "local": {"algorithm": "fedper", "personal": ["*.bias"], "steps": 3},
     },
     "fedbuff, buffers": {**TIMED, "policy": "fedbuff", "model": "tests.models:Normalised"},
 }
@@ -177,7 +183,7 @@ def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
 
 def test_a_resumed_run_keeps_the_choices_of_its_engine(tables, tmp_path):
     """`auto` measures, and may choose another engine next time, which rounds differently."""
-    tables |= {"engine": "batched", "processes": 1, "batched": {"width": 3}}
+    tables |= {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}
     whole = fedsim.run(tables, tmp_path / "whole")
     tables |= {"engine": "auto", "processes": None, "batched": {}}
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
@@ -195,19 +201,19 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.run({**tables, "seed": 3, "server": "adam", "rounds": 2}, tmp_path / "run", resume=True)
     rounds = "rounds: 5 there, 2 here; a resumed run can only have more"
-    for line in ("seed: 0 there, 3 here", 'server.optimizer: "sgd" there, "adam" here', rounds):
+    for line in ("seed: 0 there, 3 here", 'server.name: "sgd" there, "adam" here', rounds):
         assert f"{tmp_path / 'run'}: holds another experiment: {line}" in str(caught.value)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.filterwarnings("always")
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
-    words = "data=tests.plugs:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
-    spawn = "engine=spawn", "processes=2", "timeout=100", "worker_retries=0"
+    words = "data=tests.components:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
+    spawn = "engine=spawn", "processes=2", "timeout=100", "process_retries=0"
     assert cli("run", *words, *spawn, "--out", "whole").exit_code == 0
     broken_off(tmp_path / "whole", tmp_path / "again", 2)
     resumed = cli("run", "--resume", "again", "engine=serial", "--allow-imports")
-    keys = ("processes", "timeout", "worker_retries")
+    keys = ("process_retries", "processes", "timeout")
     unused = [f"warning: {key} has no effect with engine=serial; omit it" for key in keys]
     assert (resumed.exit_code, resumed.stderr.splitlines()) == (0, unused)
     assert_the_same(tmp_path / "again", tmp_path / "whole")
@@ -243,7 +249,7 @@ def test_resume_needs_a_folder_and_starts_the_run_in_a_new_one(tables, tmp_path)
 
 
 def test_the_command_line_resumes_a_run(tmp_path, cli):
-    words = "data=tests.plugs:tiny", "model=logistic", "workers=2", "engine=serial", "checkpoint.every=1"
+    words = "data=tests.components:tiny", "model=logistic", "workers=2", "engine=serial", "checkpoint.every=1"
     assert cli("run", *words, "rounds=2", "--out", "run").exit_code == 0
     result = cli("run", "--resume", "run", "rounds=5", "--allow-imports")
     assert result.exit_code == 0
@@ -376,7 +382,7 @@ def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables
 
 def test_a_run_whose_processes_are_all_killed_resumes_to_the_same_result(cli, tmp_path):
     (tmp_path / "long.toml").write_text("rounds = 60\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
-    words = ["run", "long.toml", "data=tests.plugs:tiny", "model=logistic", "workers=3"]
+    words = ["run", "long.toml", "data=tests.components:tiny", "model=logistic", "workers=3"]
     assert cli(*words, "engine=serial", "--out", "whole").exit_code == 0
     round = 7
     process = start("-m", "fedsim", *words, "engine=spawn", "processes=2", "--out", "run", cwd=tmp_path)

@@ -12,7 +12,7 @@ from fedsim.core.training import test as loss_of
 from fedsim.data.partitions import partition_shards
 from fedsim.errors import ExperimentError
 from fedsim.runs.rule_replay import load_round, replay
-from tests import plugs
+from tests import components
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def tables(tiny_experiment):
 
 
 def test_power_of_choice_takes_the_workers_with_the_highest_loss_of_the_global_model(tables):
-    tables |= {"rounds": 3, "cohort": 2, "sampling": {"strategy": "power_of_choice", "candidates": 6}}
+    tables |= {"rounds": 3, "cohort": 2, "sampling": {"name": "power_of_choice", "candidates": 6}}
     history = fedsim.run(tables).history
-    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
+    train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
     shards = partition_shards(train.targets, 6, "iid", 0)
     for rounds in (1, 2):
         model = fedsim.run({**tables, "rounds": rounds}).model
@@ -34,7 +34,7 @@ def test_power_of_choice_takes_the_workers_with_the_highest_loss_of_the_global_m
 
 def test_candidates_receive_the_model(tables):
     plain = fedsim.run({**tables, "rounds": 1}).history[0]
-    sampling = {"strategy": "power_of_choice", "candidates": 5}
+    sampling = {"name": "power_of_choice", "candidates": 5}
     chosen = fedsim.run({**tables, "rounds": 1, "sampling": sampling}).history[0]
     assert chosen.bytes_down * 3 == plain.bytes_down * 5
     assert chosen.bytes_up == plain.bytes_up
@@ -42,25 +42,25 @@ def test_candidates_receive_the_model(tables):
 
 def test_the_mean_of_all_cohorts_by_inverse_probability_is_the_mean_of_all_workers(tables):
     """One round from the same start: over two cohorts of probability 1/2, the moves average to that of all workers."""
-    unbiased = {"partition": "tests.plugs:uneven", "aggregate": {"weights": "inverse_probability"}, "rounds": 1}
+    unbiased = {"partition": "tests.components:uneven", "aggregate": {"weights": "inverse_probability"}, "rounds": 1}
     start = fedsim.run({**tables, **unbiased, "local": {"lr": 0.0}}).global_row
 
     def move(workers):
-        sampling = {"strategy": "tests.plugs:planned", "cohorts": [workers]}
+        sampling = {"name": "tests.components:planned", "cohorts": [workers]}
         return fedsim.run({**tables, **unbiased, "cohort": 3, "sampling": sampling}).global_row - start
 
-    whole = fedsim.run({**tables, "partition": "tests.plugs:uneven", "rounds": 1, "cohort": 6}).global_row - start
+    whole = fedsim.run({**tables, "partition": "tests.components:uneven", "rounds": 1, "cohort": 6}).global_row - start
     assert torch.allclose((move([0, 2, 4]) + move([1, 3, 5])) / 2, whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_a_worker_that_drops_out_changes_nothing(tables, sync):
     """The round is that of the workers that report."""
-    tables |= {"sync": sync, "partition": "tests.plugs:uneven"}
-    result = fedsim.run({**tables, "worker_dropout": 0.5, "rounds": 1, "seed": 3})
+    tables |= {"sync": sync, "partition": "tests.components:uneven"}
+    result = fedsim.run({**tables, "sampling.client_dropout": 0.5, "rounds": 1, "seed": 3})
     record = result.history[0]
     assert (len(record.cohort), len(record.lost)) == (2, 1)
-    fixed = {"strategy": "fixed", "workers": record.cohort}
+    fixed = {"name": "fixed", "workers": record.cohort}
     same = fedsim.run({**tables, "rounds": 1, "seed": 3, "cohort": 2, "sampling": fixed})
     assert torch.equal(result.global_row, same.global_row)
     assert record.bytes_up == same.history[0].bytes_up
@@ -68,10 +68,10 @@ def test_a_worker_that_drops_out_changes_nothing(tables, sync):
 
 
 def test_the_state_of_a_worker_that_drops_out_is_lost(tables):
-    tables |= {"local": {"solver": "tests.plugs:Counting", "batch_size": 16}, "rounds": 5}
-    result = fedsim.run({**tables, "worker_dropout": 0.4})
+    tables |= {"local": {"algorithm": "tests.components:Counting", "batch_size": 16}, "rounds": 5}
+    result = fedsim.run({**tables, "sampling.client_dropout": 0.4})
     assert sum(len(record.lost) for record in result.history) > 3
-    planned = {"strategy": "tests.plugs:planned", "cohorts": [record.cohort for record in result.history]}
+    planned = {"name": "tests.components:planned", "cohorts": [record.cohort for record in result.history]}
     assert torch.equal(result.global_row, fedsim.run({**tables, "sampling": planned}).global_row)
 
 
@@ -79,7 +79,7 @@ def test_the_state_of_a_worker_that_drops_out_is_lost(tables):
 def test_a_round_without_workers_keeps_the_global_model(tables, sync, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("worker,from,to\n0,1,2\n1,1,2\n2,3,5\n")
-    tables |= {"sync": sync, "sampling": {"strategy": "available", "trace": str(path)}}
+    tables |= {"sync": sync, "sampling": {"name": "available", "trace": str(path)}}
     tables |= {"gradient_rounds": 2, "server": "momentum"} if sync == "post_local" else {}
     history = fedsim.run(tables, tmp_path / "run", records={"updates": [2, 3]}).history
     assert [record.cohort for record in history] == [[0, 1], [], [2], [2]]
@@ -93,13 +93,13 @@ def test_a_round_without_workers_keeps_the_global_model(tables, sync, tmp_path):
 def test_a_time_at_which_no_worker_is_available_is_an_error_on_the_clock(tables, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("worker,from,to\n0,0,3\n1,0,3\n")
-    tables |= {"mode": "clock", "sampling": {"strategy": "available", "trace": str(path)}}
+    tables |= {"mode": "clock", "sampling": {"name": "available", "trace": str(path)}}
     with pytest.raises(ExperimentError, match=r"^round 2: no worker is available at \d+ virtual seconds"):
         fedsim.run(tables)
 
 
 def test_stored_updates_are_replayed_with_the_weights_of_the_run(tables, tmp_path):
-    tables |= {"partition": "tests.plugs:uneven", "aggregate": {"weights": "inverse_probability"}}
+    tables |= {"partition": "tests.components:uneven", "aggregate": {"weights": "inverse_probability"}}
     record = fedsim.run({**tables, "records": {"updates": [2]}}, tmp_path / "run").history[1]
     assert record.coefficients == pytest.approx([samples / 203 * 6 / 3 for samples in record.samples], abs=1e-12)
     (result,) = replay(load_round(tmp_path / "run", allow_imports=True), ["weighted_mean"])
@@ -108,12 +108,12 @@ def test_stored_updates_are_replayed_with_the_weights_of_the_run(tables, tmp_pat
 
 def test_a_large_population_costs_what_its_cohort_costs(tables):
     """No strategy asks for more shards than its cohort or its candidates have."""
-    million = {"workers": 10**6, "cohort": 3, "rounds": 2, "partition": {"strategy": "virtual", "samples": 30}}
+    million = {"workers": 10**6, "cohort": 3, "rounds": 2, "partition": {"name": "virtual", "samples": 30}}
     for sampling in (
         "by_size",
         "round_robin",
-        {"strategy": "fixed", "workers": [5, 999_999, 7]},
-        {"strategy": "power_of_choice", "candidates": 6},
+        {"name": "fixed", "workers": [5, 999_999, 7]},
+        {"name": "power_of_choice", "candidates": 6},
         "daily",
     ):
         history = fedsim.run({**tables, **million, "sampling": sampling}).history
@@ -129,9 +129,9 @@ FEW = [
 
 @pytest.mark.parametrize(("changes", "reason"), FEW)
 def test_a_round_in_which_too_few_workers_report_is_one_line(changes, reason, tables):
-    line = rf"^round \d+: worker_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
+    line = rf"^round \d+: sampling.client_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
     with pytest.raises(fedsim.ExperimentError, match=line):
-        fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "worker_dropout": 0.5})
+        fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "sampling.client_dropout": 0.5})
 
 
 def of_this_process(n_workers, size, *, others):
@@ -141,6 +141,6 @@ def of_this_process(n_workers, size, *, others):
 
 @pytest.mark.parametrize("others", [[], [1, 2]])
 def test_processes_that_draw_different_cohorts_end_the_run_in_one_line(others, tables):
-    sampling = {"strategy": "tests.runs.test_sampling:of_this_process", "others": others}
+    sampling = {"name": "tests.runs.test_sampling:of_this_process", "others": others}
     with pytest.raises(fedsim.ExperimentError, match="drew another cohort in each process in round 1"):
         fedsim.run({**tables, "cohort": 2, "engine": "spawn", "processes": 2, "timeout": 20.0, "sampling": sampling})

@@ -86,26 +86,26 @@ def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
     spawned = {**spawned, "processes": 1}
     with Session() as session:
         fedsim.run(spawned, session=session)
-        train, test = session.data("tests.plugs:tiny", None, {"train": 203}, CPU)
+        train, test = session.data("tests.components:tiny", None, {"train": 203}, CPU)
         places = [tensor.data_ptr() for tensor in (*train.tensors, *test.tensors)]
         assert all(tensor.is_shared() for tensor in (*train.tensors, *test.tensors))
         for change in ({"seed": 1}, {"precision": "float64"}, {"engine": "serial", "processes": None}):
             fedsim.run({**spawned, **change}, session=session)
-        again = session.data("tests.plugs:tiny", None, {"train": 203}, CPU)
+        again = session.data("tests.components:tiny", None, {"train": 203}, CPU)
         assert [tensor.data_ptr() for part in again for tensor in part.tensors] == places
-    assert loads == [("tests.plugs:tiny", 203)]
+    assert loads == [("tests.components:tiny", 203)]
 
 
 def test_the_least_recently_used_data_set_is_dropped(loads):
     sizes = range(10, 10 + MOST_DATA_SETS)
     with Session() as session:
         for size in (*sizes, sizes[0], 99, sizes[0], sizes[1]):
-            assert len(session.data("tests.plugs:tiny", None, {"train": size}, CPU)[0]) == size
+            assert len(session.data("tests.components:tiny", None, {"train": size}, CPU)[0]) == size
     assert [size for _, size in loads] == [*sizes, 99, sizes[1]]
 
 
 def test_a_failed_run_does_not_change_later_runs(spawned):
-    spawned = {**spawned, "processes": 1, "worker_retries": 0}
+    spawned = {**spawned, "processes": 1, "process_retries": 0}
     with Session() as session:
         for how in ("raise", "kill"):
             with pytest.raises(fedsim.WorkerError):

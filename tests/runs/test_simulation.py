@@ -12,7 +12,7 @@ from fedsim.core.randomness import batch_order
 from fedsim.core.rows import Layout
 from fedsim.errors import SettingWarning
 from fedsim.models import Net
-from tests import plugs
+from tests import components
 from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
 
@@ -32,7 +32,7 @@ samples coefficients excluded attack_success bytes_up bytes_down asynchronous ra
 
 @pytest.fixture
 def shards():
-    train, _ = plugs.tiny(None)
+    train, _ = components.tiny(None)
     return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 3, "iid", seed=0)
 
 
@@ -57,10 +57,10 @@ def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
 def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
     """With momentum and weight decay; shards are uneven, so some workers finish an epoch before others."""
     local = {"batch_size": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
-    tables = {**tiny_experiment, "precision": "float64", "partition": "tests.plugs:uneven", "local": local}
+    tables = {**tiny_experiment, "precision": "float64", "partition": "tests.components:uneven", "local": local}
     result = fedsim.run({**tables, "sync": "gradients"})
-    train = plugs.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 3, "tests.plugs:uneven", seed=0)
+    train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
+    shards = fedsim.dataset_split(train, 3, "tests.components:uneven", seed=0)
     assert len({len(shard) for shard in shards}) == 3
     model = start_of(small_two_nn)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -74,7 +74,7 @@ def test_workers_do_not_influence_each_other(model, sync, tiny_experiment):
     """Only the last worker has a weight; the shards of the others change."""
     tables = {**tiny_experiment, "aggregate": {"weights": [0.0, 0.0, 1.0]}, "model": model, "sync": sync}
     rows = [
-        fedsim.run({**tables, "partition": {"strategy": "tests.plugs:same_last", "first": first}}).global_row
+        fedsim.run({**tables, "partition": {"name": "tests.components:same_last", "first": first}}).global_row
         for first in (10, 140)
     ]
     assert torch.equal(*rows)
@@ -94,7 +94,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
 
 def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
     result = fedsim.run(tiny_experiment)
-    _, test = plugs.tiny(None)
+    _, test = components.tiny(None)
     metrics = fedsim.test(result.model, fedsim.CustomSubset(test, range(len(test))).batches(1000))
     assert metrics.loss == pytest.approx(result.history[-1]["test_loss"], rel=1e-5)
     assert metrics.accuracy == pytest.approx(result.test_accuracy)
@@ -112,9 +112,9 @@ def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
     """With learning rate 0 it is the loss of the initial model on all training samples."""
     local = {"lr": 0.0, "batch_size": 16}
     for sync in ("parameters", "gradients"):
-        tables = {**tiny_experiment, "local": local, "rounds": 1, "sync": sync, "partition": "tests.plugs:uneven"}
+        tables = {**tiny_experiment, "local": local, "rounds": 1, "sync": sync, "partition": "tests.components:uneven"}
         loss = fedsim.run(tables).history[0]["train_loss"]
-        train, _ = plugs.tiny(None)
+        train, _ = components.tiny(None)
         with torch.no_grad():
             x, y = train.gather(torch.arange(len(train)))
             assert loss == pytest.approx(
@@ -137,8 +137,8 @@ def test_a_run_leaves_global_state_as_it_was(engine, tiny_experiment):
 def test_batchnorm_statistics_follow_the_policy(tiny_experiment):
     tables = {**tiny_experiment, "model": "tests.models:Normalised", "rounds": 1}
     averaged = fedsim.run({**tables, "buffers": "average"}).model.layers[2]
-    with pytest.warns(SettingWarning, match=r'^buffers = "server": .*layers.2.running_mean.* are never updated'):
-        server = fedsim.run({**tables, "buffers": "server"}).model.layers[2]
+    with pytest.warns(SettingWarning, match=r'^buffers = "frozen": .*layers.2.running_mean.* are never updated'):
+        server = fedsim.run({**tables, "buffers": "frozen"}).model.layers[2]
     assert averaged.running_mean.any()
     assert averaged.num_batches_tracked == 5
     assert not server.running_mean.any()
@@ -169,26 +169,26 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
             {"model": "tests.models:MovesFrozen"},
             "model: changes slow.weight as it trains, a parameter without",
         ),
-        ({"aggregate": "tests.plugs:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
+        ({"aggregate": "tests.components:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
         (
-            {"engine": "spawn", "processes": 1, "aggregate": "tests.plugs:refusing"},
+            {"engine": "spawn", "processes": 1, "aggregate": "tests.components:refusing"},
             "^aggregate.f = 5: needs more than 10 workers, not 3$",
         ),
         (
-            {"data": "tests.plugs:colour", "model": "net"},
+            {"data": "tests.components:colour", "model": "net"},
             r'model.name = "net": does not work on inputs of shape \(8, 3, 28, 28\)',
         ),
         ({"device": "cuda:99"}, "device"),
         (
             {
                 **{"sync": "gradients", "aggregate": {"rule": "trimmed_mean", "f": 1}},
-                "partition": {"strategy": "tests.plugs:same_last", "first": 65},
+                "partition": {"name": "tests.components:same_last", "first": 65},
             },
             r"in round 1 only 1 of 3 workers .*; set local\.steps, so that all workers take the same number of steps$",
         ),
     ],
 )
-def test_a_wrong_plug_or_size_is_one_line(tiny_experiment, change, message):
+def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message):
     with pytest.raises(fedsim.ExperimentError, match=message):
         fedsim.run({**tiny_experiment, "workers": 3, **change})
 
@@ -196,13 +196,13 @@ def test_a_wrong_plug_or_size_is_one_line(tiny_experiment, change, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("tests.plugs:negative_labels", "has a negative training label, -1"),
-        ("tests.plugs:no_test", "has no test samples"),
-        ("tests.plugs:int32_labels", "targets must be int64"),
+        ("tests.components:negative_labels", "has a negative training label, -1"),
+        ("tests.components:no_test", "has no test samples"),
+        ("tests.components:int32_labels", "targets must be int64"),
     ],
 )
 def test_wrong_data_are_one_line(tiny_experiment, data, message):
-    with pytest.raises(fedsim.DataError, match=f'data.dataset = "{data}": .*{message}'):
+    with pytest.raises(fedsim.DataError, match=f'data.name = "{data}": .*{message}'):
         fedsim.run({**tiny_experiment, "data": data})
 
 

@@ -15,7 +15,7 @@ from tests.leftovers import segments
 ROUNDS = 1_000
 EARLY, LATE = range(100, 201, 10), range(900, 1_001, 10)  # the least of each counts: freed memory comes and goes
 ENGINES = {"serial": {}, "spawn": {"processes": 2}, "batched": {"processes": 1}}
-MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"speed": "lognormal"}}}
+MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}}}
 
 
 def resident(pid):

@@ -42,13 +42,13 @@ def assert_probabilities(found, expected):
 
 
 def test_uniform_cohorts_are_those_of_earlier_versions():
-    draw = sampler(3, strategy="uniform")
+    draw = sampler(3, name="uniform")
     assert [draw(round).workers for round in (1, 2, 9)] == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 9)]
 
 
 @pytest.mark.parametrize("size", [1, 3, 6])
 def test_by_size_draws_each_worker_with_its_probability(size):
-    draw = sampler(size, strategy="by_size")
+    draw = sampler(size, name="by_size")
     assert all(len(draw(round).workers) == size for round in range(1, 50))
     assert_probabilities(frequencies(draw, 6), inclusion_probabilities(np.array(SIZES), size))
 
@@ -61,13 +61,13 @@ def test_probabilities_by_size_are_proportional_up_to_one():
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_sizes_that_are_not_known_are_refused(weights):
-    shards = partition_shards(np.arange(100) % 10, 50, "tests.plugs:some")
+    shards = partition_shards(np.arange(100) % 10, 50, "tests.components:some")
     with pytest.raises(ExperimentError, match="needs the number of samples of every worker"):
-        sampler(3, shards=shards, strategy="uniform" if weights else "by_size", weighted=weights)
+        sampler(3, shards=shards, name="uniform" if weights else "by_size", weighted=weights)
 
 
 def test_round_robin_takes_every_worker_equally_often():
-    draw = sampler(4, strategy="round_robin")
+    draw = sampler(4, name="round_robin")
     assert [draw(round).workers for round in (1, 2, 3)] == [[0, 1, 2, 3], [0, 1, 4, 5], [2, 3, 4, 5]]
 
 
@@ -78,15 +78,15 @@ def test_power_of_choice_takes_the_highest_losses_of_its_candidates():
         asked.append(workers)
         return np.array([0.5, np.nan, 0.7, 0.1, 0.7, 0.7])[workers]
 
-    cohort = sampler(2, strategy="power_of_choice", candidates=6)(1, losses=losses)
+    cohort = sampler(2, name="power_of_choice", candidates=6)(1, losses=losses)
     assert (cohort.workers, cohort.candidates) == ([1, 2], list(range(6)))
     for round in range(1, 20):
-        cohort = sampler(2, strategy="power_of_choice", candidates=4)(round, losses=losses)
+        cohort = sampler(2, name="power_of_choice", candidates=4)(round, losses=losses)
         assert len(asked[-1]) == 4
         best = sorted(asked[-1], key=[1, 2, 4, 5, 0, 3].index)[:2]
         assert cohort.workers == sorted(best)
     assert_probabilities(
-        frequencies(lambda r: sampler(1, strategy="power_of_choice", candidates=1)(r, losses=losses), 6),
+        frequencies(lambda r: sampler(1, name="power_of_choice", candidates=1)(r, losses=losses), 6),
         np.array(SIZES) / 60,
     )
 
@@ -99,21 +99,21 @@ def trace(tmp_path):
 
 
 def test_only_available_workers_are_drawn(trace):
-    draw = sampler(2, strategy="available", trace=trace)
+    draw = sampler(2, name="available", trace=trace)
     assert [draw(round).workers for round in (1, 3, 4, 6)] == [[0, 2], [0], [], [0]]
     assert [draw(round).metrics["available_workers"] for round in (1, 2, 3, 4)] == [2, 4, 1, 0]
-    assert {tuple(sampler(2, strategy="available", trace=trace)(9, now=now).workers) for now in (4.5, 2.4)} > {()}
+    assert {tuple(sampler(2, name="available", trace=trace)(9, now=now).workers) for now in (4.5, 2.4)} > {()}
     drawn = {tuple(draw(9 + extra, now=2.0).workers) for extra in range(100)}
     assert drawn == set(itertools.combinations([0, 2, 3, 5], 2))
 
 
 def test_daily_workers_are_on_for_the_same_part_of_each_period():
-    draw = sampler(2000, sizes=[1] * 2000, strategy="daily", period=8.0, online=0.25)
+    draw = sampler(2000, sizes=[1] * 2000, name="daily", period=8.0, online=0.25)
     on = np.array([np.isin(np.arange(2000), draw(round).workers) for round in range(1, 17)])
     assert (on[:8].sum(0) == 2).all()
     assert (on[:8] == on[8:]).all()
     assert 400 < on[0].sum() < 600
-    few = sampler(10, sizes=[1] * 2000, strategy="daily", period=8.0, online=0.25)
+    few = sampler(10, sizes=[1] * 2000, name="daily", period=8.0, online=0.25)
     assert all(np.isin(few(round).workers, np.flatnonzero(on[round - 1])).all() for round in range(1, 9))
 
 
@@ -121,11 +121,11 @@ def test_daily_workers_are_on_for_the_same_part_of_each_period():
     ("sampling", "size", "dropout"),
     [
         *(("uniform", 2, 0.3), ("by_size", 3, 0.0), ("by_size", 2, 0.3), ("round_robin", 2, 0.0)),
-        ({"strategy": "fixed", "workers": [0, 1, 2, 3, 4, 5]}, 6, 0.3),
+        ({"name": "fixed", "workers": [0, 1, 2, 3, 4, 5]}, 6, 0.3),
     ],
 )
 def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
-    sampling = sampling if isinstance(sampling, dict) else {"strategy": sampling}
+    sampling = sampling if isinstance(sampling, dict) else {"name": sampling}
     draw = sampler(size, dropout=dropout, weighted=True, **sampling)
     totals = np.zeros((ROUNDS, 6))
     for round in range(ROUNDS):
@@ -136,13 +136,13 @@ def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
 
 
 def test_weights_by_inverse_probability_need_the_probabilities():
-    draw = sampler(2, strategy="power_of_choice", candidates=4, weighted=True)
+    draw = sampler(2, name="power_of_choice", candidates=4, weighted=True)
     with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not give"):
         draw(1, losses=lambda workers: np.zeros(len(workers)))
 
 
 def test_workers_drop_out_independently_and_not_from_the_choice():
-    plain, dropping = sampler(3, strategy="uniform"), sampler(3, dropout=0.25, strategy="uniform")
+    plain, dropping = sampler(3, name="uniform"), sampler(3, dropout=0.25, name="uniform")
     cohorts = [dropping(round) for round in range(1, ROUNDS + 1)]
     assert all(sorted(c.workers + c.dropped) == plain(r).workers for r, c in enumerate(cohorts[:100], 1))
     assert_probabilities(np.array([sum(len(c.dropped) for c in cohorts) / 3 / ROUNDS]), [0.25])
@@ -193,6 +193,6 @@ def test_a_wrong_trace_gives_one_line(text, line, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(text, newline="")
     with pytest.raises(ExperimentError) as caught:
-        fedsim.Experiment(workers=6, cohort=3, sampling={"strategy": "available", "trace": str(path)})
+        fedsim.Experiment(workers=6, cohort=3, sampling={"name": "available", "trace": str(path)})
     assert len(caught.value.lines) == 1
     assert line in caught.value.lines[0]

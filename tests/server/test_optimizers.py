@@ -26,7 +26,7 @@ def case():
 
 
 ALL = list(server_optimizer)
-VARIANTS = [(plug.name, {}) for plug in ALL] + [
+VARIANTS = [(registration.name, {}) for registration in ALL] + [
     ("sgd", {"lr": 0.3}),
     ("momentum", {"lr": 0.5, "beta": 0.5, "nesterov": True}),
     ("diloco", {"lr": 0.4, "beta": 0.8}),
@@ -41,7 +41,7 @@ VARIANTS = [(plug.name, {}) for plug in ALL] + [
 ]
 EXACT = {"rtol": 0, "atol": 1e-12}
 
-every = pytest.mark.parametrize("plug", ALL, ids=lambda plug: plug.name)
+every = pytest.mark.parametrize("registration", ALL, ids=lambda registration: registration.name)
 every_variant = pytest.mark.parametrize(("name", "params"), VARIANTS, ids=lambda value: str(value))
 
 
@@ -168,16 +168,16 @@ def test_bmuf_with_nesterov_broadcasts_a_row_ahead():
 
 
 @every
-def test_optimizers_broadcast_the_row_itself_by_default(plug, case):
+def test_optimizers_broadcast_the_row_itself_by_default(registration, case):
     row, updates = case
-    optimizer = plug.bind(plug.check({}))
+    optimizer = registration.bind(registration.check({}))
     state = optimizer.start(row)
     optimizer.step(row, updates[0], state)
     assert optimizer.broadcast(row, state) is row
 
 
 def test_there_is_a_definition_for_every_optimizer():
-    assert {plug.name for plug in ALL} == set(PLAIN)
+    assert {registration.name for registration in ALL} == set(PLAIN)
 
 
 @every_variant
@@ -185,8 +185,8 @@ def test_there_is_a_definition_for_every_optimizer():
 def test_slices_of_columns_step_like_the_whole_row(name, params, dtype):
     generator = torch.Generator().manual_seed(0)
     row, updates = (torch.randn(n, 1003, generator=generator, dtype=dtype) for n in (1, 5))
-    plug = server_optimizer.get(name)
-    optimizer = plug.bind(plug.check(params))
+    registration = server_optimizer.get(name)
+    optimizer = registration.bind(registration.check(params))
     parts = [slice(0, 1), slice(1, 500), slice(500, 500), slice(500, 1003)]
     whole, cut = row[0].clone(), row[0].clone()
     state, cut_state = optimizer.start(whole), optimizer.start(cut)
@@ -206,8 +206,8 @@ def test_slices_of_columns_step_like_the_whole_row(name, params, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_state_has_the_shape_and_dtype_of_the_row(name, params, dtype, case):
     row, update = case[0].to(dtype), case[1][0].to(dtype)
-    plug = server_optimizer.get(name)
-    optimizer = plug.bind(plug.check(params))
+    registration = server_optimizer.get(name)
+    optimizer = registration.bind(registration.check(params))
     state, before = optimizer.start(row), update.clone()
     moved = row.clone()
     optimizer.step(moved, update, state)
@@ -261,8 +261,8 @@ def test_a_step_keeps_its_inputs(name, params, case):
     assert torch.equal(row, before)
     assert torch.equal(updates, updates_before)
     assert torch.equal(path(name, row, updates, **params), first)
-    plug = server_optimizer.get(name)
-    assert torch.equal(first[-1], steps(plug.bind(plug.check(params)), row, updates))
+    registration = server_optimizer.get(name)
+    assert torch.equal(first[-1], steps(registration.bind(registration.check(params)), row, updates))
 
 
 def test_rows_may_be_views_expanded_or_parameters(case):

@@ -14,7 +14,7 @@ from tests.commands import ROOT
 SETTINGS = ("OMP_WAIT_POLICY", "MALLOC_", "GLIBC_")
 PRINT = "import os; print(os.environ['OMP_WAIT_POLICY'])"
 RUN = """
-fedsim.run({"data": "tests.plugs:tiny", "rounds": 1, "engine": "serial", "threads_per_process": 2})
+fedsim.run({"data": "tests.components:tiny", "rounds": 1, "engine": "serial", "threads_per_process": 2})
 """
 # Large blocks that are allocated and freed by turns, as the tensors of a training step are.
 FAULTS = """

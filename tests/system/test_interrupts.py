@@ -110,7 +110,14 @@ def test_many_signals_are_one_word(seed, tmp_path):
     """Signals at random instants, from the start of the processes or from the rounds to the end of the program."""
     rng = random.Random(seed)
     for moment in ("starting", "training"):
-        words = ["engine=spawn", "processes=2", "data=tests.plugs:tiny", "rounds=100000", "--out", f"{seed}-{moment}"]
+        words = [
+            "engine=spawn",
+            "processes=2",
+            "data=tests.components:tiny",
+            "rounds=100000",
+            "--out",
+            f"{seed}-{moment}",
+        ]
         process = start(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
         if moment == "training":
             read_until(process, "    2")

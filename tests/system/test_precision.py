@@ -10,8 +10,8 @@ from torch import nn
 import fedsim
 from fedsim.core.randomness import batch_order
 from fedsim.system.precision import PRECISIONS, cast_for_autocast, tf32_allowed
+from tests.components import tiny
 from tests.matrix import in_turn
-from tests.plugs import tiny
 
 CPU = torch.device("cpu")
 

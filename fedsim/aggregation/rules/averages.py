@@ -78,14 +78,14 @@ def qfedavg(
 
     With g_k = -x_k / lr and the loss F_k of worker k at the global row, h_k = q F_k^(q-1) |g_k|^2 + F_k^q / lr, and the
     result is -sum F_k^q g_k / sum h_k. q = 0 is the plain mean. With sync = "gradients" this is q-FedSGD: g_k is the
-    row itself, and the result is sum F_k^q g_k / sum h_k / lr, along which the local solver steps with the learning
+    row itself, and the result is sum F_k^q g_k / sum h_k / lr, along which the client algorithm steps with the learning
     rate lr.
 
     Args:
         updates: [n, d].
         losses: [n], >= 0.
         q: >= 0.
-        lr: 1 / L in the paper; None: the local solver's learning rate, or 0.1 in `fedsim.aggregate`.
+        lr: 1 / L in the paper; None: the client algorithm's learning rate, or 0.1 in `fedsim.aggregate`.
 
     Returns [d]. Raises ExperimentError for a negative loss, or without a learning rate. Cost: two passes over the
     updates.
@@ -96,7 +96,7 @@ def qfedavg(
     """
     lr = local_lr if lr is None else lr
     if lr is None:
-        raise ExperimentError("qfedavg: needs lr, since the local solver has none")
+        raise ExperimentError("qfedavg: needs lr, since the client algorithm has none")
     if bool((losses < 0).any()):
         raise ExperimentError(f"qfedavg: losses must be >= 0; the least here is {float(losses.min()):g}")
     raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()

@@ -16,7 +16,7 @@ from fedsim.errors import ExperimentError
 
 
 class OwnModels(Policy):
-    """Each worker steps its own model with its own solver state."""
+    """Each worker steps its own model with its own client algorithm state."""
 
     @property
     def needs_replicas(self) -> bool:
@@ -166,7 +166,7 @@ class Pairwise(OwnModels):
         if not slots:
             raise ExperimentError("policy: all workers have left (clock.departures); no model remains")
         server.global_row.copy_(server.replicas[slots].mean(0))
-        if server.has_buffers and server.buffers != "server":
+        if server.has_buffers and server.buffers != "frozen":
             server.shared.server.buffers.copy_(server.policy_state["buffers"][slots].mean(0))
 
 

@@ -315,7 +315,7 @@ class KSync(KAsync):
     cancels = True
 
 
-@policy("backup")
+@policy("backup_workers")
 @dataclass(frozen=True)
 class Backup(FirstK):
     """Backup workers: a step along the mean of all but the slowest gradients, which it cancels. Chen et al. 2016.

@@ -28,7 +28,7 @@ WEIGHTINGS: dict[str, Callable[[int, float, int], float]] = {
 class FedAsync(Policy):
     """FedAsync: W = (1 - alpha s(tau)) W + alpha s(tau) x for a model x of staleness tau. Xie et al. 2019.
 
-    The paper's proximal term is `local.solver = "fedprox"`.
+    The paper's proximal term is `local.algorithm = "fedprox"`.
 
     Args:
         alpha: weight of a model without staleness, above 0, at most 1.

@@ -29,7 +29,7 @@ class HogwildWorker(RaceWorker):
         self._trainer = executor.trainer
         self._writes_begun = self._race_state.column(WRITES_BEGUN)
         self._pulls_buffers = server.has_buffers and server.buffers != "local"
-        self._pushes_buffers = server.has_buffers and server.buffers != "server"
+        self._pushes_buffers = server.has_buffers and server.buffers != "frozen"
 
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
         for slot in self._slots:

@@ -23,7 +23,7 @@ KINDS = TAKEN, CANCELLED, LEFT = range(3)
 
 # Keys in which an experiment may differ from the race that it repeats.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
-    *("clock", "race", "records", "checkpoint", "cuda_graphs", "worker_retries", "worker_state_memory"),
+    *("clock", "race", "records", "checkpoint", "cuda_graphs", "process_retries", "worker_state_memory"),
 }
 
 
@@ -75,7 +75,7 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
 
     Raises ExperimentError if the file cannot be read, or belongs to a race of another experiment.
     """
-    where = f"clock.log = {show(path)}"
+    where = f"clock.replay_log = {show(path)}"
     try:
         file = Path(path) / FILE if Path(path).is_dir() else Path(path)
         head, names, *lines = read_bounded(file, MOST_BYTES).decode("utf-8").splitlines()

@@ -43,7 +43,9 @@ class LoggedOrder:
     def run_round(self, round: int) -> None:
         """Repeat a round."""
         if round not in self._log:
-            raise ExperimentError(f"clock.log = {show(self._path)}: has {len(self._log)} rounds, so not round {round}")
+            raise ExperimentError(
+                f"clock.replay_log = {show(self._path)}: has {len(self._log)} rounds, so not round {round}"
+            )
         starts = [Event(entry.begun, True, entry) for entry in self._log[round] if entry.kind != LEFT]
         for event in sorted([*starts, *(Event(entry.taken, False, entry) for entry in self._log[round])]):
             slot = event.entry.worker
@@ -92,5 +94,6 @@ class LoggedOrder:
     def _require(self, holds: bool, event: Event, problem: str) -> None:
         if not holds:
             raise ExperimentError(
-                f"clock.log = {show(self._path)}: does not fit this experiment: at event {event.number} {problem}"
+                f"clock.replay_log = {show(self._path)}: does not fit this experiment: "
+                f"at event {event.number} {problem}"
             )

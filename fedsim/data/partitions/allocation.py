@@ -46,7 +46,7 @@ def by_label(labels: np.ndarray) -> np.ndarray:
     """The positions of samples in the ascending order of their labels, or of other targets [n]."""
     if labels.ndim != 1:
         raise ExperimentError(
-            f"partition.strategy: sorts samples by their target, and each target has {labels[0].size} numbers; use a "
+            f"partition.name: sorts samples by their target, and each target has {labels[0].size} numbers; use a "
             "strategy that does not, such as iid or contiguous"
         )
     return np.argsort(labels, kind="stable")

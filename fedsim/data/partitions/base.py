@@ -87,32 +87,32 @@ def partition_shards(
     >>> len(shards), shards.size(999_999)
     (1000000, 5)
     """
-    plug = partition_strategy.get(strategy, "partition.strategy")
-    params = plug.check(params, "partition", beside=["strategy"])
-    virtual = "worker" in plug.takes
+    registration = partition_strategy.get(strategy, "partition.name")
+    params = registration.check(params, "partition", beside=["name"])
+    virtual = "worker" in registration.takes
     _check_input(np.asarray(labels), n_workers, virtual)
     if ids is not None:
         ids = np.asarray(ids)
         if len(ids) != len(labels) or ids.ndim != 1:
             raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {ids.shape}")
-    elif plug.takes.get("ids"):
+    elif registration.takes.get("ids"):
         raise ExperimentError(
-            f'partition.strategy = "{strategy}": needs the owner of each sample, which this data set does not have; '
+            f'partition.name = "{strategy}": needs the owner of each sample, which this data set does not have; '
             "give `ids`, one for each sample"
         )
-    if plug.takes.get("by_class") and not has_classes(np.asarray(labels)):
+    if registration.takes.get("by_class") and not has_classes(np.asarray(labels)):
         raise ExperimentError(
-            f'partition.strategy = "{strategy}": needs class labels, one for each sample, and the targets are '
+            f'partition.name = "{strategy}": needs class labels, one for each sample, and the targets are '
             f"{described(np.asarray(labels))}; use a strategy that needs none, such as iid or contiguous"
         )
     if virtual:
         kept = labels if isinstance(labels, Tensor) else np.asarray(labels)
-        return DrawnShards(strategy, plug.bind(params), plug.takes, n_workers, seed, kept, ids)
+        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, kept, ids)
     labels = np.asarray(labels)
     values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
-    if "by_class" in plug.takes:
+    if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
-    shards = plug.bind(params)(**plug.given(**values))
+    shards = registration.bind(params)(**registration.given(**values))
     shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
     _check_cover(shards, len(labels), n_workers, strategy)
     return ListedShards.of_arrays(shards)
@@ -135,8 +135,8 @@ def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[T
 
 def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Sequence[Transform | None] | None:
     """The transforms of a strategy as its own sequence, which may be lazy; None if it has none."""
-    plug = partition_strategy.get(strategy, "partition.strategy")
-    bound = plug.bind(plug.check(params, "partition", beside=["strategy"]))
+    registration = partition_strategy.get(strategy, "partition.name")
+    bound = registration.bind(registration.check(params, "partition", beside=["name"]))
     transforms = getattr(bound, "transforms", None)
     return None if transforms is None else transforms(n_workers)
 
@@ -153,7 +153,7 @@ def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
 
 
 def _check_cover(shards: list[np.ndarray], n_samples: int, n_workers: int, strategy: str) -> None:
-    where = f'partition.strategy = "{strategy}"'
+    where = f'partition.name = "{strategy}"'
     if len(shards) != n_workers:
         raise ExperimentError(f"{where}: gave {len(shards)} shards for {n_workers} workers")
     empty = [worker for worker, shard in enumerate(shards) if not len(shard)]

@@ -25,7 +25,7 @@ class GaussianNoise:
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         if not images.is_floating_point():
-            raise ExperimentError(f'partition.strategy = "feature_noise": inputs of {images.dtype} take no noise')
+            raise ExperimentError(f'partition.name = "feature_noise": inputs of {images.dtype} take no noise')
         return images + draws.normal(*images.shape, dtype=images.dtype).mul_(math.sqrt(self.variance))
 
 
@@ -42,7 +42,7 @@ class Rotation:
     def __call__(self, images: Tensor) -> Tensor:
         if images.ndim != 4:
             raise ExperimentError(
-                'partition.strategy = "feature_rotation": needs images [batch, channels, height, width], not '
+                'partition.name = "feature_rotation": needs images [batch, channels, height, width], not '
                 f"inputs of shape {tuple(images.shape)}"
             )
         turns = self.degrees / 90

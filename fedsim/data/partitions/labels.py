@@ -43,8 +43,8 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
     return [np.concatenate([runs[number] for number in numbers]) for numbers in assigned]
 
 
-@partition_strategy("label_k")
-def label_k(
+@partition_strategy("classes_per_worker")
+def classes_per_worker(
     by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2
 ) -> list[np.ndarray]:
     """Each worker holds k classes, i mod C and k - 1 random others; a class is divided evenly among its holders.
@@ -67,7 +67,7 @@ def label_k(
     Returns one index array per worker. Raises ExperimentError if k > C or k * n_workers < C. Cost: O(n log n + C
     n_workers).
 
-    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "label_k", k=2)
+    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "classes_per_worker", k=2)
     [array([0, 4, 2, 6]), array([1, 5, 3, 7])]
     """
     n_classes = len(by_class)

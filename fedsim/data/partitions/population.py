@@ -176,7 +176,7 @@ class DrawnShards(Shards):
         return [samples[start:end] for start, end in zip([0, *self._class_ends], self._class_ends, strict=False)]
 
     def _check(self, worker: int, shard: np.ndarray) -> None:
-        where = f'partition.strategy = "{self._name}"'
+        where = f'partition.name = "{self._name}"'
         n = len(self._labels)
         if shard.ndim != 1 or not len(shard):
             raise ExperimentError(f"{where}: must give each worker positions [size >= 1]; {worker} got {shard.shape}")
@@ -238,7 +238,7 @@ class PartOfShards(Shards):
 
     def of(self, worker: int) -> Tensor:
         positions = self._shards.of(worker)
-        order = numpy_generator(self._seed, "worker_test", worker).permutation(len(positions))
+        order = numpy_generator(self._seed, "local_test_fraction", worker).permutation(len(positions))
         size = self.size(worker)
         chosen = order[:size] if self._held_out else order[len(order) - size :]
         return positions[torch.from_numpy(np.sort(chosen))]

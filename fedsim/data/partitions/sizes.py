@@ -120,7 +120,7 @@ def natural(n_workers: int, ids: np.ndarray) -> list[np.ndarray]:
     names, id_of = np.unique(ids, return_inverse=True)
     if n_workers > len(names):
         raise ExperimentError(
-            f'partition.strategy = "natural": {n_workers} workers are more than the {len(names)} different ids'
+            f'partition.name = "natural": {n_workers} workers are more than the {len(names)} different ids'
         )
     if n_workers == len(names):
         return group(np.arange(len(ids)), id_of, n_workers)

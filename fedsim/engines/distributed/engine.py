@@ -80,7 +80,10 @@ class DistributedEngine(Engine):
     def joined(cls, description: Mapping[str, Any]) -> Iterator[None]:
         table = description["distributed"]
         group = RankGroup.join(
-            init=table["init"], backend=table.get("backend"), timeout=table["timeout"], device=description["device"]
+            init=table["init_method"],
+            backend=table.get("backend"),
+            timeout=table["timeout"],
+            device=description["device"],
         )
         cls._preflight = preflight = Preflight(group, description)
         with group.at_work(), warnings.catch_warnings():
@@ -135,11 +138,11 @@ class DistributedEngine(Engine):
     ) -> tuple[MakeTrainer, dict[str, Any]]:
         if task.experiment.gradient_hook is not None:
             return partial(ParallelTrainer, ranks=self._group), {}
-        if task.experiment.distributed.inner == "serial":
+        if task.experiment.distributed.trainer == "serial":
             return one_by_one(task, shared, processes, threads)
         probe = StackingProbe.of(task, shared)
         fitting = stack_width(task, shared, probe, 1, threads) // self._group.neighbours
-        width = task.experiment.batched.width or max(1, fitting)
+        width = task.experiment.batched.max_rows or max(1, fitting)
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

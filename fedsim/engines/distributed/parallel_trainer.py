@@ -116,7 +116,8 @@ class ParallelTrainer(RowTrainer):
         return self._participants
 
     def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
-        """Move the global row by the solver's step along the mean of all ranks' gradients, alike in all ranks.
+        """Move the global row by the client algorithm's step along the mean of all ranks' gradients, alike in all
+        ranks.
 
         Raises DivergedError in all ranks if the mean is not finite.
         """
@@ -126,7 +127,7 @@ class ParallelTrainer(RowTrainer):
             mean = self._mean_gradient(step, dict(zip(context.workers, shares.tolist(), strict=True)))
             if task.experiment.nonfinite != "keep" and not math.isfinite(mean.sum()):
                 self._refuse(step, context)
-        task.solver_at(*context.moment).step(self._shared.server.row, mean, self._shared.server.states["gradients"])
+        task.algorithm_at(*context.moment).step(self._shared.server.row, mean, self._shared.server.states["gradients"])
         synchronize(task.device)
         return AggregationStats(shares.tolist())
 

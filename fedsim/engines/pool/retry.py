@@ -40,7 +40,7 @@ def last_error(loss: ProcessLostError, attempt: int, retries: int, what: str) ->
     """The error for a loss that ended the last attempt; None if another attempt follows. Arguments as in `retried`."""
     if attempt <= retries:
         return None
-    return loss if attempt == 1 else WorkerError(f"{loss}; {what} {attempt} times (worker_retries = {retries})")
+    return loss if attempt == 1 else WorkerError(f"{loss}; {what} {attempt} times (process_retries = {retries})")
 
 
 def announce(

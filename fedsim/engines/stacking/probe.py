@@ -50,8 +50,8 @@ class StackingProbe:
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
         """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
-        if isinstance(task.solver, TrainFunction):
-            name = show(task.solver.name)
+        if isinstance(task.algorithm, TrainFunction):
+            name = show(task.algorithm.name)
             raise ExperimentError(
                 f'engine = "batched": the function {name} trains one worker at a time; use engine=spawn'
             )
@@ -218,24 +218,24 @@ class Trials:
                     raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
 
     def compare_steps(self) -> None:
-        """Compare two steps of the local solver on each parameter of two rows with the same steps on whole rows."""
-        solver, module = self._task.solver, StackedModule(self._task.new_module)
-        if not solver.element_wise:  # its steps get whole rows
+        """Compare two steps of the client algorithm on each parameter of two rows with the same steps on whole rows."""
+        algorithm, module = self._task.algorithm, StackedModule(self._task.new_module)
+        if not algorithm.element_wise:  # its steps get whole rows
             return
         d = module.layout.d
         gradients = torch.linspace(-1, 1, 2 * d, dtype=self._task.dtype, device=self._task.device).view(2, d)
         whole, rows = gradients.cos(), gradients.cos()
         try:
-            whole_state, state = solver.start(whole), StackState(module, rows, solver.start(rows), [])
+            whole_state, state = algorithm.start(whole), StackState(module, rows, algorithm.start(rows), [])
             for _ in range(2):
-                solver.step(whole, gradients.clone(), whole_state)
+                algorithm.step(whole, gradients.clone(), whole_state)
                 parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
-                move(solver, state, list(zip(module.layout.parameters, parts, strict=True)))
+                move(algorithm, state, list(zip(module.layout.parameters, parts, strict=True)))
         except Exception as error:
-            raise not_stackable(f"local.solver cannot step them: {one_line(error)}") from error
+            raise not_stackable(f"local.algorithm cannot step them: {one_line(error)}") from error
         if not self._agree(rows, whole):
             raise not_stackable(
-                "local.solver is not element-wise: a step moves a part of a row otherwise than the whole row"
+                "local.algorithm is not element-wise: a step moves a part of a row otherwise than the whole row"
             )
 
     def _agree(self, found: Tensor, reference: Tensor) -> bool:

@@ -216,7 +216,7 @@ class BatchSource:
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """A worker's own test samples, as it sees them: by its partition's transform."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
-        return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "worker_test"))
+        return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "local_test_fraction"))
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """The change of a worker's batches before it trains on them; None if there is none."""
@@ -253,7 +253,7 @@ class BatchSource:
         return alter
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
-        """By name, the random sources that plugs take: functions of the step of a worker's round."""
+        """By name, the random sources that components take: functions of the step of a worker's round."""
         drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
             sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()

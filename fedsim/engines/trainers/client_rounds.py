@@ -20,7 +20,7 @@ class ClientRounds:
     """Starts and finishes the rounds of workers, of one row [d] or of a stack [k, d]."""
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
-        self._task, self._algorithm, self._shared, self._batch_source = task, task.solver, shared, batch_source
+        self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
         """The state of the steps; `rows` are as they were sent. Loads personal buffers into those of the rows."""
@@ -29,7 +29,7 @@ class ClientRounds:
             buffers = shared.cohort.buffers[index]
             columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
             shared.cohort.buffers[index] = buffers
-        return self._task.solver_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
+        return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """Store what the workers keep and their messages; may change the rows. The buffers are stored already."""
@@ -39,7 +39,7 @@ class ClientRounds:
         if columns.width:
             self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
         worker = self._round_of(rows, index, members)
-        for name, message in self._task.solver_at(members[0].round).finish(rows, state, worker).items():
+        for name, message in self._task.algorithm_at(members[0].round).finish(rows, state, worker).items():
             self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
             spoil(self._task, rows, message)
         for kept in worker.kept.values():
@@ -71,7 +71,7 @@ class ClientRounds:
         shared = self._shared
         received = {name: sent[index] for name, sent in shared.cohort.received.items()}
         if not received:  # all workers of a round are sent the same
-            received = self._task.solver_at(members[0].round).send(shared.server.algorithm)
+            received = self._task.algorithm_at(members[0].round).send(shared.server.algorithm)
         full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
         facts, only_tested = [self._facts(member) for member in members], not members[0].ends
         return WorkerRound(received, self._kept(index), facts, rows, full_gradient, only_tested)
@@ -82,8 +82,8 @@ class ClientRounds:
         return WorkerFacts(
             worker=member.worker,
             round=member.round,
-            steps=task.schedule.solver_steps(self._batch_source.steps_of(member)),
-            steps_per_epoch=task.schedule.solver_steps(task.schedule.batches_per_epoch(samples)),
+            steps=task.schedule.local_steps(self._batch_source.steps_of(member)),
+            steps_per_epoch=task.schedule.local_steps(task.schedule.batches_per_epoch(samples)),
             samples=samples,
             weight=1.0 if weights is None else weights.item(),
         )

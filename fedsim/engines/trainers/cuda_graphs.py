@@ -41,8 +41,8 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
         return "where gradients are aggregated every step is a synchronisation"
     if task.experiment.sends_gradients:
         return "workers bring the gradient of a single step"
-    if not task.solver.element_wise:
-        return "steps of the local solver need whole rows"
+    if not task.algorithm.element_wise:
+        return "steps of the client algorithm need whole rows"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
     if task.experiment.local_schedule is not None:
@@ -115,8 +115,8 @@ class CapturedSteps:
         rows = new_rows(width, module.layout.d, task.dtype, device)
         rows.copy_(shared.server.row)
         buffers = module.unpack_buffers(shared.server.buffers.expand(width, -1))
-        self._state = StackState(module, rows, task.solver.start(rows), buffers)
-        self._names = set(self._state.solver_state)
+        self._state = StackState(module, rows, task.algorithm.start(rows), buffers)
+        self._names = set(self._state.algorithm_state)
         self._loss_sums = torch.zeros(width, dtype=wide, device=device)
         self._step_of_stack = StackStep(task, module)
 
@@ -148,7 +148,7 @@ class CapturedSteps:
         state, shared = self._state.of(slice(0, len(stack))), self._shared
         buffers = torch.empty_like(shared.cohort.buffers[: len(stack)])
         shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, buffers)
-        self._client_rounds.finish(state.rows, state.solver_state, stack.index, stack.members)
+        self._client_rounds.finish(state.rows, state.algorithm_state, stack.index, stack.members)
         shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
@@ -173,7 +173,7 @@ class CapturedSteps:
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
         state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
-            state.solver_state[name].copy_(fresh)
+            state.algorithm_state[name].copy_(fresh)
         buffers = self._module.unpack_buffers(shared.cohort.buffers[stack.index])
         for buffer, fresh in zip(state.buffers, buffers, strict=True):
             buffer.copy_(fresh)
@@ -212,8 +212,8 @@ class CapturedSteps:
     def _step(self, batch: Batch, samples: Tensor, *, masked: bool) -> None:
         state, active = self._state.of(slice(0, len(samples))), samples > 0 if masked else None
         losses = self._step_of_stack(state, batch, active)
-        if set(state.solver_state) != self._names:
-            raise ExperimentError("local.solver adds state in its steps that its `start` does not return")
+        if set(state.algorithm_state) != self._names:
+            raise ExperimentError("local.algorithm adds state in its steps that its `start` does not return")
         if active is not None:
             losses = torch.where(active, losses, 0)
         self._loss_sums[: len(samples)].addcmul_(losses, samples)

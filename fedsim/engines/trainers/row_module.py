@@ -61,7 +61,7 @@ class RowModule:
             parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
         if Layout.of(self.module) != self.layout:
             raise ExperimentError(
-                "local.solver: changes the names or shapes of the model's parameters; change values only"
+                "local.algorithm: changes the names or shapes of the model's parameters; change values only"
             )
         row.copy_(self.layout.read(self.module))
         self.layout.bind(self.module, row, gradient)

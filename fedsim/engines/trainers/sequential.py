@@ -112,9 +112,9 @@ class RowTrainer:
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 module.load(self._rows[slot], self._gradient, shared.cohort.buffers[slot])
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
-                solver = task.solver_at(member.round)
-                if isinstance(solver, TrainFunction):
-                    losses[slot] = self._call(solver, member, module, data)
+                algorithm = task.algorithm_at(member.round)
+                if isinstance(algorithm, TrainFunction):
+                    losses[slot] = self._call(algorithm, member, module, data)
                 else:
                     steps = self._local_steps(member, module, state)
                     losses[slot] = train_epoch(module.module, data, steps, backward=steps.backward)
@@ -267,7 +267,7 @@ class LocalSteps:
         module: bound to `row` and `gradient`, [d] each.
         state: the state of the steps.
         buffers_beside: buffers [b] of a personal model that is trained beside the row; None: there is no such model.
-        steps: number of steps of the solver so far; `accumulated` batches have been seen since the last.
+        steps: number of steps of the client algorithm so far; `accumulated` batches have been seen since the last.
     """
 
     task: RunTask
@@ -284,7 +284,7 @@ class LocalSteps:
     accumulated: int = 0
 
     def __post_init__(self) -> None:
-        self._objective, self._feature_points = self.task.objective, self.task.solver.feature_points(self.state)
+        self._objective, self._feature_points = self.task.objective, self.task.algorithm.feature_points(self.state)
         self._batch_number = self.member.step or 0  # of the current batch in the worker's round
 
     def zero_grad(self) -> None:
@@ -300,7 +300,7 @@ class LocalSteps:
             with recorded_features(model) as recorded, masks():
                 value = self._objective(model, inputs, targets)
             features = self._objective.precision.widened(recorded.of(len(inputs)))
-            value = value + self.task.solver.feature_loss(features, at_points).mean()
+            value = value + self.task.algorithm.feature_loss(features, at_points).mean()
         else:
             with masks():
                 value = self._objective(model, inputs, targets)
@@ -313,11 +313,11 @@ class LocalSteps:
             if self.accumulated > 1:
                 self.gradient.div_(self.accumulated)
             clip_rows(self.gradient, self.task.experiment.local.clip_norm)
-            solver = self.task.solver_at(self.member.round, self.steps)
-            if solver.element_wise:
-                solver.step(self.row, self.gradient, self.state)
+            algorithm = self.task.algorithm_at(self.member.round, self.steps)
+            if algorithm.element_wise:
+                algorithm.step(self.row, self.gradient, self.state)
             else:
-                solver.step_rows(self.row, self.gradient, self.state, self._gradient_at)
+                algorithm.step_rows(self.row, self.gradient, self.state, self._gradient_at)
             self.steps, self.accumulated = self.steps + 1, 0
         self._batch_number += 1
 
@@ -368,7 +368,7 @@ class RoundBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._begun:
             raise ExperimentError(
-                "local.solver: the function reads its batches a second time; read them once, and set the number of "
+                "local.algorithm: the function reads its batches a second time; read them once, and set the number of "
                 "passes over a worker's samples by local.epochs"
             )
         self._begun = True

@@ -18,8 +18,9 @@ from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, v
 from fedsim.engines.task import RunTask
 
 # If a stack of weights has at least this many bytes, a GPU does not compute its gradient, which is a product of two
-# factors, but gives the factors to the solver. This saves 4 of 6 passes over the weights (8 us for 8 MiB at 4 TB/s),
-# and costs 2 to 4 more kernel launches (2 to 3 us each). A CPU launches no kernels, so it does this for all weights.
+# factors, but gives the factors to the client algorithm. This saves 4 of 6 passes over the weights (8 us for 8 MiB at 4
+# TB/s), and costs 2 to 4 more kernel launches (2 to 3 us each). A CPU launches no kernels, so it does this for all
+# weights.
 LEFT_PRODUCT_BYTES = 2**23
 
 Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of rows, and their gradients
@@ -42,12 +43,13 @@ class Batch(NamedTuple):
 
 @dataclass
 class StackState:
-    """What a step of a stack changes in place: rows, the solver's state, and buffers, also those of personal models.
+    """What a step of a stack changes in place: rows, the client algorithm's state, and buffers, also those of personal
+    models.
 
     Args:
         module: computes the rows.
         rows: [k, d].
-        solver_state: as `solver.start(rows)` gives it, [k, d] each.
+        algorithm_state: as `algorithm.start(rows)` gives it, [k, d] each.
         buffers: [k, ...] each.
         buffers_beside: of personal models that are trained beside the rows, [k, ...] each.
         places: which rows of the whole stack these are: a slice, or an index on the device if they do not lie side by
@@ -56,7 +58,7 @@ class StackState:
 
     module: StackedModule
     rows: Tensor
-    solver_state: State
+    algorithm_state: State
     buffers: list[Tensor]
     buffers_beside: list[Tensor] = field(default_factory=list)
     places: slice | Tensor = field(default_factory=partial(slice, None))
@@ -77,7 +79,7 @@ class StackState:
         return self._of_some
 
     def _at(self, places: slice | Tensor) -> StackState:
-        state = {name: tensor[places] for name, tensor in self.solver_state.items()}
+        state = {name: tensor[places] for name, tensor in self.algorithm_state.items()}
         buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
         return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
@@ -95,24 +97,24 @@ class StackState:
             return
         if copied:
             self.rows[theirs.places] = theirs.rows
-        for name, tensor in theirs.solver_state.items():
-            if copied or name not in self.solver_state:
+        for name, tensor in theirs.algorithm_state.items():
+            if copied or name not in self.algorithm_state:
                 self.state_of(name)[theirs.places] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
-        """Views of some columns of the rows and of the solver's state; the dictionary may be written to."""
+        """Views of some columns of the rows and of the client algorithm's state; the dictionary may be written to."""
         if entry not in self._parts:
-            state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.solver_state.items()}
+            state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.algorithm_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
         rows, state = self._parts[entry]
         return rows, dict(state)
 
     def state_of(self, name: str) -> Tensor:
-        """The solver's state of this name, [k, d]; zeros where the solver begins it only with its first step."""
-        if name not in self.solver_state:
-            self.solver_state[name] = torch.zeros_like(self.rows)
+        """Return the algorithm's state tensor of this name, [k, d]; zeros if no step has created it yet."""
+        if name not in self.algorithm_state:
+            self.algorithm_state[name] = torch.zeros_like(self.rows)
             self._parts.clear()
-        return self.solver_state[name]
+        return self.algorithm_state[name]
 
 
 def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StackStep:
-    """One step of the local solver for the rows of a stack."""
+    """One step of the client algorithm for the rows of a stack."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
@@ -142,23 +144,23 @@ class StackStep:
 
         Args:
             moment: the round and the step, for the learning rate.
-            active: bool [m], which rows may change, with their solver's state and buffers; None: all.
+            active: bool [m], which rows may change, with their client algorithm's state and buffers; None: all.
         """
-        solver = self._task.solver_at(*moment)
-        if not solver.element_wise:
-            return self._whole_rows(solver, state, batch)
+        algorithm = self._task.algorithm_at(*moment)
+        if not algorithm.element_wise:
+            return self._whole_rows(algorithm, state, batch)
         if self._task.experiment.local.clip_norm is not None:
             losses, clipped = self.clipped_gradients(state, batch, active)
-            move_rows(solver, state, clipped, active)
+            move_rows(algorithm, state, clipped, active)
             return losses
         leave_products = None
         if active is None:
             leave_products = 0 if self._on_cpu else LEFT_PRODUCT_BYTES
         losses, gradients = self.gradients(state, batch, active, leave_products=leave_products)
-        move(solver, state, self._parts(gradients), active)
+        move(algorithm, state, self._parts(gradients), active)
         return losses
 
-    def _whole_rows(self, solver: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
+    def _whole_rows(self, algorithm: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
         """A step that gets whole rows, and may ask for gradients at other points: see `ClientAlgorithm.step_rows`."""
 
         def gradient_at(points: Tensor) -> Tensor:
@@ -174,7 +176,7 @@ class StackStep:
             return gradients
 
         losses, gradients = self.clipped_gradients(state, batch)
-        solver.step_rows(state.rows, gradients, state.solver_state, gradient_at)
+        algorithm.step_rows(state.rows, gradients, state.algorithm_state, gradient_at)
         return losses
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -236,13 +238,13 @@ class StackStep:
         return losses, gradients
 
     def _feature_term(self, state: StackState) -> FeatureTerm | None:
-        solver = self._task.solver
-        points = solver.feature_points(state.solver_state)
-        return FeatureTerm(points, solver.feature_loss) if points else None
+        algorithm = self._task.algorithm
+        points = algorithm.feature_points(state.algorithm_state)
+        return FeatureTerm(points, algorithm.feature_loss) if points else None
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """Join neighbouring gradients that are not products to one [m, columns], for fewer kernels of a solver."""
+    """Join neighbouring gradients that are not products to one [m, columns], so that a step takes fewer kernels."""
     parts = list[Part]()
     for are_products, pairs in groupby(
         zip(entries, gradients, strict=True), lambda pair: isinstance(pair[1], OuterProductGrad)
@@ -261,29 +263,33 @@ def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
     return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1)
 
 
-def move(solver: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
-    """A solver's step of the rows of a state along gradients, in place; of those that are `moving` [m], if given."""
-    step = partial(step_along, solver) if moving is None else partial(step_where, moving, solver)
+def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
+    """Step the rows of a state along gradients in place; only the `moving` rows [m], if given."""
+    step = partial(step_along, algorithm) if moving is None else partial(step_where, moving, algorithm)
     new = list[tuple[str, Entry, Tensor]]()
     for entry, gradient in parts:
         rows, kept = state.part(entry)
         before = dict(kept)
         step(rows, gradient, kept)
         new += [(name, entry, tensor) for name, tensor in kept.items() if tensor is not before.get(name)]
-    for name, entry, tensor in new:  # some solvers replace the tensors of their state, or add them in the first step
+    for (
+        name,
+        entry,
+        tensor,
+    ) in new:  # some client algorithms replace the tensors of their state, or add them in the first step
         view_of(state.state_of(name), entry).copy_(tensor)
 
 
-def move_rows(solver: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
+def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
     """The same along gradients [m, d] of whole rows."""
-    move(solver, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
+    move(algorithm, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
 
 
-def step_where(moving: Tensor, solver: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:
-    """A solver's step of rows [m, ...] that changes only the rows that are `moving` [m], and their state."""
+def step_where(moving: Tensor, algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:
+    """A client algorithm's step of rows [m, ...] that changes only the rows that are `moving` [m], and their state."""
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows_before = rows.clone()
-    solver.step(rows, gradients, state)
+    algorithm.step(rows, gradients, state)
     torch.where(_like(moving, rows), rows, rows_before, out=rows)
     for name, tensor in state.items():
         tensor_before = before[name] if name in before else torch.zeros_like(tensor)

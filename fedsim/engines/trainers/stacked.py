@@ -82,7 +82,7 @@ class StackTrainer:
                     for part, theirs, batch in self._parts(stack, state, whole, factors, alterations, moves=True):
                         share = part.counts.unsqueeze(1).to(rows.dtype) / samples[part.places]
                         self._step.sum_gradients(theirs, batch._replace(weights=batch.weights * share))
-                shared.cohort.full_gradients[stack.index] = state.solver_state["sum"]
+                shared.cohort.full_gradients[stack.index] = state.algorithm_state["sum"]
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
         self._gradient_states = []
@@ -131,10 +131,10 @@ class StackTrainer:
             return
         in_place = isinstance(stack.index, slice)
         rows = shared.cohort.rows[stack.index] if in_place else self._copies(stack)
-        solver_state = rounds.start(rows, stack.index, stack.members)
+        algorithm_state = rounds.start(rows, stack.index, stack.members)
         beside = rounds.buffers_beside()
         of_stack = [] if beside is None else self._module.unpack_buffers(beside[stack.index])
-        state = StackState(self._module, rows, solver_state, self._buffers(stack), of_stack)
+        state = StackState(self._module, rows, algorithm_state, self._buffers(stack), of_stack)
         if self._task.schedule.accumulate > 1:
             self._accumulate(stack, state)
         else:
@@ -142,7 +142,7 @@ class StackTrainer:
         self._give_buffers(stack, state)
         if beside is not None:
             beside[stack.index] = self._module.pack_buffers(of_stack, torch.empty_like(beside[: len(stack)]))
-        rounds.finish(rows, state.solver_state, stack.index, stack.members)
+        rounds.finish(rows, state.algorithm_state, stack.index, stack.members)
         if not in_place:
             shared.cohort.rows[stack.index] = rows
 
@@ -169,7 +169,7 @@ class StackTrainer:
                 stepping = slice(going_on, len(whole.members))
                 theirs = state.of(stepping)
                 clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
-                move_rows(self._task.solver_at(stack.members[0].round, number), theirs, mean)
+                move_rows(self._task.algorithm_at(stack.members[0].round, number), theirs, mean)
                 state.take_back(theirs, moved=True)
                 total[stepping] = 0
 
@@ -232,12 +232,12 @@ STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of 
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
     """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
 
-    On any device there are two copies of a row and of its solver state: the row's own and that in the stack. A step
-    allocates a gradient and activations. On a GPU it also allocates the joined gradients, and copies of the row and its
-    solver state for rows that a mask does not move. If steps are captured, the memory of a step exists twice: for the
-    graphs, and for the steps before a capture.
+    On any device there are two copies of a row and of its client algorithm state: the row's own and that in the stack.
+    A step allocates a gradient and activations. On a GPU it also allocates the joined gradients, and copies of the row
+    and its client algorithm state for rows that a mask does not move. If steps are captured, the memory of a step
+    exists twice: for the graphs, and for the steps before a capture.
     """
-    row, kept = shared.cohort.rows.shape[1] * task.dtype.itemsize, len(task.solver.start(shared.server.row[:1]))
+    row, kept = shared.cohort.rows.shape[1] * task.dtype.itemsize, len(task.algorithm.start(shared.server.row[:1]))
     on_cpu = task.device.type == "cpu"
     captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
     clips = task.experiment.local.clip_norm is not None

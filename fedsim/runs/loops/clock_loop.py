@@ -120,15 +120,17 @@ def _source_of(
 ) -> VirtualClock | LoggedOrder:
     """The source of the order of events: delays, or the log of a race."""
     clock = experiment.clock
-    if clock.log is not None:
-        return LoggedOrder(read_log(clock.log, experiment.resolved()), clock.log, server, scheduler, train)
+    if clock.replay_log is not None:
+        return LoggedOrder(
+            read_log(clock.replay_log, experiment.resolved()), clock.replay_log, server, scheduler, train
+        )
     delays, departures = delays_of(task.experiment), {int(worker): at for worker, at in clock.departures.items()}
     if experiment.cohort_size == experiment.workers:
-        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.speeds))
+        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
 
     def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
         nbytes = models[0] * bytes_up + models[1] * bytes_down
-        return delays.seconds(item.worker, unit, scheduler.gradients(item, task.solver), nbytes)
+        return delays.seconds(item.worker, unit, scheduler.gradients(item, task.algorithm), nbytes)
 
     total_items = experiment.rounds * scheduler.total_items_per_round()
     return VirtualClock(server, scheduler, duration, train, departures, total_items)

@@ -65,7 +65,7 @@ class RaceLoop:
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
         self._server = ServerState(task, engine.shared, engine.backend.states)
         if self._policy.locking == "nothing":
-            self._server.tables = tables_of(task.new_module(), self._server.solver)
+            self._server.tables = tables_of(task.new_module(), self._server.stepper)
         self._server.share()
         self._race_state = RaceState(self._server.n, engine.shared.server.row.device)
         engine.backend.run(_set_up, self._server, self._race_state)

@@ -27,9 +27,9 @@ from tests.asynchronous.simulated import (
 @pytest.mark.parametrize(("period", "alpha", "momentum"), [(1, None, 0.0), (3, 0.3, 0.9), (1, 0.3, 0.9)])
 def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
     """All elastic differences use the old centre, which moves by their sum."""
-    n, solver = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
+    n, algorithm = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
     chosen = policy_of("easgd", alpha=alpha, period=period, synchronous=True)
-    run = simulate(chosen, delays_of([1.0, 2.0, 2.0], "lognormal"), solver=solver).advance(12 * n)
+    run = simulate(chosen, delays_of([1.0, 2.0, 2.0], "lognormal"), algorithm=algorithm).advance(12 * n)
     models, centre, velocity = [START] * n, START, [torch.zeros(3).double()] * n
     for step in range(12):
         for worker in range(n):
@@ -140,7 +140,7 @@ def test_a_single_worker_steps_alone_and_none_is_an_error():
         run.server.policy.publish(run.server)
 
 
-@pytest.mark.parametrize("buffers", ["average", "local", "server"])
+@pytest.mark.parametrize("buffers", ["average", "local", "frozen"])
 def test_buffers_of_pairs(buffers):
     """Training adds the worker's number plus 1 to its buffer. Two workers of 2 and 3 s are neighbours."""
     run = simulate(policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
@@ -150,6 +150,6 @@ def test_buffers_of_pairs(buffers):
         # 11 and 10 make 10.5; 12, which began at 10, and 10.5 make 11.25; 11.5, which began at 10.5, and 11.25 this:
         "average": 11.375,
         "local": (12 + 12) / 2,
-        "server": 10.0,
+        "frozen": 10.0,
     }
     assert run.server.shared.server.buffers.tolist() == [expected[buffers]]

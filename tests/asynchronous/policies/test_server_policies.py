@@ -103,9 +103,12 @@ def test_hogwild_momentum_is_private_or_shared():
     """Two workers in turns, gradients of 1: by hand."""
 
     def row(momentum):
-        solver = SGD(lr=1.0, momentum=0.5)
+        algorithm = SGD(lr=1.0, momentum=0.5)
         run = simulate(
-            policy_of("hogwild", momentum=momentum), delays_of([1.0, 1.0]), solver=solver, train=lambda r, m: r * 0 + 1
+            policy_of("hogwild", momentum=momentum),
+            delays_of([1.0, 1.0]),
+            algorithm=algorithm,
+            train=lambda r, m: r * 0 + 1,
         )
         return run.advance(4).row - START
 
@@ -171,7 +174,7 @@ def k_sync_by_hand(delays, n, k, updates):
 @pytest.mark.parametrize("kind", ["constant", "shifted_exponential"])
 def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
     row, times = k_sync_by_hand(delays_of(speeds, kind), 5, k, 12)
-    for chosen in (policy_of("k_sync", k=k), policy_of("backup", backups=5 - k)):
+    for chosen in (policy_of("k_sync", k=k), policy_of("backup_workers", backups=5 - k)):
         run = simulate(chosen, delays_of(speeds, kind)).advance(12 * k)
         assert run.server.version == 12
         assert run.times[k - 1 :: k] == pytest.approx(times, rel=1e-12)
@@ -308,7 +311,7 @@ def test_dylu_ignores_departed_workers():
     ("name", "params", "message"),
     [
         ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the workers at work"),
-        ("backup", {"backups": 4}, "policy.backups = 4: must be less than 4, the workers at work"),
+        ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the workers at work"),
         ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
         ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: goes with policy.staleness = "hinge" or "pol'),
     ],

@@ -69,7 +69,7 @@ def test_shards_is_its_definition():
 @pytest.mark.parametrize("workers", [12, 3])
 def test_label_k_is_its_definition(workers):
     labels, classes, k = np.arange(200) % 5, 5, 3
-    shards = fedsim.partition(labels, workers, "label_k", seed=8, k=k)
+    shards = fedsim.partition(labels, workers, "classes_per_worker", seed=8, k=k)
     rng = numpy_generator(8, "partition")
     held = [{worker % classes} for worker in range(workers)]
     if workers < classes:
@@ -233,8 +233,8 @@ def test_a_shard_depends_only_on_seed_and_worker():
 def test_an_infinite_alpha_is_no_skew():
     first, second = (fedsim.partition(FEW_LABELS, 3, "virtual", **skew) for skew in ({}, {"alpha": float("inf")}))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-    experiment = fedsim.Experiment(workers=10**6, cohort=2, partition={"strategy": "virtual", "alpha": float("inf")})
-    assert experiment.resolved()["partition"] == {"strategy": "virtual", "samples": 60}
+    experiment = fedsim.Experiment(workers=10**6, cohort=2, partition={"name": "virtual", "alpha": float("inf")})
+    assert experiment.resolved()["partition"] == {"name": "virtual", "samples": 60}
 
 
 TEN = np.arange(100) % 10
@@ -244,9 +244,21 @@ IMPOSSIBLE = [
     (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 "),
     (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* at best; take .* a smaller sigma or"),
     (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49"),
-    (TEN, 20, "label_k", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
-    (TEN, 4, "label_k", {"k": 2}, "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 .* be lost"),
-    (np.array([0, 1, 1, 1, 1]), 4, "label_k", {"k": 1}, '.*"label_k": leaves worker 2 without a sample'),
+    (TEN, 20, "classes_per_worker", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
+    (
+        TEN,
+        4,
+        "classes_per_worker",
+        {"k": 2},
+        "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 .* be lost",
+    ),
+    (
+        np.array([0, 1, 1, 1, 1]),
+        4,
+        "classes_per_worker",
+        {"k": 1},
+        '.*"classes_per_worker": leaves worker 2 without a sample',
+    ),
     (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100, and .* 3000"),
     (
         *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),

@@ -104,9 +104,9 @@ def batch():
     return torch.randn(50, 3, 9, 7, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("plug", list(augmentation), ids=lambda plug: plug.name)
-def test_every_augmentation_is_deterministic(plug, batch):
-    augment, before = plug.bind(plug.check({})), batch.clone()
+@pytest.mark.parametrize("registration", list(augmentation), ids=lambda registration: registration.name)
+def test_every_augmentation_is_deterministic(registration, batch):
+    augment, before = registration.bind(registration.check({})), batch.clone()
     first, again, other = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

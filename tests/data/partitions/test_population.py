@@ -23,7 +23,7 @@ def test_listed_shards_are_their_arrays():
 
 
 def test_a_strategy_that_accepts_a_worker_is_virtual():
-    shards = partition_shards(LABELS, 10**6, "tests.plugs:neighbours", seed=1, most=5, ids=np.arange(203))
+    shards = partition_shards(LABELS, 10**6, "tests.components:neighbours", seed=1, most=5, ids=np.arange(203))
     assert not shards.listed
     for worker in (0, 77, 999_999):
         positions = shards.of(worker)
@@ -63,13 +63,13 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("tests.plugs:nothing", r"must give each worker positions \[size >= 1\]; 4 got \(0,\)$"),
-        ("tests.plugs:beyond", r"gave worker 4 the position 203; there are 203 samples$"),
-        ("tests.plugs:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
+        ("tests.components:nothing", r"must give each worker positions \[size >= 1\]; 4 got \(0,\)$"),
+        ("tests.components:beyond", r"gave worker 4 the position 203; there are 203 samples$"),
+        ("tests.components:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
     ],
 )
 def test_errors_of_virtual_strategies_are_one_line(strategy, message):
-    with pytest.raises(ExperimentError, match=f'^partition.strategy = "{strategy}": {message}'):
+    with pytest.raises(ExperimentError, match=f'^partition.name = "{strategy}": {message}'):
         partition_shards(LABELS, 10**6, strategy).of(4)
 
 

@@ -7,7 +7,7 @@ import fedsim
 from fedsim.data.partitions import partition_strategy, transforms_of_workers
 from fedsim.errors import ExperimentError
 
-STRATEGIES = [plug.name for plug in partition_strategy]
+STRATEGIES = [registration.name for registration in partition_strategy]
 COVERS = sorted(set(STRATEGIES) - {"virtual"})  # the others are disjoint covers
 
 
@@ -25,7 +25,7 @@ def test_every_sample_goes_to_exactly_one_worker(strategy, n, workers, classes):
 
 @pytest.mark.parametrize("strategy", COVERS)
 def test_one_worker_holds_everything(strategy):
-    params = {"label_k": {"k": 3}, "feature_rotation": {"groups": 1}}.get(strategy, {})
+    params = {"classes_per_worker": {"k": 3}, "feature_rotation": {"groups": 1}}.get(strategy, {})
     (shard,) = fedsim.partition(np.arange(12) % 3, 1, strategy, ids=np.zeros(12), **params)
     assert sorted(shard) == list(range(12))
 
@@ -47,14 +47,14 @@ def test_labels_may_have_any_type(strategy):
 
 
 def test_an_imported_strategy_is_checked():
-    sizes = [len(shard) for shard in fedsim.partition(np.zeros(60), 3, "tests.plugs:uneven")]
+    sizes = [len(shard) for shard in fedsim.partition(np.zeros(60), 3, "tests.components:uneven")]
     assert sizes == [10, 20, 30]
     with pytest.raises(ExperimentError, match="must give each of 60 samples to exactly one worker; it gave 6, 2 of"):
-        fedsim.partition(np.zeros(60), 3, "tests.plugs:lossy")
+        fedsim.partition(np.zeros(60), 3, "tests.components:lossy")
 
 
 def test_ids_are_required_only_if_needed():
-    message = 'partition.strategy = "natural": needs the owner of each sample.* give `ids`'
+    message = 'partition.name = "natural": needs the owner of each sample.* give `ids`'
     with pytest.raises(ExperimentError, match=message):
         fedsim.partition(np.zeros(10), 2, "natural")
     assert len(fedsim.partition(np.zeros(10), 2, "iid", ids=np.zeros(10))) == 2
@@ -75,7 +75,7 @@ def test_targets_of_several_numbers_cannot_be_sorted():
 
 def test_strategies_without_transforms_change_nothing():
     assert fedsim.partition_transforms(3, "dirichlet", alpha=0.1) == [None] * 3
-    assert fedsim.partition_transforms(3, "tests.plugs:uneven") == [None] * 3
+    assert fedsim.partition_transforms(3, "tests.components:uneven") == [None] * 3
     assert transforms_of_workers(10**9, "virtual") is None  # and nothing is made for every worker
     with pytest.raises(ExperimentError, match=r"partition.sigma = 1: unknown key"):
         fedsim.partition_transforms(3, "iid", sigma=1)

@@ -1,4 +1,4 @@
-"""What engines and experiments rely on, whichever the local solver."""
+"""What engines and experiments rely on, whichever the client algorithm."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import pickle
 import pytest
 import torch
 
-from fedsim.clients import OuterProductGrad, solver, step_along
+from fedsim.clients import OuterProductGrad, client_algorithm, step_along
 from tests.clients.variants import VARIANTS, every_variant, made
 
 
-def test_every_element_wise_solver_has_a_variant():
-    assert {name for name, _ in VARIANTS.values()} == {plug.name for plug in solver if plug.target.element_wise}
+def test_every_element_wise_algorithm_has_a_variant():
+    assert {name for name, _ in VARIANTS.values()} == {
+        registration.name for registration in client_algorithm if registration.target.element_wise
+    }
 
 
 @every_variant
-def test_solvers_are_elementwise(variant):
+def test_algorithms_are_elementwise(variant):
     method, generator = made(variant), torch.Generator().manual_seed(0)
     rows, gradients = (torch.randn(*n, 3, 64, generator=generator, dtype=torch.double) for n in ((), (4,)))
     stacked, one_by_one = rows.clone(), rows.clone()
@@ -61,5 +63,5 @@ def test_state_has_the_shape_and_dtype_of_the_rows(variant, dtype):
 
 
 @every_variant
-def test_solvers_can_be_pickled(variant):
+def test_algorithms_can_be_pickled(variant):
     assert pickle.loads(pickle.dumps(made(variant))) == made(variant)

@@ -1,4 +1,4 @@
-"""Plugs that tests name by import path, as a user would name their own."""
+"""Components that tests name by import path, as a user would name their own."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def in_blocks(labels, n_workers):
 
 @dataclass(frozen=True)
 class Costly:
-    """A solver without a base class, whose steps count as three gradients."""
+    """A client algorithm without a base class, whose steps count as three gradients."""
 
     lr: float = 0.05
     gradients_per_step = 3

@@ -1,4 +1,4 @@
-"""All kinds of plugs, and their plugs as text: name, parameters with defaults, and description."""
+"""All kinds of components, and their components as text: name, parameters with defaults, and description."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, one_line, show
 
 if TYPE_CHECKING:
-    from fedsim.core.registry import Plug, Registry
+    from fedsim.core.registry import Registration, Registry
 
-PLUGS = {  # kind: the key that names a plug, and its registry, which is imported only when it is needed
+COMPONENTS = {  # kind: the key that names a component, and its registry, which is imported only when it is needed
     "tasks": ("task.name", "fedsim.core.learning_task:learning_task"),
     "metrics": ("metrics", "fedsim.core.metrics:metric"),
     "models": ("model.name", "fedsim.models:model"),
-    "datasets": ("data.dataset", "fedsim.data:dataset"),
+    "datasets": ("data.name", "fedsim.data:dataset"),
     "augmentations": ("data.augment", "fedsim.data.augmentation:augmentation"),
-    "partitions": ("partition.strategy", "fedsim.data:partition_strategy"),
-    "cohorts": ("sampling.strategy", "fedsim.server:cohort_strategy"),
-    "solvers": ("local.solver", "fedsim.clients:solver"),
+    "partitions": ("partition.name", "fedsim.data:partition_strategy"),
+    "sampling": ("sampling.name", "fedsim.server:sampling_strategy"),
+    "client-algorithms": ("local.algorithm", "fedsim.clients:client_algorithm"),
     "schedules": ("local.schedule.name, server.schedule.name", "fedsim.clients:lr_schedule"),
     "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),
     "rules": ("aggregate.rule", "fedsim.aggregation:rule"),
     "pre-aggregators": ("aggregate.rule, before a rule", "fedsim.aggregation:pre_aggregator"),
     "processors": ("processors", "fedsim.processing:processor"),
-    "servers": ("server.optimizer", "fedsim.server:server_optimizer"),
+    "server-optimizers": ("server.name", "fedsim.server:server_optimizer"),
     "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
-    "speeds": ("clock.speed.name", "fedsim.asynchronous.delays:speed"),
+    "slowdowns": ("clock.slowdown.name", "fedsim.asynchronous.delays:slowdown"),
     "noises": ("clock.noise.name", "fedsim.asynchronous.delays:noise"),
     "loggers": ("records.loggers", "fedsim.loggers:logger"),
     "engines": ("engine", "fedsim.engines:engine"),
@@ -46,8 +46,8 @@ Signatures = dict[str, inspect.Signature]
 
 
 def _signatures(kind: str) -> Signatures:
-    """The parameters of each plug of a kind, by its name."""
-    return {plug.name: _configuration(plug) for plug in registry_of(kind)}
+    """The parameters of each component of a kind, by its name."""
+    return {registration.name: _configuration(registration) for registration in registry_of(kind)}
 
 
 def partitions() -> Signatures:
@@ -101,7 +101,7 @@ def server_optimizers() -> Signatures:
     >>> "lr" in server_optimizers()["adam"].parameters
     True
     """
-    return _signatures("servers")
+    return _signatures("server-optimizers")
 
 
 def policies() -> Signatures:
@@ -113,13 +113,13 @@ def policies() -> Signatures:
     return _signatures("policies")
 
 
-def speeds() -> Signatures:
-    """Return the parameters of all distributions of worker speeds on the virtual clock by name.
+def slowdowns() -> Signatures:
+    """Return the parameters of all slowdown distributions of the virtual clock by name.
 
-    >>> "equal" in speeds()
+    >>> "equal" in slowdowns()
     True
     """
-    return _signatures("speeds")
+    return _signatures("slowdowns")
 
 
 def noises() -> Signatures:
@@ -132,30 +132,34 @@ def noises() -> Signatures:
 
 
 def registry_of(kind: str) -> Registry:
-    """The registry of a kind of plug."""
-    module, _, attribute = PLUGS[kind][1].partition(":")
+    """The registry of a kind of component."""
+    module, _, attribute = COMPONENTS[kind][1].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-def _configuration(plug: Plug) -> inspect.Signature:
-    parameters = inspect.signature(plug.target, eval_str=True).parameters.values()
-    return inspect.Signature([p for p in parameters if p.name in plug.parameters.model_fields])
+def _configuration(registration: Registration) -> inspect.Signature:
+    parameters = inspect.signature(registration.target, eval_str=True).parameters.values()
+    return inspect.Signature([p for p in parameters if p.name in registration.parameters.model_fields])
 
 
-def list_plugs(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
-    """The plugs of these kinds with their parameters, wrapped to the columns of a terminal.
+def list_components(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
+    """The components of these kinds with their parameters, wrapped to the columns of a terminal.
 
     Only those that have all words of `search` in their name or documentation; "" if there are none.
     """
     blocks = []
     for kind in kinds:
-        plugs = [plug for plug in registry_of(kind) if has_words(search, plug.name, inspect.getdoc(plug.target) or "")]
-        if not plugs:
+        components = [
+            registration
+            for registration in registry_of(kind)
+            if has_words(search, registration.name, inspect.getdoc(registration.target) or "")
+        ]
+        if not components:
             continue
-        lines = [f"{kind} ({PLUGS[kind][0]})"]
-        for plug in plugs:
-            lines.append(hang(f"  {plug.name:<{NAME_COLUMNS}} ", plug.summary, columns))
-            lines += [f"{'':<{NAME_COLUMNS + 3}}{line}" for line in _parameter_lines(plug)]
+        lines = [f"{kind} ({COMPONENTS[kind][0]})"]
+        for registration in components:
+            lines.append(hang(f"  {registration.name:<{NAME_COLUMNS}} ", registration.summary, columns))
+            lines += [f"{'':<{NAME_COLUMNS + 3}}{line}" for line in _parameter_lines(registration)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -180,29 +184,34 @@ def list_module(path: Path, columns: int | None = None) -> str:
     return "\n".join([str(path), *lines])
 
 
-def describe_plug(name: str, kinds: Iterable[str] = PLUGS) -> str:
-    """The plugs with this name, or the plug at this import path, with parameters and docstring.
+def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
+    """The components with this name, or the component at this import path, with parameters and docstring.
 
-    Raises ExperimentError if there is no such plug, or if it cannot be imported. `kinds` are other names that the user
-    may mean, for the hint.
+    Raises ExperimentError if there is no such component, or if it cannot be imported. `kinds` are other names that the
+    user may mean, for the hint.
     """
     if ":" in name:
         return _described(*_imported(name))
-    from fedsim.config.source_catalog import source_plugs  # which imports this module
+    from fedsim.config.source_catalog import source_components  # which imports this module
 
-    plugs = {kind: registry_of(kind).get(name) for kind in PLUGS if name in source_plugs(kind)}
+    components = {kind: registry_of(kind).get(name) for kind in COMPONENTS if name in source_components(kind)}
     blocks = [
-        _described(f"{name} ({PLUGS[kind][0]})", plug.target, _parameter_lines(plug)) for kind, plug in plugs.items()
+        _described(f"{name} ({COMPONENTS[kind][0]})", registration.target, _parameter_lines(registration))
+        for kind, registration in components.items()
     ]
     if not blocks:
-        hint = nearest(name, dict.fromkeys([*kinds, *(each for kind in PLUGS for each in source_plugs(kind))]))
-        hint = hint if hint.startswith("did you mean") else nearest(name, kinds)  # the list of all plugs is too long
-        raise ExperimentError(f"{show(name)}: no such kind or plug; {hint}")
+        hint = nearest(
+            name, dict.fromkeys([*kinds, *(each for kind in COMPONENTS for each in source_components(kind))])
+        )
+        hint = (
+            hint if hint.startswith("did you mean") else nearest(name, kinds)
+        )  # the list of all components is too long
+        raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")
     return "\n\n".join(blocks)
 
 
 def _imported(path: str) -> tuple[str, Any]:
-    """The import path of a plug with its parameters, and the plug."""
+    """The import path of a component with its parameters, and the component."""
     from fedsim.core.import_policy import import_object
 
     try:
@@ -219,14 +228,14 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
     return head + "\n" + "\n\n".join(textwrap.indent(part, "  ") for part in parts if part)
 
 
-def _parameter_lines(plug: Plug) -> list[str]:
+def _parameter_lines(registration: Registration) -> list[str]:
     """`name = default` for each parameter, and what client algorithms compute with these defaults."""
     lines = []
-    for name, field in plug.parameters.model_fields.items():
+    for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
         lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
-    if hasattr(plug.target, "full_gradient"):
-        algorithm = object.__new__(plug.target)  # has the defaults as attributes of its class
+    if hasattr(registration.target, "full_gradient"):
+        algorithm = object.__new__(registration.target)  # has the defaults as attributes of its class
         full = ", and a full gradient per round" * algorithm.full_gradient
         lines.append(f"gradients per step: {algorithm.gradients_per_step}{full}")
     return lines

@@ -1,8 +1,9 @@
-"""Local solvers: how a worker's row moves along its gradient.
+"""Client algorithms: how a worker's row moves along its gradient.
 
-A solver is a frozen dataclass; its fields are its configuration. `start` returns the state of the steps, `step` moves
-rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on a row, a stack of
-rows and a slice of columns. A count of steps is therefore a tensor of the row's shape. Each round makes a new state.
+A client algorithm is a frozen dataclass; its fields are its configuration. `start` returns the state of the steps,
+`step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on a row, a
+stack of rows and a slice of columns. A count of steps is therefore a tensor of the row's shape. Each round makes a new
+state.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ from pydantic import Field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedsim.core.registry import Plug, Registry
+from fedsim.core.registry import Registration, Registry
 from fedsim.core.suggestions import nearest
 
 GIVEN = ("model", "batches", "worker")  # to functions that train a model
 
 
-class SolverRegistry(Registry):
-    """Solvers are dataclasses, or functions `train(model, batches, ...)`; see `fedsim.clients.adapters`."""
+class ClientAlgorithmRegistry(Registry):
+    """Algorithms are dataclasses, or functions `train(model, batches, ...)`; see `fedsim.clients.adapters`."""
 
-    def _plug(self, name: str, target: Any) -> Plug:
+    def _registration(self, name: str, target: Any) -> Registration:
         if isinstance(target, type) and issubclass(target, Optimizer):
             hint = nearest(target.__name__.lower(), self.names())
-            raise TypeError(f"is an optimizer of PyTorch, not a solver, which moves many rows at once; {hint}")
-        plug = super()._plug(name, target)
+            raise TypeError(
+                f"is an optimizer of PyTorch, not a client algorithm, which moves many rows at once; {hint}"
+            )
+        registration = super()._registration(name, target)
         if is_dataclass(target):
-            return plug
+            return registration
         parameters = () if isinstance(target, type) else inspect.signature(target).parameters
         if not {"model", "batches"}.issubset(parameters):
             raise TypeError(
                 "is neither a dataclass that derives from fedsim.clients.ClientAlgorithm nor a function of model and "
                 "batches, as train(model, batches, lr); see docs/how-to/own-client-algorithm.md"
             )
-        return replace(plug, takes={name: True for name in GIVEN if name in parameters})
+        return replace(registration, takes={name: True for name in GIVEN if name in parameters})
 
 
-solver = SolverRegistry("local solver")
+client_algorithm = ClientAlgorithmRegistry("client algorithm")
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -69,8 +72,8 @@ class OuterProductGrad(NamedTuple):
         weights.baddbmm_(self.left.mT, self.right, beta=beta, alpha=alpha)
 
 
-class Solver(Protocol):
-    """The methods that every local solver has; `fedsim.clients.ClientAlgorithm` has the optional ones too."""
+class Stepper(Protocol):
+    """The methods that every client algorithm has; `fedsim.clients.ClientAlgorithm` has the optional ones too."""
 
     def start(self, rows: Tensor) -> State:
         """The state for rows [..., d] that have not moved: tensors of the same shape."""
@@ -80,20 +83,20 @@ class Solver(Protocol):
 
 
 class RowOptimizer:
-    """A solver of one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
+    """A client algorithm of one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
 
     The module must be bound to `row` and `gradient` (see `fedsim.core.rows.bind`).
 
     Args:
-        state: of the solver; by default `solver.start(row)`.
+        state: of the client algorithm; by default `algorithm.start(row)`.
     """
 
-    def __init__(self, solver: Solver, row: Tensor, gradient: Tensor, state: State | None = None) -> None:
-        self._solver, self._row, self._gradient = solver, row, gradient
-        self._state = solver.start(row) if state is None else state
+    def __init__(self, algorithm: Stepper, row: Tensor, gradient: Tensor, state: State | None = None) -> None:
+        self._algorithm, self._row, self._gradient = algorithm, row, gradient
+        self._state = algorithm.start(row) if state is None else state
 
     def zero_grad(self) -> None:
         self._gradient.zero_()
 
     def step(self) -> None:
-        self._solver.step(self._row, self._gradient, self._state)
+        self._algorithm.step(self._row, self._gradient, self._state)

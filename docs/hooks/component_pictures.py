@@ -1,4 +1,4 @@
-"""A small picture of what a plug does, drawn when the site is built."""
+"""A small picture of what a component does, drawn when the site is built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 import fedsim
 from fedsim.clients.lr_schedules import LRSchedule
-from fedsim.core.registry import Plug
+from fedsim.core.registry import Registration
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#808080"  # of Okabe and Ito; readable on black and white
 STYLE = {
@@ -26,23 +26,23 @@ EXAMPLES = {"f": 3, "c": 1.0, "tau": 1.0, "s": 2, "z": 1.5, "values": list(np.li
 HONEST, BYZANTINE, WORKERS, ROUNDS = 16, 3, 10, 50
 
 
-def draw(kind: str, plug: Plug) -> bytes | None:
-    """An SVG; None for a kind or a plug without a picture."""
+def draw(kind: str, registration: Registration) -> bytes | None:
+    """An SVG; None for a kind or a component without a picture."""
     function = DRAWN.get(kind)
     if function is None:
         return None
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(2.3, 1.9), layout="constrained")
-        if function(plug, figure.subplots(), _parameters(plug)) is False:
+        if function(registration, figure.subplots(), _parameters(registration)) is False:
             return None
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return buffer.getvalue()
 
 
-def _parameters(plug: Plug) -> dict[str, Any]:
-    """Parameters that show what a plug does: those without a default, and some others."""
-    fields = plug.parameters.model_fields
+def _parameters(registration: Registration) -> dict[str, Any]:
+    """Parameters that show what a component does: those without a default, and some others."""
+    fields = registration.parameters.model_fields
     given = {name: EXAMPLES[name] for name in fields if name in EXAMPLES}
     return {name: field.examples[0] for name, field in fields.items() if field.examples} | given
 
@@ -58,25 +58,25 @@ def _scatter(axes: Any, honest: torch.Tensor, byzantine: torch.Tensor) -> None:
     axes.set_aspect("equal", "datalim")
 
 
-def _rule(plug: Plug, axes: Any, given: dict[str, Any]) -> None:
+def _rule(registration: Registration, axes: Any, given: dict[str, Any]) -> None:
     honest = _cloud()
     byzantine = torch.tensor([[-2.0, 1.6], [-1.8, 1.9], [-2.2, 1.8]], dtype=torch.double)
     rows = torch.cat([honest, byzantine])
-    inputs = {"root": honest.mean(0) + 0.1} if "root" in plug.takes else {}
-    inputs |= {"losses": torch.ones(len(rows))} if "losses" in plug.takes else {}
-    aggregate = fedsim.pre_aggregate if plug.kind == "pre-aggregator" else fedsim.aggregate
-    result = aggregate(rows, rule=plug.name, **inputs, **given).reshape(-1, 2)
+    inputs = {"root": honest.mean(0) + 0.1} if "root" in registration.takes else {}
+    inputs |= {"losses": torch.ones(len(rows))} if "losses" in registration.takes else {}
+    aggregate = fedsim.pre_aggregate if registration.kind == "pre-aggregator" else fedsim.aggregate
+    result = aggregate(rows, rule=registration.name, **inputs, **given).reshape(-1, 2)
     _scatter(axes, honest, byzantine)
     axes.scatter(*result.T, s=70 if len(result) == 1 else 14, color=GREEN, marker="*", label="result", linewidths=0)
     axes.legend(frameon=False, fontsize=6, loc="lower left", handletextpad=0, borderaxespad=0)
 
 
-def _attack(plug: Plug, axes: Any, given: dict[str, Any]) -> bool:
+def _attack(registration: Registration, axes: Any, given: dict[str, Any]) -> bool:
     honest = _cloud()
-    inputs = {"aggregate": fedsim.aggregate} if "aggregate" in plug.takes else {}
-    if not {"honest"} & set(plug.takes):
+    inputs = {"aggregate": fedsim.aggregate} if "aggregate" in registration.takes else {}
+    if not {"honest"} & set(registration.takes):
         return False
-    byzantine = fedsim.attack(honest, BYZANTINE, plug.name, **inputs, **given)
+    byzantine = fedsim.attack(honest, BYZANTINE, registration.name, **inputs, **given)
     if not byzantine.isfinite().all():
         return False
     _scatter(axes, honest, byzantine)
@@ -84,34 +84,36 @@ def _attack(plug: Plug, axes: Any, given: dict[str, Any]) -> bool:
     return True
 
 
-def _partition(plug: Plug, axes: Any, given: dict[str, Any]) -> None:
+def _partition(registration: Registration, axes: Any, given: dict[str, Any]) -> None:
     labels = np.asarray(fedsim.load_dataset("mnist5k")[0].targets)
-    ids = {"ids": np.arange(len(labels)) // 150} if "ids" in plug.takes else {}
-    shards = fedsim.partition(labels, WORKERS, plug.name, seed=1, **ids)
+    ids = {"ids": np.arange(len(labels)) // 150} if "ids" in registration.takes else {}
+    shards = fedsim.partition(labels, WORKERS, registration.name, seed=1, **ids)
     image = axes.imshow([np.bincount(labels[shard], minlength=10) for shard in shards], cmap="cividis", vmin=0)
     axes.set(xlabel="class", ylabel="worker", xticks=range(0, 10, 3), yticks=range(0, 10, 3))
     axes.figure.colorbar(image, ax=axes, shrink=0.8)
 
 
-def _schedule(plug: Plug, axes: Any, given: dict[str, Any]) -> None:
+def _schedule(registration: Registration, axes: Any, given: dict[str, Any]) -> None:
     settings = {"length": ROUNDS, "warmup": 0, "per": "round", "place": "local.schedule"}
-    schedule = LRSchedule.of(plug, plug.check(given), **settings)
+    schedule = LRSchedule.of(registration, registration.check(given), **settings)
     rounds = range(1, ROUNDS + 1)
     axes.plot(rounds, [schedule.rate(0.1, round) for round in rounds], color=BLUE)
     axes.set(xlabel="round", ylabel="lr", ylim=(0, None))
 
 
-def _speed(plug: Plug, axes: Any, given: dict[str, Any]) -> None:
-    rng = {"rng": np.random.default_rng(0)} if "rng" in plug.takes else {}
-    axes.bar(range(20), plug.target(n_workers=20, **rng, **given), color=BLUE)
+def _slowdown(registration: Registration, axes: Any, given: dict[str, Any]) -> None:
+    rng = {"rng": np.random.default_rng(0)} if "rng" in registration.takes else {}
+    axes.bar(range(20), registration.target(n_workers=20, **rng, **given), color=BLUE)
     axes.set(xlabel="worker", ylabel="time of a step")
 
 
-def _noise(plug: Plug, axes: Any, given: dict[str, Any]) -> bool:
+def _noise(registration: Registration, axes: Any, given: dict[str, Any]) -> bool:
     inputs = {"rng": np.random.default_rng(0), "size": 60, "worker": 0, "start": 0, "n_workers": 4}
-    if "path" in plug.parameters.model_fields:  # the factors are in a file
+    if "path" in registration.parameters.model_fields:  # the factors are in a file
         return False
-    axes.plot(plug.target(**plug.given(**inputs), **given), ".-", color=BLUE, linewidth=0.5, markersize=3)
+    axes.plot(
+        registration.target(**registration.given(**inputs), **given), ".-", color=BLUE, linewidth=0.5, markersize=3
+    )
     axes.set(xlabel="step", ylabel="factor of its time", ylim=(0, None))
     return True
 
@@ -122,6 +124,6 @@ DRAWN = {
     "attacks": _attack,
     "partitions": _partition,
     "schedules": _schedule,
-    "speeds": _speed,
+    "slowdowns": _slowdown,
     "noises": _noise,
 }
