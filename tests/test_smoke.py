@@ -35,7 +35,14 @@ def test_a_resumed_run_gives_the_bits_of_a_whole_one(tmp_path):
 
 
 def test_a_comparison_ends_with_its_table_and_pictures(cli):
-    done = cli("compare", *QUICK, "rounds=2", "aggregate.rule=mean,median", "seed=0,1", "--jobs", 2, "--out", "grid")
+    done = cli(
+        "compare", *QUICK, "rounds=2", "aggregate.rule=mean,median", "seed=0,1", "--jobs", 2, "--out", "comparison"
+    )
     assert done.exit_code == 0, done.output
     assert "median" in done.stdout
-    assert {path.name for path in Path("grid").iterdir()} >= {"grid.json", "results.csv", "summary.csv", "accuracy.png"}
+    assert {path.name for path in Path("comparison").iterdir()} >= {
+        "comparison.json",
+        "results.csv",
+        "summary.csv",
+        "accuracy.png",
+    }

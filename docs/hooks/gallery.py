@@ -7,7 +7,7 @@ WORDS are those of the command that made the folder, `fedsim compare NAME WORDS`
 
     about.json      the words, the machine, the time, and, to be edited, the arguments of `fedsim.plot` for each figure,
                     and for a table of other metrics than the compared one their names by heading
-    records.tar.xz  the comparison without models: grid.json, and of each run experiment.toml and metrics.jsonl
+    records.tar.xz  the comparison without models: comparison.json, and of each run experiment.toml and metrics.jsonl
     summary.txt     the table, as the comparison printed it
 
 The site's build stops if a result is not that of the file in experiments/. docs/gallery/NAME.md has the title, and
@@ -66,21 +66,21 @@ def add(name: str, folder: Path, words: list[str]) -> None:
     """Store the results of a comparison. Raises StaleResultError if they are not those of the experiment."""
     from fedsim.comparison import Comparison
 
-    grid, now = Comparison.read(folder), planned(name, words)
-    then = {canonical_point(run.point): flat(run.experiment) for run in grid.runs}
+    comparison, now = Comparison.read(folder), planned(name, words)
+    then = {canonical_point(run.point): flat(run.experiment) for run in comparison.runs}
     for line in differences(name, words, then, {point: settings(each) for point, each in now.items()}):
         raise StaleResultError(line)
     target = GALLERY / "results" / name
     target.mkdir(parents=True, exist_ok=True)
-    environment = grid.runs[0].environment
+    environment = comparison.runs[0].environment
     found = {
         "words": words,
-        "runs": len(grid.runs),
-        "core_hours": round(sum(each.total_seconds or 0 for run in grid.runs for each in run.history) / 3600, 3),
+        "runs": len(comparison.runs),
+        "core_hours": round(sum(each.total_seconds or 0 for run in comparison.runs for each in run.history) / 3600, 3),
         "processor": environment.get("processor"),
         "torch": environment.get("packages", {}).get("torch"),
         "date": environment.get("date", "")[:10],
-        "figures": [{"kind": "heatmap"}] if len(grid.compared) > 1 else [{}],
+        "figures": [{"kind": "heatmap"}] if len(comparison.compared) > 1 else [{}],
     }
     if results(name):
         found |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
@@ -100,10 +100,10 @@ def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz") as archive:
-        grid = json.loads((folder / "grid.json").read_text())
-        grid.get("base", {}).get("data", {}).pop("root", None)
-        _put(archive, "grid.json", json.dumps(grid))
-        for run in grid["runs"]:
+        comparison = json.loads((folder / "comparison.json").read_text())
+        comparison.get("base", {}).get("data", {}).pop("root", None)
+        _put(archive, "comparison.json", json.dumps(comparison))
+        for run in comparison["runs"]:
             path, inside = folder / run["folder"], run["folder"]
             _put(archive, f"{inside}/experiment.toml", to_toml(experiments[canonical_point(run["point"])]))
             if (path / "metrics.jsonl").is_file():  # a run may have failed in its first round
@@ -142,7 +142,7 @@ def check(name: str) -> None:
     words = about(name)["words"]
     now = {point: settings(each) for point, each in planned(name, words).items()}
     with unpacked(name) as folder:
-        runs = json.loads((folder / "grid.json").read_text())["runs"]
+        runs = json.loads((folder / "comparison.json").read_text())["runs"]
         then = {
             canonical_point(run["point"]): flat(read_toml(folder / run["folder"] / "experiment.toml")) for run in runs
         }
@@ -152,9 +152,9 @@ def check(name: str) -> None:
 
 def planned(name: str, words: list[str]) -> dict[str, Any]:
     """The experiments of the runs of `fedsim compare NAME WORDS`, by their points."""
-    from fedsim.comparison.grid import plan_grid
+    from fedsim.comparison.plan import plan_comparison
 
-    runs = plan_grid(EXPERIMENTS / f"{name}.toml", None, words).runs
+    runs = plan_comparison(EXPERIMENTS / f"{name}.toml", None, words).runs
     return {canonical_point(run.point): run.experiment for run in runs}
 
 
@@ -216,8 +216,8 @@ def question(name: str) -> tuple[str, str]:
 
 def command(name: str, words: Iterable[str] = ()) -> str:
     """The command that runs it, in a shell."""
-    is_grid = "\n[grid]" in (EXPERIMENTS / f"{name}.toml").read_text()
-    return shlex.join(["fedsim", "compare" if is_grid or words else "run", name, *words])
+    is_comparison_file = "\n[comparison]" in (EXPERIMENTS / f"{name}.toml").read_text()
+    return shlex.join(["fedsim", "compare" if is_comparison_file or words else "run", name, *words])
 
 
 @functools.cache
@@ -281,11 +281,17 @@ def metrics_table(name: str, metrics: dict[str, str]) -> str:
     from fedsim.records.axes import label
 
     with unpacked(name) as folder:
-        grid = Comparison.read(folder)
-    columns = [replace(grid.settings, by=metric).combined(grid.runs, list(grid.axes)) for metric in metrics.values()]
-    rows = ["| " + " | ".join([*grid.compared, *metrics]) + " |", "|---" * (len(grid.compared) + len(metrics)) + "|"]
+        comparison = Comparison.read(folder)
+    columns = [
+        replace(comparison.settings, metric=metric).combined(comparison.runs, list(comparison.axes))
+        for metric in metrics.values()
+    ]
+    rows = [
+        "| " + " | ".join([*comparison.compared, *metrics]) + " |",
+        "|---" * (len(comparison.compared) + len(metrics)) + "|",
+    ]
     for cells in zip(*columns, strict=True):
-        values = [label(cells[0].runs[0].point[key]) for key in grid.compared]
+        values = [label(cells[0].runs[0].point[key]) for key in comparison.compared]
         means = ["" if each.score is None else f"{each.score.mean:.4f}" for each in cells]
         rows.append("| " + " | ".join([*values, *means]) + " |")
     return "\n".join(rows)

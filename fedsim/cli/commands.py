@@ -123,7 +123,8 @@ def replay(
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_GRID", help="The folder of a run or of a comparison.", show_default=False)
+        Path,
+        typer.Argument(metavar="RUN_OR_COMPARISON", help="The folder of a run or of a comparison.", show_default=False),
     ],
     out: Annotated[Path | None, typer.Option(help="The HTML file.", show_default="report.html in that folder")] = None,
 ) -> None:

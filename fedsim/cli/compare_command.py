@@ -23,7 +23,7 @@ def compare(
         typer.Argument(
             metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
             help="A TOML or YAML file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
-            r"A file may list them in its table \[grid]. KEY=VALUE sets one value in all runs. Or folders of "
+            r"A file may list them in its table \[comparison]. KEY=VALUE sets one value in all runs. Or folders of "
             "comparisons, or of the parts of one (--shard), to merge.",
             show_default=False,
             autocompletion=complete_words,
@@ -33,7 +33,7 @@ def compare(
         Path | None,
         typer.Option(
             help="Output folder. If it holds the same comparison, only its missing runs are run.",
-            show_default="runs/NAME-grid-DATE-TIME",
+            show_default="runs/NAME-comparison-DATE-TIME",
         ),
     ] = None,
     jobs: Annotated[
@@ -70,7 +70,7 @@ def compare(
             metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"
         ),
     ] = None,
-    by: Annotated[
+    metric: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
@@ -111,8 +111,8 @@ def compare(
             source, changes = source_and_overrides(given, context)
             check_names_of_comparison(source, changes, skip_invalid=skip_invalid)
     with errors_as_lines(), contextlib.ExitStack() as stack:
-        from fedsim.comparison import plan_grid, run_grid
-        from fedsim.comparison.displays import GridDisplay
+        from fedsim.comparison import plan_comparison, run_comparison
+        from fedsim.comparison.displays import ComparisonDisplay
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.runner import merge
         from fedsim.records.axes import describe_point
@@ -123,7 +123,7 @@ def compare(
             target=target,
             tune=key or None,
             worst=worst,
-            by=by,
+            metric=metric,
             skip_invalid=skip_invalid or None,
             heatmap=heatmap,
         )
@@ -131,27 +131,27 @@ def compare(
             if len(folders) < len(given) or shard or dry_run:
                 raise ExperimentError(
                     "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst, "
-                    "--by, --heatmap and --allow-imports"
+                    "--metric, --heatmap and --allow-imports"
                 )
             folder = out or (
-                folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-grid"))
+                folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-comparison"))
             )
             comparison = merge(folders, folder, settings, allow_imports=allow_imports)
         else:
-            grid = plan_grid(source, None, changes, settings, allow_imports=allow_imports)
+            plan = plan_comparison(source, None, changes, settings, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")
             if dry_run:
-                planned = part.of(grid) if part else grid.runs
+                planned = part.of(plan) if part else plan.runs
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
-                for line in grid.left_out:
+                for line in plan.left_out:
                     print(f"left out: {line}")
                 return
-            folder = out or stack.enter_context(new_folder(f"{grid.name}-grid"))
+            folder = out or stack.enter_context(new_folder(f"{plan.name}-comparison"))
             folder = part.folder(folder) if part else folder
-            with GridDisplay(folder, quiet=quiet) as display:
-                comparison = run_grid(grid, folder, jobs, display, shard=part)
+            with ComparisonDisplay(folder, quiet=quiet) as display:
+                comparison = run_comparison(plan, folder, jobs, display, shard=part)
         if not quiet and not shard:
             print(comparison.table, end="\n\n")
         print(folder)
@@ -166,6 +166,6 @@ def _is_comparison(word: str) -> bool:
     if not is_folder(word) or word not in experiments():
         return is_folder(word)
     from fedsim.comparison.folder import SHARDS
-    from fedsim.records.reader import GRID
+    from fedsim.records.reader import COMPARISON
 
-    return any((Path(word) / name).exists() for name in (GRID, SHARDS))
+    return any((Path(word) / name).exists() for name in (COMPARISON, SHARDS))

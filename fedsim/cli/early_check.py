@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fedsim.config.files import GRID, describe_file
+from fedsim.config.files import COMPARISON, describe_file
 from fedsim.config.overrides import DEFAULT_ENGINE, Change, override, parse_word
 from fedsim.config.source_catalog import (
     SourceTable,
@@ -33,7 +33,7 @@ def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
     """Raise ExperimentError if the experiment cannot be read, or if a key or a name of a component does not exist."""
     changes = [parse_word(word) for word in words]
     description = {} if source is None else describe_file(source)
-    description.pop(GRID, None)
+    description.pop(COMPARISON, None)
     if lines := problems_with_names(description, changes):
         raise ExperimentError(*lines, source=source)
 
@@ -44,14 +44,14 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
     `skip_invalid`: combinations with an error are left out, so that they are no errors.
     """
     from fedsim.records.axes import apply_words, axes_of_tables, changes_of, with_points
-    from fedsim.records.rows import SETTINGS as GRID_SETTINGS
+    from fedsim.records.rows import SETTINGS as COMPARISON_SETTINGS
 
     description = {} if source is None else describe_file(source)
-    grid, skipping = description.pop(GRID, {}), False
-    if isinstance(grid, Mapping):
-        skipping = bool(grid.get("skip_invalid"))
-        grid = {key: values for key, values in grid.items() if key not in GRID_SETTINGS}
-    axes, _, in_all = apply_words(axes_of_tables(grid), words)
+    plan, skipping = description.pop(COMPARISON, {}), False
+    if isinstance(plan, Mapping):
+        skipping = bool(plan.get("skip_invalid"))
+        plan = {key: values for key, values in plan.items() if key not in COMPARISON_SETTINGS}
+    axes, _, in_all = apply_words(axes_of_tables(plan), words)
     count = math.prod(map(len, axes.values()))
     if skip_invalid or skipping or count > MOST_POINTS:
         return

@@ -1,25 +1,25 @@
-"""Comparisons: a grid of runs that are paired by seed, and their statistics."""
+"""Comparisons of runs that are paired by seed, and their statistics."""
 
 from fedsim.comparison.displays import Callback
 from fedsim.comparison.folder import load_comparison
-from fedsim.comparison.grid import Grid, PlannedRun, plan_grid
 from fedsim.comparison.paper_figure import plot
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun, plan_comparison
 from fedsim.comparison.results import Comparison
-from fedsim.comparison.runner import compare, run_grid
+from fedsim.comparison.runner import compare, run_comparison
 from fedsim.records.reader import Run
 from fedsim.records.rows import ComparisonSettings, Row
 
 __all__ = [
     "Callback",
     "Comparison",
+    "ComparisonPlan",
     "ComparisonSettings",
-    "Grid",
     "PlannedRun",
     "Row",
     "Run",
     "compare",
     "load_comparison",
-    "plan_grid",
+    "plan_comparison",
     "plot",
-    "run_grid",
+    "run_comparison",
 ]

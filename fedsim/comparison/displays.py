@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fedsim.callbacks.display import print_line, progress_bar
 from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
-from fedsim.comparison.grid import Grid, PlannedRun
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.comparison.results import Comparison
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
@@ -23,7 +23,7 @@ from fedsim.records.record import RoundRecord
 class Callback:
     """What a comparison calls as it proceeds; override the methods of interest."""
 
-    def on_start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
+    def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
         """Before the first run; `todo` are the runs that are not finished yet, `jobs` of which run at a time."""
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
@@ -36,7 +36,7 @@ class Callback:
         """After a run: finished or failed."""
 
 
-class GridDisplay(Callback):
+class ComparisonDisplay(Callback):
     """Prints a line per run on stdout, and draws a progress bar on stderr if stderr is a terminal.
 
     A context manager around the comparison.
@@ -52,12 +52,12 @@ class GridDisplay(Callback):
         self._total = self._ended = self._failed = 0
         self._done = Counter[str]()  # rounds of each run
 
-    def on_start(self, grid: Grid, todo: Sequence[PlannedRun], jobs: int) -> None:
+    def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
         self._begun, self._total = time.perf_counter(), len(todo)
         self._planned = {run.id: run.experiment.rounds for run in todo}
         self._rounds = sum(self._planned.values())
-        lines = [f"{grid.name}: {plural(len(grid.runs), 'run')} ({grid.shape}), {jobs} at a time"]
-        self._start([*lines, *(f"left out: {line}" for line in grid.left_out)], len(grid.runs) - self._total)
+        lines = [f"{plan.name}: {plural(len(plan.runs), 'run')} ({plan.shape}), {jobs} at a time"]
+        self._start([*lines, *(f"left out: {line}" for line in plan.left_out)], len(plan.runs) - self._total)
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
         self._done[run.id] += 1
@@ -91,7 +91,7 @@ class GridDisplay(Callback):
     def _print(self, line: str) -> None:
         print_line(line, quiet=self._quiet)
 
-    def __enter__(self) -> GridDisplay:
+    def __enter__(self) -> ComparisonDisplay:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -104,7 +104,7 @@ class GridDisplay(Callback):
                 self._print(f"{done} of {self._total} runs are in {self._folder}; continue with --out {self._folder}")
 
 
-class NotebookGridDisplay(GridDisplay):
+class NotebookComparisonDisplay(ComparisonDisplay):
     """Shows the bar, and the runs that failed, in the output of a cell; a context manager around the comparison."""
 
     def _start(self, lines: list[str], finished: int) -> None:
@@ -129,11 +129,11 @@ class NotebookGridDisplay(GridDisplay):
             self._show()
 
 
-def display_of(folder: Path | None, progress: bool | None) -> GridDisplay:
+def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
     """What a comparison shows: lines if `progress` is true; if it is None, a bar in a notebook, else nothing."""
     if progress is None and in_notebook():
-        return NotebookGridDisplay()
-    return GridDisplay(folder, quiet=not progress)
+        return NotebookComparisonDisplay()
+    return ComparisonDisplay(folder, quiet=not progress)
 
 
 def comparison_html(comparison: Comparison) -> str:

@@ -1,6 +1,6 @@
-"""The folder of a comparison: its grid, its runs and its results.
+"""The folder of a comparison: its plan, its runs and its results.
 
-grid.json       the axes, what all runs have in common, and the list of runs
+comparison.json       the axes, what all runs have in common, and the list of runs
 runs/ID/        a run folder each; `error.txt` says why a run failed
 shards/I-of-N/  folders like this one, each with a part of the runs, if the comparison was split
 results.csv, curves.csv, summary.csv, summary.txt, *.png
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
-from fedsim.comparison.grid import Grid, PlannedRun, common_tables, plan_grid, require_number
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
 from fedsim.config.files import read_toml
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.axes import Axes
 from fedsim.records.history import read_history
-from fedsim.records.reader import GRID, GridFile, Run, failure_in, places_in, read_grid_file
+from fedsim.records.reader import COMPARISON, ComparisonFile, Run, failure_in, places_in, read_comparison_file
 from fedsim.records.rows import canonical
 from fedsim.records.run_folder import ERROR, EXPERIMENT
 from fedsim.runs.resume import differences_of
@@ -44,7 +44,7 @@ RUNS, SHARDS = "runs", "shards"
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` of a grid: run k, counted from 0, belongs to part k mod count."""
+    """Part `index` of `count` of a comparison: run k, counted from 0, belongs to part k mod count."""
 
     index: int
     count: int
@@ -57,9 +57,9 @@ class Shard:
             raise ExperimentError(f"--shard {show(text)}: must be i/n, from 0/n to n-1/n")
         return cls(int(found[1]), int(found[2]))
 
-    def of(self, grid: Grid) -> list[PlannedRun]:
+    def of(self, plan: ComparisonPlan) -> list[PlannedRun]:
         """Return the runs of this part."""
-        return grid.runs[self.index :: self.count]
+        return plan.runs[self.index :: self.count]
 
     def folder(self, whole: Path) -> Path:
         """Return the folder of this part in the folder of the whole comparison."""
@@ -67,16 +67,16 @@ class Shard:
 
 
 @dataclass
-class GridRecords:
-    """The folder of a grid, to read.
+class ComparisonRecords:
+    """The folder of a comparison, to read.
 
     Attributes:
         path: of the folder.
-        grid: the grid, with the ids that its runs have in the folder.
+        plan: the comparison, with the ids that its runs have in the folder.
     """
 
     path: Path
-    grid: Grid
+    plan: ComparisonPlan
 
     def run_folder(self, run: PlannedRun) -> Path:
         """Return the folder of a run's records. Raises RecordError if a link leads out of the comparison's folder."""
@@ -86,12 +86,12 @@ class GridRecords:
         """Return the result of a run; `kept` is False if the folder is temporary."""
         place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
         result = result_in(self.run_folder(run), run)
-        target = self.grid.settings.target
+        target = self.plan.settings.target
         return replace(result, folder=result.folder if kept else None, place=place, target=target)
 
     @functools.cached_property
     def _places(self) -> dict[str, dict[str, int]]:
-        return places_in(self.grid.axes)
+        return places_in(self.plan.axes)
 
     def is_finished(self, run: PlannedRun) -> bool:
         """Whether all records of a run are there."""
@@ -99,41 +99,43 @@ class GridRecords:
 
     def comparison(self, *, kept: bool = True) -> Comparison:
         """Compare the runs; nothing is written. `kept` is False if the folder is temporary."""
-        grid, runs = self.grid, [self.result(run, kept=kept) for run in self.grid.runs]
-        if grid.settings.by is not None:
-            require_number(grid.settings.by, [run.history[-1] for run in runs if run.finished])
-        return Comparison(grid.name, grid.axes, runs, grid.settings, self.path if kept else None, grid.left_out)
+        plan, runs = self.plan, [self.result(run, kept=kept) for run in self.plan.runs]
+        if plan.settings.metric is not None:
+            require_number(plan.settings.metric, [run.history[-1] for run in runs if run.finished])
+        return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if kept else None, plan.left_out)
 
-    def take_ids(self, stored: GridFile) -> None:
-        """Give the runs of the grid the ids of the stored runs with the same points."""
+    def take_ids(self, stored: ComparisonFile) -> None:
+        """Give the runs of the comparison the ids of the stored runs with the same points."""
         ids = {canonical(run.point): run.id for run in stored.runs}
-        runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.grid.runs]
-        self.grid = replace(self.grid, runs=runs)
+        runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.plan.runs]
+        self.plan = replace(self.plan, runs=runs)
 
 
-class GridFolder(GridRecords):
-    """The locked folder of a grid: new, empty, or that of an earlier comparison of the same grid. A context manager.
+class ComparisonFolder(ComparisonRecords):
+    """The locked folder of a comparison, as a context manager: new, empty, or holding the same comparison.
 
-    The axes may have more values than in the earlier comparison.
+    The axes may have more values than those in the folder.
 
     Attributes:
         path: of the folder.
-        grid: the grid; runs that the folder already has keep their ids.
+        plan: the comparison; runs that the folder already has keep their ids.
 
-    Raises RecordError if the folder holds something else, another grid (with the differences), or is in use.
+    Raises RecordError if the folder holds something else, another comparison (with the differences), or is in use.
     """
 
-    def __init__(self, path: Path, grid: Grid) -> None:
-        super().__init__(path, grid)
+    def __init__(self, path: Path, plan: ComparisonPlan) -> None:
+        super().__init__(path, plan)
         with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
             path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(path, "another comparison"))  # first: another may be writing its first file
-            stored = path / GRID
+            stored = path / COMPARISON
             if stored.is_file():
-                self._continue(read_grid_file(stored, names_in([run.experiment.model_dump() for run in grid.runs])))
-            elif any(each.name not in (SHARDS, PART.format(GRID)) for each in path.iterdir()):
-                raise RecordError(f"{path}: is not empty, and not a comparison (no {GRID}); name another folder")
-            self.write(GRID, to_json(self._content(), indent=2).encode())
+                self._continue(
+                    read_comparison_file(stored, names_in([run.experiment.model_dump() for run in plan.runs]))
+                )
+            elif any(each.name not in (SHARDS, PART.format(COMPARISON)) for each in path.iterdir()):
+                raise RecordError(f"{path}: is not empty, and not a comparison (no {COMPARISON}); name another folder")
+            self.write(COMPARISON, to_json(self._content(), indent=2).encode())
             self._lock = stack.pop_all()
 
     def make_ready(self, run: PlannedRun) -> None:
@@ -165,31 +167,31 @@ class GridFolder(GridRecords):
         """Write one of the comparison's own files."""
         write_atomically(self.path / name, content)
 
-    def __enter__(self) -> GridFolder:
+    def __enter__(self) -> ComparisonFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
     def _content(self) -> dict[str, Any]:
-        grid = self.grid
-        runs = [{"id": run.id, "point": run.point, "folder": f"{RUNS}/{run.id}"} for run in grid.runs]
-        return {"name": grid.name, "axes": grid.axes, **grid.settings.given, "base": grid.base, "runs": runs}
+        plan = self.plan
+        runs = [{"id": run.id, "point": run.point, "folder": f"{RUNS}/{run.id}"} for run in plan.runs]
+        return {"name": plan.name, "axes": plan.axes, **plan.settings.given, "base": plan.base, "runs": runs}
 
-    def _continue(self, stored: GridFile) -> None:
-        """Check that the stored grid is a part of this one, and take over the ids of its runs."""
+    def _continue(self, stored: ComparisonFile) -> None:
+        """Check that the stored comparison is a part of this one, and take over the ids of its runs."""
         self.take_ids(stored)
-        lines = _differences_of_axes(stored.axes, self.grid.axes)
+        lines = _differences_of_axes(stored.axes, self.plan.axes)
         if not lines:
             points = {canonical(run.point) for run in stored.runs}
-            shared = [run for run in self.grid.runs if canonical(run.point) in points]
+            shared = [run for run in self.plan.runs if canonical(run.point) in points]
             lines = differences_of(stored.base, common_tables(shared))
             for run in shared:
                 if not lines and self.is_finished(run):
                     there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))
                     lines = [f"{run.id}: {line}" for line in _differences_of_run(there, run)]
         if lines:
-            raise RecordError(f"{self.path}: holds another grid; name a new folder\n" + "\n".join(lines))
+            raise RecordError(f"{self.path}: holds another comparison; name a new folder\n" + "\n".join(lines))
 
 
 @contextlib.contextmanager
@@ -225,13 +227,13 @@ def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Compa
     True
     """
     folder = Path(folder)
-    path = folder / GRID
+    path = folder / COMPARISON
     if not is_file(path):
         shards = f"; its shards are not combined yet: fedsim compare {folder}" if (folder / SHARDS).is_dir() else ""
-        raise RecordError(f"{folder}: is not the folder of a comparison (no {GRID}){shards}")
-    stored = read_grid_file(path)
-    grid = plan_grid(stored.base, stored.axes, (), stored.settings, file=path, allow_imports=allow_imports)
-    records = GridRecords(folder, grid)
+        raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}){shards}")
+    stored = read_comparison_file(path)
+    plan = plan_comparison(stored.base, stored.axes, (), stored.settings, file=path, allow_imports=allow_imports)
+    records = ComparisonRecords(folder, plan)
     records.take_ids(stored)
     return records.comparison()
 
@@ -246,8 +248,8 @@ def inner_folder(whole: Path, id: str) -> Path:
     return folder
 
 
-def differences_of_grids(there: GridFile, here: GridFile) -> list[str]:
-    """Compare two stored grids, and return one line for each difference."""
+def differences_of_comparisons(there: ComparisonFile, here: ComparisonFile) -> list[str]:
+    """Compare two stored comparisons, and return one line for each difference."""
     axes = [*_differences_of_axes(there.axes, here.axes), *_differences_of_axes(here.axes, there.axes)]
     return axes or differences_of(there.base, here.base)
 
@@ -258,7 +260,7 @@ def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
 
 
 def _differences_of_axes(there: Axes, here: Axes) -> list[str]:
-    """Return a line for each axis or value that only one grid has; more values here are no difference."""
+    """Return a line for each axis or value that only one comparison has; more values here are no difference."""
     lines = [f"{key}: is an axis there, and not here" for key in there if key not in here]
     lines += [f"{key}: is an axis here, and not there" for key in here if key not in there]
     for key in filter(here.__contains__, there):

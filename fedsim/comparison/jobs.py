@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedsim.comparison.grid import Grid, PlannedRun
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.rows import Layout
@@ -56,14 +56,14 @@ class Work(NamedTuple):
     folder: Path
 
 
-def default_jobs(grid: Grid, runs: Sequence[PlannedRun]) -> int:
+def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
     """Return the default number of runs at a time: one per core, as far as memory allows.
 
     On a CPU several runs in one process each are faster than one run in several processes, and the results are the
     same. One run at a time if the experiment sets its engine or uses a GPU.
     """
     on_gpu = any(resolve_device(run.experiment.device).type != "cpu" for run in runs)
-    if not runs or on_gpu or grid.engine_chosen:
+    if not runs or on_gpu or plan.engine_chosen:
         return 1
     if reason := why_runs_unsendable(runs):
         warnings.warn(f"{reason}; one run at a time", FedsimWarning, stacklevel=2)

@@ -83,15 +83,15 @@ def plot(
     if out is not None and format not in UNDATED:
         raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
     paths = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
-    grid = _only(_grid_in(paths), only or {})
+    comparison = _only(_comparison_in(paths), only or {})
     if metric is not None:
-        known = [each.key for each in metrics_in(record for run in grid.runs for record in run.history)]
+        known = [each.key for each in metrics_in(record for run in comparison.runs for record in run.history)]
         _require(metric_called(metric).key, "metric", known)
-        if metric != metric_called(grid.settings.by or "").key:  # else keep the stored sign
-            grid = replace(grid, settings=replace(grid.settings, by=metric))
+        if metric != metric_called(comparison.settings.metric or "").key:  # else keep the stored sign
+            comparison = replace(comparison, settings=replace(comparison.settings, metric=metric))
     look = STYLES[style]
     with look.applied():
-        figure = _heatmap(grid, look) if kind == "heatmap" else _curves(grid, x, look)
+        figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
         _set_range(figure, kind, "x", x_range)
         _set_range(figure, kind, "y", y_range)
         own_width, own_height = figure.get_size_inches()
@@ -108,12 +108,12 @@ def _require(value: str, name: str, allowed: Any) -> None:
         raise ExperimentError(f"{name} = {show(value)}: is not one of those; {nearest(value, allowed)}")
 
 
-def _curves(grid: Comparison, x: str, style: FigureStyle) -> Figure:
-    keys = numeric_axes(grid.axes, grid.compared)
+def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:
+    keys = numeric_axes(comparison.axes, comparison.compared)
     _require(x, "x", [*SCALES, *keys])
-    figure = (draw_values if x in keys else draw_curves)(grid, x, style)
+    figure = (draw_values if x in keys else draw_curves)(comparison, x, style)
     if figure is None:
-        raise RecordError(f"{grid.folder}: no run is finished")
+        raise RecordError(f"{comparison.folder}: no run is finished")
     if not any(panel.lines for panel in figure.axes):
         raise ExperimentError(f"x = {show(x)}: no run has recorded that together with the metric")
     return figure
@@ -134,8 +134,8 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
         panel.set(**{f"{axis}lim": ends})
 
 
-def _heatmap(grid: Comparison, style: FigureStyle) -> Figure:
-    figure = draw_heatmap(grid, style, grid.settings.heat_axes(list(grid.axes)))
+def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
+    figure = draw_heatmap(comparison, style, comparison.settings.heat_axes(list(comparison.axes)))
     if figure is None:
         raise ExperimentError(
             'kind = "heatmap": needs a comparison of two keys or more beside worst and tune, with finished runs'
@@ -143,7 +143,7 @@ def _heatmap(grid: Comparison, style: FigureStyle) -> Figure:
     return figure
 
 
-def _grid_in(folders: Sequence[Path]) -> Comparison:
+def _comparison_in(folders: Sequence[Path]) -> Comparison:
     """The comparison in a folder, or the runs in several folders as one."""
     found = [read_records(folder) for folder in folders]
     if not found:
@@ -161,9 +161,9 @@ def _grid_in(folders: Sequence[Path]) -> Comparison:
     return comparison_of(runs)
 
 
-def _only(grid: Comparison, only: Mapping[str, Any]) -> Comparison:
+def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
     """Return the runs with these values on some axes; `alie` selects all its settings, such as `alie,z=1.5`."""
-    axes, runs = dict(grid.axes), grid.runs
+    axes, runs = dict(comparison.axes), comparison.runs
     for key, given in only.items():
         key = axis_called(key)
         _require(key, "only", list(axes))
@@ -178,4 +178,4 @@ def _only(grid: Comparison, only: Mapping[str, Any]) -> Comparison:
     places = places_in(axes)
     placed = [{axis: places[axis][canonical(value)] for axis, value in run.point.items()} for run in runs]
     runs = [replace(run, place=place) for run, place in zip(runs, placed, strict=True)]
-    return replace(grid, axes=axes, runs=runs)
+    return replace(comparison, axes=axes, runs=runs)

@@ -17,7 +17,7 @@ from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.axes import label, shape_of
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame
-from fedsim.records.reader import GRID, Run, places_in, read_grid_file
+from fedsim.records.reader import COMPARISON, Run, places_in, read_comparison_file
 from fedsim.records.record import Metric
 from fedsim.records.rows import (
     NO_SETTINGS,
@@ -65,8 +65,8 @@ class Comparison:
 
         Raises RecordError (ExperimentError for invalid TOML) if anything in it cannot come from a comparison.
         """
-        path, runs, points, folders = folder / GRID, list[Run](), set[str](), set[Path]()
-        file = read_grid_file(path)
+        path, runs, points, folders = folder / COMPARISON, list[Run](), set[str](), set[Path]()
+        file = read_comparison_file(path)
         known = places_in(file.axes)
         for index, entry in enumerate(file.runs):
             where, run_folder = f"{path}: runs.{index}", folder / entry.folder
@@ -79,7 +79,7 @@ class Comparison:
             if canonical(place) in points:
                 raise RecordError(f"{where}.point: another run has the same")
             if is_outside(run_folder, folder):
-                raise RecordError(f"{where}.folder = {show(entry.folder)}: must lie in the grid's folder")
+                raise RecordError(f"{where}.folder = {show(entry.folder)}: must lie in the comparison's folder")
             if run_folder.resolve() in folders:
                 raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
             points.add(canonical(place))
@@ -189,11 +189,11 @@ def read_records(folder: Path) -> Run | Comparison:
     Raises RecordError (ExperimentError for invalid TOML) if it is neither, has no finished round, or is damaged.
     """
     if not folder.is_dir():
-        raise RecordError(f"{folder}: no such folder; expected that of a run or of a grid")
-    if (folder / GRID).is_file():
+        raise RecordError(f"{folder}: no such folder; expected that of a run or of a comparison")
+    if (folder / COMPARISON).is_file():
         return Comparison.read(folder)
     if not is_file(folder / METRICS):
-        raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a grid (it has no {GRID})")
+        raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a comparison (it has no {COMPARISON})")
     run = Run.read(folder)
     if not run.history:
         raise RecordError(f"{folder / METRICS}: no round is finished yet")

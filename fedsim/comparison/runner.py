@@ -1,4 +1,4 @@
-"""Run a grid: do the runs that are not finished yet, and write the results. Merge the folders of one grid."""
+"""Run what is left of a comparison and write its results, and merge the folders of its parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Any
 from fedsim.callbacks.painter import Painter
 from fedsim.comparison.displays import Callback, display_of
 from fedsim.comparison.figures import heatmap_csv
-from fedsim.comparison.folder import SHARDS, GridFolder, Shard, differences_of_grids, inner_folder, result_in
-from fedsim.comparison.grid import Grid, PlannedRun, plan_grid, untrained_part
+from fedsim.comparison.folder import (
+    SHARDS,
+    ComparisonFolder,
+    Shard,
+    differences_of_comparisons,
+    inner_folder,
+    result_in,
+)
 from fedsim.comparison.jobs import (
     Work,
     default_jobs,
@@ -36,6 +42,7 @@ from fedsim.comparison.on_paper import (
     draw_values,
     draw_worker_comparison,
 )
+from fedsim.comparison.plan import ComparisonPlan, PlannedRun, plan_comparison, untrained_part
 from fedsim.comparison.results import Comparison
 from fedsim.comparison.tables import (
     breaking_points,
@@ -51,7 +58,7 @@ from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, RecordError, SettingWarning, one_line, show
 from fedsim.records.formatting import key_name
-from fedsim.records.reader import GRID, GridFile, read_grid_file
+from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_file
 from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
 from fedsim.system.child_process import exit_if_imported_by_child
@@ -62,13 +69,13 @@ if TYPE_CHECKING:
 
 def compare(
     experiment: Experiment | Mapping[str, Any] | str | Path | None = None,
-    grid: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     jobs: int | None = None,
     target: float | None = None,
     tune: str | None = None,
     worst: str | None = None,
-    by: str | None = None,
+    metric: str | None = None,
     skip_invalid: bool = False,
     heatmap: str | None = None,
     *,
@@ -76,7 +83,7 @@ def compare(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Comparison:
-    """Run an experiment for every combination of the values on a grid's axes, and compare the results.
+    """Run an experiment for every combination of the values on a comparison's axes, and compare the results.
 
     Runs with the same seed have the same initial model, cohorts and batches, so their differences are paired. A run
     that fails is reported; the others continue.
@@ -84,17 +91,17 @@ def compare(
     Args:
         experiment: an Experiment, tables, the path of a TOML or YAML file, the name of an experiment that comes with
             fedsim, or None for the default experiment, as for `run`; tables and files may hold the axes in a table
-            `grid`.
-        grid: the list of values of each dotted key; a value that is a table changes several keys at once.
-        out: the folder of the records: new, empty, or that of the same grid, whose finished runs are kept.
+            `comparison`.
+        comparison: the list of values of each dotted key; a value that is a table changes several keys at once.
+        out: the folder of the records: new, empty, or that of the same comparison, whose finished runs are kept.
         jobs: runs at a time. By default as many as cores and memory allow, each in one process; but one if the
             experiment sets its engine or processes, or uses a GPU.
         target: a test accuracy, or a test loss of tasks without accuracy; the summary reports the time to reach it. The
-            table `grid` may have it too.
+            table `comparison` may have it too.
         tune: an axis. For each combination of the others, the value with the best validation result is reported; of
             several attacks, of an axis `worst`, the worst result counts. It needs `data.validation_fraction`.
         worst: an axis, such as "attack.name": the value with the worst result is reported.
-        by: the number of the last round that is compared, in place of the test accuracy: "test_loss",
+        metric: the number of the last round that is compared, instead of the test accuracy: "test_loss",
             "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses, errors, perplexity,
             attack success, inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results, and
             metrics with `higher_is_better = False`. A sign says which is better: "-metrics.drift" a lower one, "+..." a
@@ -105,7 +112,7 @@ def compare(
             are over these, with the best value of the first axis in each cell. By default the first two axes.
         progress: print a line for each run, as the command line does; None: show a bar in a notebook, else nothing.
         allow_imports: allow a file to name any import path; see `load_experiment`.
-        changes: keys of the experiment, set in all runs: `compare(grid={"seed": [0, 1]}, rounds=3)`.
+        changes: keys of the experiment, set in all runs: `compare(comparison={"seed": [0, 1]}, rounds=3)`.
 
     Raises:
         ExperimentError: one of the experiments is invalid; no run has been started.
@@ -118,20 +125,20 @@ def compare(
     (['mean', 'median'], 2, [])
     """
     settings = ComparisonSettings(
-        target=target, tune=tune, worst=worst, by=by, skip_invalid=skip_invalid or None, heatmap=heatmap
+        target=target, tune=tune, worst=worst, metric=metric, skip_invalid=skip_invalid or None, heatmap=heatmap
     )
     try:
-        planned = plan_grid(experiment, grid, (), settings, allow_imports=allow_imports, **changes)
+        planned = plan_comparison(experiment, plan, (), settings, allow_imports=allow_imports, **changes)
     except ExperimentError as error:
         raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))
-        return run_grid(planned, folder, jobs, display, kept=out is not None)
+        return run_comparison(planned, folder, jobs, display, kept=out is not None)
 
 
-def run_grid(
-    grid: Grid,
+def run_comparison(
+    plan: ComparisonPlan,
     path: Path,
     jobs: int | None = None,
     callback: Callback | None = None,
@@ -139,39 +146,39 @@ def run_grid(
     kept: bool = True,
     shard: Shard | None = None,
 ) -> Comparison:
-    """Do the runs of a grid that are not finished yet, and write the results to the folder `path`; see `compare`.
+    """Do the runs of a comparison that are not finished yet, and write the results to the folder `path`; see `compare`.
 
     Of a `shard` only its runs are done, and nothing is compared.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
-    for run in grid.runs:
+    for run in plan.runs:
         if engines.get(run.experiment.engine).target.traits.ranks:
             raise ExperimentError(
                 f"engine = {show(run.experiment.engine)}: a comparison starts its own processes; use another engine, "
                 "and --shard i/n for several machines"
             )
-    if jobs is not None and jobs > 1 and (reason := why_runs_unsendable(grid.runs)):
+    if jobs is not None and jobs > 1 and (reason := why_runs_unsendable(plan.runs)):
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
         exit_if_imported_by_child()  # else it would find the folder locked by its own parent
-    with GridFolder(path, grid) as folder, Painter() as painter:
-        grid = folder.grid
-        runs = grid.runs if shard is None else shard.of(grid)
+    with ComparisonFolder(path, plan) as folder, Painter() as painter:
+        plan = folder.plan
+        runs = plan.runs if shard is None else shard.of(plan)
         todo = [run for run in runs if not folder.is_finished(run)]
         for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
             load_dataset(data.name, data.root, **data.params)  # now: else every run would fail of missing data
-        jobs = min(jobs or default_jobs(grid, todo), max(1, len(todo)))
-        _warn(todo, grid.settings.by)
-        callback.on_start(grid, todo, jobs)
-        _run(todo, jobs, folder, callback, one_process=jobs > 1 and not grid.engine_chosen)
+        jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
+        _warn(todo, plan.settings.metric)
+        callback.on_start(plan, todo, jobs)
+        _run(todo, jobs, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
-            return Comparison(grid.name, grid.axes, list(map(folder.result, runs)), grid.settings, path)
+            return Comparison(plan.name, plan.axes, list(map(folder.result, runs)), plan.settings, path)
         return summarised(folder, painter if kept else None)
 
 
-def summarised(folder: GridFolder, painter: Painter | None) -> Comparison:
+def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
     """Compare the runs in a folder, and write the tables and figures unless the folder is temporary (no painter)."""
     comparison = folder.comparison(kept=painter is not None)
     if painter is not None:
@@ -179,7 +186,7 @@ def summarised(folder: GridFolder, painter: Painter | None) -> Comparison:
     return comparison
 
 
-def _warn(runs: Sequence[PlannedRun], by: str | None) -> None:
+def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
     """Show each warning once, however many runs it concerns."""
 
     def relevant(experiment: Experiment) -> list[Any]:
@@ -187,17 +194,19 @@ def _warn(runs: Sequence[PlannedRun], by: str | None) -> None:
         return [tables["model"], tables["attack"], experiment.workers, experiment.cohort, experiment.buffers]
 
     lines = [line for run in distinct(runs, relevant) for line in warnings_about(run.experiment)]
-    if by is None and (found := untrained_part(run.experiment for run in runs)):
+    if metric is None and (found := untrained_part(run.experiment for run in runs)):
         algorithm, number = found
         lines.append(
             f"{algorithm}: runs are compared by tests of the global model, of which a part stays untrained, since "
-            f"workers keep their own; compare with by={number}"
+            f"workers keep their own; compare with metric={number}"
         )
     for line in dict.fromkeys(lines):
         warnings.warn(line, SettingWarning, stacklevel=3)
 
 
-def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Callback, *, one_process: bool) -> None:
+def _run(
+    runs: Sequence[PlannedRun], jobs: int, folder: ComparisonFolder, callback: Callback, *, one_process: bool
+) -> None:
     def on_end(run: PlannedRun, error: str | None) -> None:
         if error is not None:
             folder.note_failure(run, error)
@@ -217,13 +226,13 @@ def _run(runs: Sequence[PlannedRun], jobs: int, folder: GridFolder, callback: Ca
         run_in_jobs(work, jobs, callback.on_round, on_end, on_retry)
 
 
-def _write(comparison: Comparison, folder: GridFolder, painter: Painter) -> None:
+def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -> None:
     runs, axes, settings = comparison.runs, comparison.axes, comparison.settings
     folder.write("results.csv", results_csv(comparison).encode())
     folder.write("curves.csv", curves_csv(comparison).encode())
     folder.write("summary.csv", summary_csv(comparison).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.by).path[-1].removeprefix("test_"))
+    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.metric).path[-1].removeprefix("test_"))
     over = settings.heat_axes(list(axes))
     drawings: dict[str, Callable[[], Figure | None]] = {
         what: partial(draw_curves, comparison),
@@ -247,7 +256,7 @@ def _write(comparison: Comparison, folder: GridFolder, painter: Painter) -> None
     if settings.tune is not None:
         folder.write("tuning.csv", tuning_csv(comparison).encode())
         drawings["tuning"] = partial(draw_tuning, comparison)
-    for name, content in painter.files(drawings, folder.grid.runs[0].experiment.records.figures).items():
+    for name, content in painter.files(drawings, folder.plan.runs[0].experiment.records.figures).items():
         folder.write(name, content)
 
 
@@ -258,45 +267,47 @@ def merge(
     *,
     allow_imports: bool = False,
 ) -> Comparison:
-    """Copy the runs of several folders of one grid into the folder `out`, and compare them; nothing is run.
+    """Copy the runs of several folders of one comparison into the folder `out`, and compare them; nothing is run.
 
     Args:
         folders: of comparisons, whose shards count too; `out` itself may be one of them.
         out: the folder of the merged comparison.
-        settings: as of `plan_grid`; those that are not set are those of the first folder.
-        allow_imports: whether the folders may name any import path, as of `plan_grid`.
+        settings: as of `plan_comparison`; those that are not set are those of the first folder.
+        allow_imports: whether the folders may name any import path, as of `plan_comparison`.
 
-    Raises RecordError if a folder holds no comparison, or the folders hold different grids.
+    Raises RecordError if a folder holds no comparison, or the folders hold different comparisons.
     """
     sources = [source for folder in folders for source in _sources(folder)]
-    grids = {source: read_grid_file(source / GRID) for source in sources}
-    first = grids[sources[0]]
-    for source, other in grids.items():
-        if lines := differences_of_grids(first, other):
-            raise RecordError(f"{source}: holds another grid than {sources[0]}\n" + "\n".join(lines))
+    comparisons = {source: read_comparison_file(source / COMPARISON) for source in sources}
+    first = comparisons[sources[0]]
+    for source, other in comparisons.items():
+        if lines := differences_of_comparisons(first, other):
+            raise RecordError(f"{source}: holds another comparison than {sources[0]}\n" + "\n".join(lines))
     settings = ComparisonSettings(**first.settings.given | settings.given)
-    file = sources[0] / GRID
-    grid = plan_grid(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
-    with GridFolder(out, grid) as folder:
-        for run in folder.grid.runs:
-            if not folder.is_finished(run) and (found := _find(run, grids, folder.run_folder(run))):
+    file = sources[0] / COMPARISON
+    plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
+    with ComparisonFolder(out, plan) as folder:
+        for run in folder.plan.runs:
+            if not folder.is_finished(run) and (found := _find(run, comparisons, folder.run_folder(run))):
                 folder.clear(run)
                 _copy(found, folder.run_folder(run))
         return summarised(folder, Painter())
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Return the folders with a grid.json: this one, and its shards."""
-    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / GRID).is_file()]
+    """Return the folders with a comparison.json: this one, and its shards."""
+    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not found:
-        raise RecordError(f"{folder}: is not the folder of a comparison (no {GRID}, and no shards in {SHARDS}/)")
+        raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
     return found
 
 
-def _find(run: PlannedRun, grids: dict[Path, GridFile], besides: Path) -> Path | None:
+def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
     """Return the folder where a run is finished; else one where it failed."""
     point = canonical(run.point)
-    stored = [(source, each) for source, grid in grids.items() for each in grid.runs if canonical(each.point) == point]
+    stored = [
+        (source, each) for source, plan in comparisons.items() for each in plan.runs if canonical(each.point) == point
+    ]
     folders = [inner_folder(source, each.id) for source, each in stored]
     folders = [folder for folder in folders if folder.is_dir() and folder != besides]
     complete = (folder for folder in folders if result_in(folder, run).finished)

@@ -344,7 +344,7 @@ def _notes(comparison: Comparison) -> list[str]:
     else:
         means = "of one run each: with one seed there are no intervals, and a difference may be chance"
     paired = "; differences are paired by seed" if seeds > 1 else ""
-    better = f" ({score.better} is better)" if settings.by is not None and score.better else ""
+    better = f" ({score.better} is better)" if settings.metric is not None and score.better else ""
     notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
     if any(row.mark for row in rows):
         within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""

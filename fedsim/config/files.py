@@ -26,7 +26,7 @@ else:
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
 
-GRID = "grid"  # the table of the axes of a comparison
+COMPARISON = "comparison"  # the table of the axes of a comparison
 MAX_BYTES = 8 * 2**20  # of an experiment file: enough for a weight for each of a million workers
 NAME_COLUMNS = 20
 PACKAGE = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def list_experiments(columns: int | None = None, search: str = "") -> str:
     for name, path in experiments().items():
         text = path.read_text(encoding="utf-8")
         if has_words(search, name, text):
-            command = "compare" if "\n[grid]" in text else "run"
+            command = "compare" if "\n[comparison]" in text else "run"
             summary = text.partition("\n")[0].removeprefix("# ")
             lines.append(hang(f"  {name:<{NAME_COLUMNS}} ", f"{command}: {summary}", columns))
     return "\n".join(lines) if len(lines) > 1 else ""
@@ -82,18 +82,18 @@ def describe_file(source: str | Path) -> dict[str, Any]:
 def nested(tables: dict[str, Any]) -> dict[str, Any]:
     """Tables with dotted keys as nested tables.
 
-    The axes of a comparison stay flat, {"grid": {dotted key: values}}, since both `attack` and `attack.fraction` may be
-    axes. Raises ExperimentError if a key is given twice.
+    The axes of a comparison stay flat, {"comparison": {dotted key: values}}, since both `attack` and `attack.fraction`
+    may be axes. Raises ExperimentError if a key is given twice.
     """
-    in_grid = {key: value for key, value in tables.items() if str(key).partition(".")[0] == GRID}
-    if isinstance(in_grid.get(GRID, {}), Mapping) and in_grid:
+    in_comparison = {key: value for key, value in tables.items() if str(key).partition(".")[0] == COMPARISON}
+    if isinstance(in_comparison.get(COMPARISON, {}), Mapping) and in_comparison:
         axes: dict[str, Any] = {}
-        for key, values in leaves_of(in_grid):
+        for key, values in leaves_of(in_comparison):
             axis = key.partition(".")[2]
             if axis in axes:
                 raise ExperimentError(f"{key}: is given twice")
             axes[axis] = values
-        return {**nested({key: value for key, value in tables.items() if key not in in_grid}), GRID: axes}
+        return {**nested({key: value for key, value in tables.items() if key not in in_comparison}), COMPARISON: axes}
     if any("." in str(key) for key in tables):
         changes, tables = changes_in(tables), {}
         override(tables, changes)

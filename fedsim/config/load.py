@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.config.experiment import Experiment
-from fedsim.config.files import GRID, describe_file, find_experiment, nested
+from fedsim.config.files import COMPARISON, describe_file, find_experiment, nested
 from fedsim.config.overrides import changes_in, override, parse_word
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
@@ -52,8 +52,8 @@ def load_experiment(
             drop_default_name(description)
     override(description, words)
     try:
-        if isinstance(description.get(GRID), dict):
-            raise ExperimentError("the table [grid] describes several experiments; use fedsim compare")
+        if isinstance(description.get(COMPARISON), dict):
+            raise ExperimentError("the table [comparison] describes several experiments; use fedsim compare")
         with untrusted_config(file_of(source), (value for _, value in words), allowed=allow_imports):
             return experiment_of(description)
     except ExperimentError as error:
@@ -80,7 +80,7 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
 
 def drop_default_name(description: dict[str, Any]) -> None:
     """Remove the name from nested tables if it is the default name, so that it follows later changes."""
-    if "name" in description and GRID not in description:
+    if "name" in description and COMPARISON not in description:
         unnamed = {key: value for key, value in description.items() if key != "name"}
         with contextlib.suppress(ExperimentError):  # later changes may correct the problem
             if experiment_of(unnamed).name == description["name"]:

@@ -21,8 +21,8 @@ Axes = dict[str, list[Any]]
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
-def axes_of_tables(tables: Any, place: str = "grid") -> Axes:
-    """Return the axes in a [grid] table, which has dotted keys or nested tables of lists of values."""
+def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
+    """Return the axes in a [comparison] table, which has dotted keys or nested tables of lists of values."""
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
@@ -68,7 +68,7 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
 
 
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
-    """Apply the words of a command line, and further changes of all runs, to the axes in a [grid] table.
+    """Apply the words of a command line, and further changes of all runs, to the axes in a [comparison] table.
 
     Returns all axes, those of the words, and the changes of all runs; these replace an axis in the table.
     """

@@ -28,12 +28,12 @@ from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT, MODEL, PAR
 from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.system.files import is_file
 
-GRID = "grid.json"
-ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # of a run in a grid: a folder name that stays inside its parent
+COMPARISON = "comparison.json"
+ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # of a run in a comparison: a folder name that stays inside its parent
 INCOMPLETE = "its records are not complete"
 
 # Limits on files, much larger than any run writes.
-MOST_PARTITION_BYTES, MOST_GRID_BYTES = 2**28, 2**26
+MOST_PARTITION_BYTES, MOST_COMPARISON_BYTES = 2**28, 2**26
 MOST_ERROR_BYTES = 2**24
 
 
@@ -55,21 +55,21 @@ class StoredPartition(LenientModel):
     byzantine: list[Count] = []
 
 
-class GridEntry(LenientModel):
-    """One run of a grid: its values on the axes, and its folder."""
+class ComparisonEntry(LenientModel):
+    """One run of a comparison: its values on the axes, and its folder."""
 
     id: Annotated[str, StringConstraints(pattern=ID, max_length=255)]
     point: dict[str, Any]
     folder: str
 
 
-class GridFile(LenientModel):
-    """grid.json."""
+class ComparisonFile(LenientModel):
+    """comparison.json."""
 
     name: str
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
     base: dict[str, Any] = {}
-    runs: list[GridEntry]
+    runs: list[ComparisonEntry]
     settings: ComparisonSettings = NO_SETTINGS
 
     @model_validator(mode="before")
@@ -235,12 +235,12 @@ def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
     }
 
 
-def read_grid_file(path: Path, objects: Iterable[ObjectName] = ()) -> GridFile:
-    """The content of a grid.json, with `objects` in the place of their names."""
-    file = _validated(GridFile, path, MOST_GRID_BYTES)
+def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
+    """The content of a comparison.json, with `objects` in the place of their names."""
+    file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
     if problem := problem_with_words(file.model_dump()):
         raise RecordError(f"{path}: {problem}")
-    return GridFile.model_validate(with_objects(file.model_dump(), objects))
+    return ComparisonFile.model_validate(with_objects(file.model_dump(), objects))
 
 
 def _read_partition(path: Path) -> StoredPartition:

@@ -335,7 +335,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
-    """The settings of a comparison: the keys of a table [grid], and of `grid.json`, that are not axes.
+    """The settings of a comparison: the keys of a table [comparison], and of `comparison.json`, that are not axes.
 
     Attributes:
         target: the test accuracy, or test loss of a task without accuracy, the time until which is reported, and from
@@ -344,7 +344,7 @@ class ComparisonSettings:
             every seed; of each value the worst result along the axis `worst` counts, if there is one.
         worst: then the value with the worst mean is chosen, of the number that runs are compared by. A value with a run
             that failed, diverged or has no result is the worst.
-        by: this number, see `metric_called`, perhaps with a sign that says which value is better; None: the test
+        metric: this number, see `metric_called`, perhaps with a sign that says which value is better; None: the test
             accuracy, or the test loss of a task without accuracy.
         skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
         heatmap: the two axes of the heat map, "down,across"; None: the first two.
@@ -353,7 +353,7 @@ class ComparisonSettings:
     target: Number = None
     tune: str | None = None
     worst: str | None = None
-    by: str | None = None
+    metric: str | None = None
     skip_invalid: StrictBool | None = None
     heatmap: str | None = None
 
@@ -363,7 +363,7 @@ class ComparisonSettings:
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """The same without the axes that a grid does not have."""
+        """The same without the axes that a comparison does not have."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
@@ -389,7 +389,7 @@ class ComparisonSettings:
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Row]:
         """The rows that are compared, of the runs that remain."""
-        return rows_of(self.of(runs, axes)[0], self.compared(axes), self.by, self.headings)
+        return rows_of(self.of(runs, axes)[0], self.compared(axes), self.metric, self.headings)
 
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
         """The runs that remain, and the choices along the axis `tune`, one for each combination of the others."""
@@ -398,7 +398,7 @@ class ComparisonSettings:
             tuned = _choices(left, compared, self.tune, lambda row: validated_quality(self.validated(row)))
             left = [run for choice in tuned for run in choice.chosen.runs]
         if self.worst is not None:
-            worst = _choices(left, compared, self.worst, lambda row: -row.quality(row.score), self.by)
+            worst = _choices(left, compared, self.worst, lambda row: -row.quality(row.score), self.metric)
             left = [run for choice in worst for run in choice.chosen.runs]
         return left, tuned
 

@@ -116,7 +116,7 @@ def run_curves(run: Run) -> list[dict[str, Any]]:
     return _all_curves(comparison, charts_of([run], parts=True), lambda chart, line: line_name(line.metric))
 
 
-def grid_curves(comparison: Comparison) -> list[dict[str, Any]]:
+def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
     """One figure per chart and scale of a comparison: for each combination its mean and the spread over the seeds."""
 
     def name_of(chart: Chart, line: Line) -> str:
@@ -467,7 +467,7 @@ def run_time(run: Run) -> dict[str, Any]:
     return _time_figure(traces, 320, "x", xaxis=rounds, yaxis=value_axis("seconds of a round", "s", rangemode="tozero"))
 
 
-def grid_time(rows: Sequence[Row]) -> dict[str, Any]:
+def time_by_run(rows: Sequence[Row]) -> dict[str, Any]:
     """The mean seconds of each phase: one bar per combination, the first on top."""
     traces, names = [], [name_of_values(row.point.values()) for row in rows]
     records = [records_of(row.runs) for row in rows]
@@ -584,7 +584,7 @@ def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
 
 
 def label_axis(title: str, labels: Iterable[str], **more: Any) -> dict[str, Any]:
-    """An axis with a label at 0, 1, 2, ...: two values of a grid may have the same label."""
+    """An axis with a label at 0, 1, 2, ...: two values of a comparison may have the same label."""
     texts = [tick_text(label) for label in labels]
     ticks = {"tickmode": "array", "tickvals": list(range(len(texts))), "ticktext": texts}
     return axis(title, showgrid=False, zeroline=False, **ticks, **more)

@@ -16,7 +16,7 @@ from typing import Any
 
 from fedsim.comparison.results import read_records
 from fedsim.records.reader import Run
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from fedsim.report.on_page import CONFIG, TEMPLATES
 from fedsim.report.run_page import run_page
 from fedsim.system.files import write_atomically
@@ -27,10 +27,10 @@ PAGE = "report.html"
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the HTML page about a run or a grid of runs, and return its path.
+    """Write the HTML page about a run or a comparison, and return its path.
 
     Args:
-        folder: that of a run or of a grid; unfinished runs are shown as far as they are.
+        folder: that of a run or of a comparison; unfinished runs are shown as far as they are.
         out: the HTML file, which may exist; by default `report.html` in the folder.
 
     Raises:
@@ -52,11 +52,11 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def render(folder: Path) -> str:
-    """The page about a run or a grid, as text."""
+    """The page about a run or a comparison, as text."""
     plotly = import_extra("plotly.offline", extra="report", purpose="a report")
     jinja2 = import_extra("jinja2", extra="report", purpose="a report")
     records = read_records(folder)
-    context, charts = run_page(records) if isinstance(records, Run) else grid_page(records)
+    context, charts = run_page(records) if isinstance(records, Run) else comparison_page(records)
     scripts = [plotly.get_plotlyjs(), _asset("page.js")]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fedsim.report"),
@@ -66,7 +66,7 @@ def render(folder: Path) -> str:
         lstrip_blocks=True,
     )
     safe = environment.filters["safe"]
-    return environment.get_template("run.html" if isinstance(records, Run) else "grid.html").render(
+    return environment.get_template("run.html" if isinstance(records, Run) else "comparison.html").render(
         **context,
         version=__version__,
         style=safe(_asset("page.css")),

@@ -72,7 +72,7 @@ class Result:
         """The numbers of each round as a pandas data frame with one row per round.
 
         The columns are `round`, `test_accuracy`, `test_loss`, `train_loss`, and the other numbers that the records
-        hold, under the names that `stop.metric` and `--by` use: `metrics.top_k`, `seconds.train`, `bytes_up`. NaN
+        hold, under the names that `stop.metric` and `--metric` use: `metrics.top_k`, `seconds.train`, `bytes_up`. NaN
         stands for a number that a round does not have. Raises MissingPackageError without pandas.
         """
         return to_frame(round_rows(self.history), "Result.to_dataframe")

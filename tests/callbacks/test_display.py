@@ -45,7 +45,7 @@ def test_the_time_left_of_a_resumed_run_does_not_count_earlier_rounds(monkeypatc
 def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypatch):
     """They need no time, so as done rounds they would make those to come look faster than they are."""
     watched(monkeypatch)
-    display = of_comparisons.GridDisplay(None, quiet=False)
+    display = of_comparisons.ComparisonDisplay(None, quiet=False)
     runs = [SimpleNamespace(id=name, experiment=SimpleNamespace(rounds=10)) for name in ("a", "b")]
     with display:
         display.on_start(SimpleNamespace(name="x", shape="2 seed", runs=runs, left_out=[]), runs, 1)
@@ -87,7 +87,7 @@ def test_a_comparison_is_silent_or_shows_a_line_for_each_run(tiny_experiment, ca
     comparison = fedsim.compare(tiny_experiment, {"seed": [0, 1]}, rounds=1, name="pair")
     assert capsys.readouterr().out == ""
     assert repr(comparison) == "Comparison(pair: 2 runs (2 seed); see .table)"
-    fedsim.compare(grid={"seed": [0, 1]}, progress=True, **{**tiny_experiment, "rounds": 1})
+    fedsim.compare(plan={"seed": [0, 1]}, progress=True, **{**tiny_experiment, "rounds": 1})
     assert "[2/2] seed1: accuracy" in capsys.readouterr().out
 
 

@@ -126,8 +126,8 @@ def test_a_run_that_fails_ends_its_loggers_with_its_error(tiny_experiment):
 
 
 def test_each_run_of_a_comparison_is_logged_under_its_id(tiny_experiment, tmp_path):
-    tables, grid = logging(tiny_experiment, noted, rounds=1), {"local.lr": [0.1, 0.2], "seed": [0, 1]}
-    comparison = fedsim.compare(tables, grid, tmp_path / "grid", jobs=1)
+    tables, plan = logging(tiny_experiment, noted, rounds=1), {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    comparison = fedsim.compare(tables, plan, tmp_path / "comparison", jobs=1)
     runs = [each for each in CALLS if hasattr(each, "id")]
     assert [run.name for run in runs] == [run.id for run in comparison.runs]
     assert [(run.settings["local.lr"], run.settings["seed"]) for run in runs] == POINTS
@@ -225,7 +225,7 @@ tables["records.loggers"] = [sys.argv[1]]
 if __name__ == "__main__":
     result = fedsim.run(tables, "first")
     fedsim.run(tables, "first", resume=True, rounds=3)
-    comparison = fedsim.compare(tables, {"local.lr": [0.1, 0.2], "seed": [0, 1]}, "grid", jobs=2)
+    comparison = fedsim.compare(tables, {"local.lr": [0.1, 0.2], "seed": [0, 1]}, "comparison", jobs=2)
     assert not comparison.failed, comparison.table
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 import fedsim
 from fedsim.cli.early_check import check_names_of_comparison, check_names_of_run, problems_with_names
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.config.files import experiments
 from fedsim.errors import MAX_PROBLEMS
 from tests import test_frozen_numbers
@@ -55,7 +55,7 @@ def lines_of(function, *arguments, **options):
 @pytest.mark.parametrize("words", [*MISTAKES, *IN_COMPARISONS])
 def test_a_wrong_key_or_name_has_the_words_of_the_later_check(words):
     if words in IN_COMPARISONS:
-        late = lines_of(plan_grid, None, None, words.split())
+        late = lines_of(plan_comparison, None, None, words.split())
         early = lines_of(check_names_of_comparison, None, words.split(), skip_invalid=False)
     else:
         late = lines_of(fedsim.load_experiment, None, words.split())
@@ -82,11 +82,11 @@ def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(text, word,
 
 @pytest.mark.parametrize("word", ["local.algorithm=sgd", "local.name=sgd"])
 def test_a_word_replaces_the_axis_of_a_file_whatever_its_key_is_called(word, tmp_path):
-    (tmp_path / "mine.toml").write_text('[grid]\nlocal.name = ["momentun", "adam"]\nseed = [0, 1]\n')
+    (tmp_path / "mine.toml").write_text('[comparison]\nlocal.name = ["momentun", "adam"]\nseed = [0, 1]\n')
     file = str(tmp_path / "mine.toml")
     assert lines_of(check_names_of_comparison, file, [], skip_invalid=False)
     assert lines_of(check_names_of_comparison, file, [word], skip_invalid=False) == set()
-    assert lines_of(plan_grid, file, None, [word]) == set()
+    assert lines_of(plan_comparison, file, None, [word]) == set()
 
 
 def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
@@ -98,10 +98,10 @@ def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     )
     (tmp_path / "mine.yaml").write_text("local.momentun: 0.9\n")
     assert len(lines_of(check_names_of_run, str(tmp_path / "mine.yaml"), [])) == 1
-    file.write_text('[grid]\naggregate.rule = ["krumm", "mean"]\nskip_invalid = true\n')
+    file.write_text('[comparison]\naggregate.rule = ["krumm", "mean"]\nskip_invalid = true\n')
     assert lines_of(check_names_of_comparison, str(file), [], skip_invalid=False) == set()
-    file.write_text('[grid]\naggregate.rule = ["krumm", "mean"]\nworst = "aggregate.rule"\n')
-    assert lines_of(check_names_of_comparison, str(file), [], skip_invalid=False) == lines_of(plan_grid, file)
+    file.write_text('[comparison]\naggregate.rule = ["krumm", "mean"]\nworst = "aggregate.rule"\n')
+    assert lines_of(check_names_of_comparison, str(file), [], skip_invalid=False) == lines_of(plan_comparison, file)
     assert (
         lines_of(check_names_of_comparison, str(file), ["aggregate.rule=mean", "seed=0,1"], skip_invalid=False) == set()
     )

@@ -16,7 +16,7 @@ from fedsim.records.rows import canonical
 EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # which asks for no files
 
 
-def grid_of(axes: dict, target: float | None = None, **settings: Any) -> Comparison:
+def comparison_of(axes: dict, target: float | None = None, **settings: Any) -> Comparison:
     """Return a comparison with these axes and default experiments, of which no run has begun."""
     places, runs = places_in(axes), []
     for index, values in enumerate(itertools.product(*axes.values())):
@@ -26,10 +26,10 @@ def grid_of(axes: dict, target: float | None = None, **settings: Any) -> Compari
     return Comparison("made_up", axes, runs, ComparisonSettings(target=target, **settings))
 
 
-def results_of(grid: Comparison, accuracies: Callable[[dict], list[float] | None]) -> list[Run]:
+def results_of(plan: Comparison, accuracies: Callable[[dict], list[float] | None]) -> list[Run]:
     """Return results with the accuracies of each round that `accuracies(point)` gives; None: the run failed."""
     results = []
-    for run in grid.runs:
+    for run in plan.runs:
         values = accuracies(run.point)
         history = [record(round, value) for round, value in enumerate(values or [], start=1)]
         failure = "worker 1 in round 2 failed: no" if values is None else None
@@ -40,8 +40,8 @@ def results_of(grid: Comparison, accuracies: Callable[[dict], list[float] | None
 
 def compared(axes: dict, accuracies: Callable[[dict], list[float] | None], **settings: Any) -> Comparison:
     """Return a comparison with these axes, results and settings."""
-    grid = grid_of(axes, **settings)
-    return replace(grid, runs=results_of(grid, accuracies))
+    plan = comparison_of(axes, **settings)
+    return replace(plan, runs=results_of(plan, accuracies))
 
 
 def on_the_clock(results: list[Run], seconds: Callable[[dict], float]) -> list[Run]:

@@ -55,7 +55,7 @@ def test_with_several_other_axes_a_group_has_their_names():
 
 def test_a_loss_that_is_next_is_higher():
     """test_loss = 1 - accuracy: the median has 0.1333, and the mean is 0.0167 higher."""
-    found = answer_to({**AXES, "attack.name": ["none"]}, by="test_loss")
+    found = answer_to({**AXES, "attack.name": ["none"]}, metric="test_loss")
     assert found.sentence == (
         "Best aggregate.rule by test loss: median 0.1333 ± 0.1368; the next, mean, is 0.0167 ± 0.0143 higher."
     )

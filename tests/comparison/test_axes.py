@@ -74,7 +74,7 @@ def test_a_wrong_word_raises_an_error_of_one_line(word, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_grid_table_has_dotted_keys_or_nested_tables():
+def test_a_comparison_table_has_dotted_keys_or_nested_tables():
     dotted = axes_of_tables({"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
     nested = axes_of_tables({"aggregate": {"rule": ["mean", "median"]}, "seed": [0, 1]})
     named = axes_of_tables({"aggregate.name": ["mean", "median"], "seed": [0, 1]})
@@ -90,23 +90,26 @@ def test_values_become_json_values():
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([1], r"grid = \[1\]: must be a table of lists"),
-        ({"seed": 3}, "grid.seed = 3: must be a list of one or more values"),
-        ({"seed": []}, r"grid.seed = \[\]: must be a list of one or more values"),
-        ({"seed": "012"}, 'grid.seed = "012": must be a list'),
-        ({"seed": [0, 0]}, "grid.seed: 0 is repeated"),
-        ({"a..b": [0]}, "grid.a..b: is not a key of an experiment"),
-        ({"a.b": [0], "a": {"b": [1]}}, "grid.a.b: is given twice"),
-        ({"seed": [None]}, r"grid.seed\[0\] = None: must be a string, a number, a list or a table"),
-        ({"variant": ["asgd"]}, r'grid.variant\[0\] = "asgd": must be a table with a label, such as {label = "b", '),
+        ([1], r"comparison = \[1\]: must be a table of lists"),
+        ({"seed": 3}, "comparison.seed = 3: must be a list of one or more values"),
+        ({"seed": []}, r"comparison.seed = \[\]: must be a list of one or more values"),
+        ({"seed": "012"}, 'comparison.seed = "012": must be a list'),
+        ({"seed": [0, 0]}, "comparison.seed: 0 is repeated"),
+        ({"a..b": [0]}, "comparison.a..b: is not a key of an experiment"),
+        ({"a.b": [0], "a": {"b": [1]}}, "comparison.a.b: is given twice"),
+        ({"seed": [None]}, r"comparison.seed\[0\] = None: must be a string, a number, a list or a table"),
+        (
+            {"variant": ["asgd"]},
+            r'comparison.variant\[0\] = "asgd": must be a table with a label, such as {label = "b", ',
+        ),
         (
             {"variant": [VARIANTS[0], {"sync": "gradients"}]},
-            r"grid.variant\[1\] = {sync .*: must be a table with a lab",
+            r"comparison.variant\[1\] = {sync .*: must be a table with a lab",
         ),
-        ({"variant": [{"label": "a\nb"}]}, r"grid.variant.label = .*: contains unprintable characters"),
-        ({"variant": [{"label": 3}]}, r"grid.variant\[0\].label = 3: must be a string"),
-        ({"local": [{"label": " ", "lr": 1.0}]}, r'grid.local\[0\].label = " ": must be a string'),
-        ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'grid.local: the label "a" is repeated'),
+        ({"variant": [{"label": "a\nb"}]}, r"comparison.variant.label = .*: contains unprintable characters"),
+        ({"variant": [{"label": 3}]}, r"comparison.variant\[0\].label = 3: must be a string"),
+        ({"local": [{"label": " ", "lr": 1.0}]}, r'comparison.local\[0\].label = " ": must be a string'),
+        ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'comparison.local: the label "a" is repeated'),
     ],
 )
 def test_a_wrong_table_raises_an_error_with_its_place(tables, message):

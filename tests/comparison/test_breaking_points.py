@@ -11,7 +11,7 @@ import pytest
 import fedsim
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import MOST_LINES, breaking_points, breaking_points_csv, summary_text
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from tests.comparison.made_up import compared
 from tests.report.folders import invent_run, write_points
 
@@ -116,8 +116,8 @@ def test_the_report_has_the_same_texts(tmp_path, target):
         if (values := accuracies(point)) is not None:
             invent_run(path, values)
 
-    folder = write_points(tmp_path / "grid", AXES, make)
-    description = json.loads((folder / "grid.json").read_text())
-    (folder / "grid.json").write_text(json.dumps({**description, "target": target}))
-    context, _ = grid_page(read_records(folder))
+    folder = write_points(tmp_path / "comparison", AXES, make)
+    description = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps({**description, "target": target}))
+    context, _ = comparison_page(read_records(folder))
     assert context["breaking"] == ([("attack scale", list(TEXTS.items()))] if target else [])

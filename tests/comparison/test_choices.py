@@ -12,8 +12,8 @@ import pytest
 
 import fedsim
 from fedsim.comparison import ComparisonSettings
-from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.on_paper import draw_tuning
+from fedsim.comparison.plan import plan_comparison
 from fedsim.comparison.tables import summary_csv, summary_text, tuning_csv
 from fedsim.errors import ExperimentError, SettingWarning
 from tests.comparison.made_up import compared
@@ -170,11 +170,13 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(algori
         "data": {"name": "tests.components:tiny", "validation_fraction": 0.2, "local_test_fraction": 0.2},
     }
     algorithms, rates, tuned = [{"algorithm": "sgd"}, algorithm], [1e-5, 0.05], ComparisonSettings(tune="local.lr")
-    with pytest.raises(ExperimentError, match=r'tune = "local.lr": .* with by=metrics.personal_worker_accuracy_mean'):
-        plan_grid(tables, {"local": algorithms, "local.lr": rates}, (), tuned)
-    assert plan_grid(tables, {"local": algorithms[:1], "local.lr": rates}, (), tuned)
-    by = "metrics.personal_worker_accuracy_mean"
-    result = fedsim.compare({**tables, "local": algorithm}, {"local.lr": rates}, by=by, jobs=1)
+    with pytest.raises(
+        ExperimentError, match=r'tune = "local.lr": .* with metric=metrics.personal_worker_accuracy_mean'
+    ):
+        plan_comparison(tables, {"local": algorithms, "local.lr": rates}, (), tuned)
+    assert plan_comparison(tables, {"local": algorithms[:1], "local.lr": rates}, (), tuned)
+    metric = "metrics.personal_worker_accuracy_mean"
+    result = fedsim.compare({**tables, "local": algorithm}, {"local.lr": rates}, metric=metric, jobs=1)
     assert [row.mark for row in result.summary] == ["", "*"]
 
 
@@ -184,7 +186,7 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(algori
         ("local_only", {}, "metrics.personal_worker_accuracy_mean"),
         ("local_only", {"task": "torch.nn.functional:cross_entropy"}, "metrics.personal_worker_loss_mean"),
         ("local_only", {"mode": "clock", "policy": "fedasync"}, "train_loss"),
-        ("local_only", {"by": "test_accuracy"}, None),
+        ("local_only", {"metric": "test_accuracy"}, None),
         ("sgd", {}, None),
     ],
 )
@@ -195,7 +197,7 @@ def test_a_comparison_by_a_global_model_that_is_never_trained_warns_once(algorit
             {**serial, "rounds": 1}, {"local.algorithm": ["adam", algorithm], "seed": [0, 1]}, jobs=1, **changes
         )
     lines = [str(each.message) for each in caught if each.category is SettingWarning]
-    assert [line.partition("by=")[2].split()[0] for line in lines] == ([] if better is None else [better])
+    assert [line.partition("metric=")[2].split()[0] for line in lines] == ([] if better is None else [better])
 
 
 @pytest.mark.parametrize("name", ["name", None])
@@ -205,9 +207,11 @@ def test_a_setting_names_an_axis_by_either_key_of_its_component(setting, name, s
     value = ", ".join(keys) if setting == "heatmap" else keys[0]
     tables = {**serial, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
     axes = {"local.lr": [0.1, 0.2], "local.algorithm": ["sgd", "adam"], "partition.name": ["iid", "shards"]}
-    found = plan_grid(tables, axes, (), ComparisonSettings(**{setting: value})).settings
+    found = plan_comparison(tables, axes, (), ComparisonSettings(**{setting: value})).settings
     expected = {"heatmap": "local.algorithm,partition.name"}.get(setting, "local.algorithm")
-    assert found == plan_grid(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
+    assert (
+        found == plan_comparison(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,6 +229,6 @@ def test_a_setting_names_an_axis_by_either_key_of_its_component(setting, name, s
 def test_a_choice_that_is_impossible_is_refused(choices, message, serial):
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0, 1]}
     with pytest.raises(ExperimentError, match=message):
-        plan_grid(serial, axes, (), ComparisonSettings(**choices))
+        plan_comparison(serial, axes, (), ComparisonSettings(**choices))
     with pytest.raises(ExperimentError, match=message):
-        plan_grid(serial, {**axes, **choices})
+        plan_comparison(serial, {**axes, **choices})

@@ -25,7 +25,7 @@ def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
     assert lines[7].startswith("Best aggregate.rule by test accuracy: ")
     assert lines[9].startswith("aggregate.rule ")
     folder = tmp_path / lines[-1]
-    assert re.match(r"runs/quick-grid-\d{8}-\d{6}$", lines[-1])
+    assert re.match(r"runs/quick-comparison-\d{8}-\d{6}$", lines[-1])
     assert (folder / "summary.txt").read_text().strip() == "\n".join(lines[7:-2])
     assert (folder / "accuracy.png").is_file()
 

@@ -14,8 +14,8 @@ import pytest
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.comparison.grid import plan_grid
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
+from fedsim.comparison.plan import plan_comparison
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import summary_csv, summary_text
 from fedsim.config.schema import DIRECTIONS
@@ -23,7 +23,7 @@ from fedsim.core.metrics import metric
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
 from fedsim.records.record import METRICS, OF_COMPONENTS, metric_called
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from tests.comparison.made_up import compared
 
 AXES = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}
@@ -42,15 +42,17 @@ def made_up(**choices):
 
 @pytest.mark.parametrize("by", ["metrics.drift", "-metrics.drift", "-bytes_up"])
 def test_the_sign_of_the_name_says_which_is_better(by):
-    best = {row.point["attack.name"]: row.point["aggregate.rule"] for row in made_up(by=by).summary if row.mark == "*"}
+    best = {
+        row.point["attack.name"]: row.point["aggregate.rule"] for row in made_up(metric=by).summary if row.mark == "*"
+    }
     up = not by.startswith("-")
     assert best == {"none": "mean" if up else "median", "ipm": "median" if up else "mean"}
-    worst = made_up(by=by, worst="attack.name").summary
+    worst = made_up(metric=by, worst="attack.name").summary
     assert [row.chosen["attack.name"] for row in worst] == (["none"] * 2 if up else ["ipm"] * 2)
 
 
 def test_the_table_the_files_and_the_figures_show_the_number():
-    comparison = made_up(by="-metrics.drift")
+    comparison = made_up(metric="-metrics.drift")
     (mean, median, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
     assert (float(mean["metrics.drift"]), mean["mark"]) == (pytest.approx(3.1), "")
     assert (float(median["difference"]), median["mark"]) == (pytest.approx(-1.0), "best")
@@ -64,41 +66,41 @@ def test_the_table_the_files_and_the_figures_show_the_number():
 
 def test_the_number_is_stored_and_reported(cli, tmp_path):
     words = ["rounds=2", "workers=3", "model=logistic", "data=tests.components:tiny", "engine=serial", "seed=0,1"]
-    done = cli("compare", *words, "aggregate.rule=mean,median", "--by", "-train_loss", "--out", "grid")
+    done = cli("compare", *words, "aggregate.rule=mean,median", "--metric", "-train_loss", "--out", "comparison")
     assert done.exit_code == 0, done.output
     assert "train loss after the last round" in done.stdout
-    assert json.loads((tmp_path / "grid" / "grid.json").read_text())["by"] == "-train_loss"
-    assert (tmp_path / "grid" / "train_loss.png").is_file()
-    context, _ = grid_page(read_records(tmp_path / "grid"))
+    assert json.loads((tmp_path / "comparison" / "comparison.json").read_text())["metric"] == "-train_loss"
+    assert (tmp_path / "comparison" / "train_loss.png").is_file()
+    context, _ = comparison_page(read_records(tmp_path / "comparison"))
     assert context["table"]["head"][:3] == ["train loss", "difference to best", "test accuracy"]
     assert context["metrics"][0] == "Train loss"
-    again = cli("compare", "grid", "--allow-imports", "--by", "test_loss")
+    again = cli("compare", "comparison", "--allow-imports", "--metric", "test_loss")
     assert "test loss after the last round" in again.stdout
-    wrong = cli("compare", "grid", "--allow-imports", "--by", "metrics.drift")
+    wrong = cli("compare", "comparison", "--allow-imports", "--metric", "metrics.drift")
     assert wrong.exit_code == 2
-    assert 'by = "metrics.drift": no run has recorded this number in its last round' in wrong.stderr
+    assert 'metric = "metrics.drift": no run has recorded this number in its last round' in wrong.stderr
 
 
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("test_lost", 'by = "test_lost": no such number of a round; did you mean "test_loss"'),
-        ("metrics", 'by = "metrics": no such number of a round'),
-        (3, "by = 3: must be the name of a number of a round"),
-        ("validation_loss", 'by = "validation_loss": add data.validation_fraction=0.1'),
+        ("test_lost", 'metric = "test_lost": no such number of a round; did you mean "test_loss"'),
+        ("metrics", 'metric = "metrics": no such number of a round'),
+        (3, "metric = 3: must be the name of a number of a round"),
+        ("validation_loss", 'metric = "validation_loss": add data.validation_fraction=0.1'),
     ],
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):
     with pytest.raises(ExperimentError, match=message):
-        plan_grid(serial, {"seed": [0, 1], "by": by})
+        plan_comparison(serial, {"seed": [0, 1], "metric": by})
 
 
 def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
     tables = {**serial, "metrics": ["macro_f1"]}
     with pytest.raises(
-        ExperimentError, match=r'by = "metrics.macro_f2": no run has .* did you mean "metrics.macro_f1"'
+        ExperimentError, match=r'metric = "metrics.macro_f2": no run has .* did you mean "metrics.macro_f1"'
     ):
-        fedsim.compare(tables, {"seed": [0, 1]}, by="metrics.macro_f2", jobs=1)
+        fedsim.compare(tables, {"seed": [0, 1]}, metric="metrics.macro_f2", jobs=1)
 
 
 HIGHER = {"test_accuracy", "validation_accuracy"}  # of all other numbers of a round but these a lower one is better
@@ -156,15 +158,15 @@ def test_every_number_of_single_workers_says_which_value_is_better(score):
 
 @pytest.mark.parametrize("key", sorted(NEITHER))
 def test_a_number_without_a_better_value_needs_a_sign(key, serial):
-    with pytest.raises(ExperimentError, match=rf'by = "{key}": neither .* write \+{key} .* or -{key}'):
-        plan_grid(serial, {"seed": [0, 1], "by": key})
+    with pytest.raises(ExperimentError, match=rf'metric = "{key}": neither .* write \+{key} .* or -{key}'):
+        plan_comparison(serial, {"seed": [0, 1], "metric": key})
     for sign in "+-":
-        assert plan_grid(serial, {"seed": [0, 1], "by": f"{sign}{key}"}).settings.by == f"{sign}{key}"
-    assert {row.mark for row in made_up(by=key).summary} == {""}  # of a folder that somebody else has written
+        assert plan_comparison(serial, {"seed": [0, 1], "metric": f"{sign}{key}"}).settings.metric == f"{sign}{key}"
+    assert {row.mark for row in made_up(metric=key).summary} == {""}  # of a folder that somebody else has written
 
 
 def test_the_best_defence_is_that_against_which_the_attack_succeeds_least():
-    comparison = made_up(by="attack_success", worst="attack.name")
+    comparison = made_up(metric="attack_success", worst="attack.name")
     for run in comparison.runs:
         success = {"mean": 0.9, "median": 0.2}[run.point["aggregate.rule"]] - 0.1 * (run.point["attack.name"] == "none")
         run.history[-1] = replace(run.history[-1], attack_success=success)
@@ -211,7 +213,7 @@ def test_a_registered_metric_declares_only_what_it_is_told(name, options, target
     if target is undeclared:
         target = FunctionType(target.__code__, target.__globals__)  # a copy, since the attribute stays with it
     metric(name, **options)(target)
-    by = plan_grid({**serial, "metrics": [name]}, {"seed": [0, 1], "by": f"metrics.{name}"}).settings.by
+    by = plan_comparison({**serial, "metrics": [name]}, {"seed": [0, 1], "metric": f"metrics.{name}"}).settings.metric
     assert metric_called(by).better == better
 
 
@@ -236,6 +238,6 @@ def test_what_cannot_be_a_metric_is_refused_and_left_as_it_was(target, monkeypat
     ],
 )
 def test_a_metric_declares_which_value_is_better(metrics, by, stored, serial):
-    """The grid keeps it, so that the folder is read without the metric."""
+    """The comparison keeps it, so that the folder is read without the metric."""
     tables = {**serial, "metrics": metrics, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
-    assert plan_grid(tables, {"seed": [0, 1], "by": by}).settings.by == stored
+    assert plan_comparison(tables, {"seed": [0, 1], "metric": by}).settings.metric == stored

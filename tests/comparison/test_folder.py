@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 import fedsim
-from fedsim.comparison.folder import GridFolder
-from fedsim.comparison.grid import plan_grid
+from fedsim.comparison.folder import ComparisonFolder
+from fedsim.comparison.plan import plan_comparison
 from fedsim.errors import RecordError
 from fedsim.system.files import locked
 from tests.comparison.conftest import quick_tables
@@ -18,25 +18,25 @@ FILES = {"experiment.toml", "environment.json", "metrics.jsonl", "partition.json
 
 
 @pytest.fixture
-def grid(serial):
-    return plan_grid(serial, AXES)
+def plan(serial):
+    return plan_comparison(serial, AXES)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The folder of a comparison that is finished, which `finished` copies."""
     tables = {**quick_tables(), "engine": "serial"}
-    return fedsim.compare(tables, AXES, tmp_path_factory.mktemp("made") / "grid").folder
+    return fedsim.compare(tables, AXES, tmp_path_factory.mktemp("made") / "comparison").folder
 
 
 @pytest.fixture
 def finished(made, tmp_path):
     """The folder of a comparison that is finished."""
-    return shutil.copytree(made, tmp_path / "grid")
+    return shutil.copytree(made, tmp_path / "comparison")
 
 
-def test_grid_json_holds_the_axes_and_the_folder_of_each_run(finished):
-    held = json.loads((finished / "grid.json").read_text())
+def test_comparison_json_holds_the_axes_and_the_folder_of_each_run(finished):
+    held = json.loads((finished / "comparison.json").read_text())
     assert (held["name"], held["axes"]) == ("quick", AXES)
     assert list(held["axes"]) == list(AXES)
     assert held["base"]["rounds"] == 2
@@ -50,7 +50,7 @@ def test_grid_json_holds_the_axes_and_the_folder_of_each_run(finished):
         assert (experiment.aggregate.rule, experiment.seed) == tuple(run["point"].values())
         assert {path.name for path in (finished / run["folder"]).iterdir()} == FILES
     texts = {"results.csv", "curves.csv", "summary.csv", "summary.txt"}
-    assert {path.name for path in finished.iterdir()} == {"grid.json", "runs", "accuracy.png"} | texts
+    assert {path.name for path in finished.iterdir()} == {"comparison.json", "runs", "accuracy.png"} | texts
 
 
 def test_figures_are_written_in_the_chosen_formats(serial, tmp_path):
@@ -63,9 +63,9 @@ def test_figures_are_written_in_the_chosen_formats(serial, tmp_path):
     assert names({**serial, "records": {"figures": ["pdf"]}}) == with_pdf
 
 
-def test_a_run_is_finished_when_all_its_rounds_are_recorded(finished, grid):
-    with GridFolder(finished, grid) as folder:
-        run = grid.runs[0]
+def test_a_run_is_finished_when_all_its_rounds_are_recorded(finished, plan):
+    with ComparisonFolder(finished, plan) as folder:
+        run = plan.runs[0]
         metrics = folder.run_folder(run) / "metrics.jsonl"
         whole = metrics.read_text()
         assert folder.is_finished(run)
@@ -81,12 +81,12 @@ def test_a_run_is_finished_when_all_its_rounds_are_recorded(finished, grid):
 
 
 def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
-    grid = plan_grid({**serial, "records": {"model": True}}, {"seed": [0]})
+    plan = plan_comparison({**serial, "records": {"model": True}}, {"seed": [0]})
     fedsim.compare({**serial, "records": {"model": True}}, {"seed": [0]}, tmp_path / "x")
-    with GridFolder(tmp_path / "x", grid) as folder:
-        assert folder.is_finished(grid.runs[0])
-        (folder.run_folder(grid.runs[0]) / "model.safetensors").unlink()
-        assert not folder.is_finished(grid.runs[0])
+    with ComparisonFolder(tmp_path / "x", plan) as folder:
+        assert folder.is_finished(plan.runs[0])
+        (folder.run_folder(plan.runs[0]) / "model.safetensors").unlink()
+        assert not folder.is_finished(plan.runs[0])
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
         ({"aggregate": {"weights": "samples"}}, {}, ['aggregate.weights: not set there, "samples" here']),
     ],
 )
-def test_the_folder_of_another_grid_is_refused_with_the_differences(serial, finished, change, axes, lines):
-    before = (finished / "grid.json").read_bytes()
+def test_the_folder_of_another_comparison_is_refused_with_the_differences(serial, finished, change, axes, lines):
+    before = (finished / "comparison.json").read_bytes()
     with pytest.raises(RecordError) as caught:
         fedsim.compare({**serial, **change}, {**AXES, **axes}, finished)
-    assert str(caught.value).splitlines() == [f"{finished}: holds another grid; name a new folder", *lines]
-    assert (finished / "grid.json").read_bytes() == before
+    assert str(caught.value).splitlines() == [f"{finished}: holds another comparison; name a new folder", *lines]
+    assert (finished / "comparison.json").read_bytes() == before
 
 
 def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_path):
@@ -129,9 +129,9 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
         {"engine": "batched", "batched": {"max_rows": 2}},
     ],
 )
-def test_another_engine_is_no_difference(how, finished, quick, grid):
-    with GridFolder(finished, plan_grid({**quick, **how}, AXES)) as folder:
-        assert all(folder.is_finished(run) for run in grid.runs)
+def test_another_engine_is_no_difference(how, finished, quick, plan):
+    with ComparisonFolder(finished, plan_comparison({**quick, **how}, AXES)) as folder:
+        assert all(folder.is_finished(run) for run in plan.runs)
 
 
 def test_values_can_be_added_in_any_order(serial, finished):
@@ -142,13 +142,13 @@ def test_values_can_be_added_in_any_order(serial, finished):
     assert not comparison.failed
     after = {path.name: path.stat().st_mtime_ns for path in (finished / "runs").glob("*/metrics.jsonl")}
     assert before.items() <= after.items()
-    assert json.loads((finished / "grid.json").read_text())["axes"] == more
+    assert json.loads((finished / "comparison.json").read_text())["axes"] == more
 
 
-def test_a_comparison_that_was_killed_before_its_first_file_starts_again(grid, tmp_path):
-    (tmp_path / ".grid.json.part").write_text("half")
-    with GridFolder(tmp_path, grid):
-        assert [path.name for path in tmp_path.iterdir()] == ["grid.json"]
+def test_a_comparison_that_was_killed_before_its_first_file_starts_again(plan, tmp_path):
+    (tmp_path / ".comparison.json.part").write_text("half")
+    with ComparisonFolder(tmp_path, plan):
+        assert [path.name for path in tmp_path.iterdir()] == ["comparison.json"]
 
 
 def test_a_folder_with_other_files_is_refused_and_not_changed(serial, tmp_path):
@@ -162,21 +162,24 @@ def test_a_folder_with_other_files_is_refused_and_not_changed(serial, tmp_path):
     "content",
     ["", "[]", "{}", '{"axes": {}, "base": {}, "runs": [{"id": "../../precious", "point": {}}]}', '{"axes": 1'],
 )
-def test_a_grid_that_cannot_be_read_is_refused(serial, tmp_path, content):
-    (tmp_path / "grid.json").write_text(content)
-    with pytest.raises(RecordError, match=r"grid\.json: "):
+def test_a_comparison_that_cannot_be_read_is_refused(serial, tmp_path, content):
+    (tmp_path / "comparison.json").write_text(content)
+    with pytest.raises(RecordError, match=r"comparison\.json: "):
         fedsim.compare(serial, AXES, tmp_path)
 
 
-def test_a_folder_is_locked(grid, tmp_path):
+def test_a_folder_is_locked(plan, tmp_path):
     (tmp_path / "y").mkdir()
     with locked(tmp_path / "y", "another comparison"):
-        (tmp_path / "y" / "first").touch()  # as another comparison that has not written its grid yet
+        (tmp_path / "y" / "first").touch()  # as another comparison that has not written its comparison yet
         with pytest.raises(RecordError, match="another comparison is at work there"):
-            GridFolder(tmp_path / "y", grid)
-    with GridFolder(tmp_path / "x", grid), pytest.raises(RecordError, match="another comparison is at work there"):
-        GridFolder(tmp_path / "x", grid)
-    with GridFolder(tmp_path / "x", grid):
+            ComparisonFolder(tmp_path / "y", plan)
+    with (
+        ComparisonFolder(tmp_path / "x", plan),
+        pytest.raises(RecordError, match="another comparison is at work there"),
+    ):
+        ComparisonFolder(tmp_path / "x", plan)
+    with ComparisonFolder(tmp_path / "x", plan):
         pass
 
 
@@ -187,12 +190,12 @@ def test_a_file_in_place_of_the_folder_is_an_error(serial, tmp_path):
             fedsim.compare(serial, AXES, out)
 
 
-def test_another_target_is_no_other_grid(serial, tmp_path):
-    path = tmp_path / "grid"
+def test_another_target_is_no_other_comparison(serial, tmp_path):
+    path = tmp_path / "comparison"
     first = fedsim.compare(serial, AXES, path)
     before = {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in first.runs}
     again = fedsim.compare(serial, AXES, path, target=0.2)
     assert {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in again.runs} == before
     assert "rounds to 20 percent" in again.table
-    assert json.loads((path / "grid.json").read_text())["target"] == 0.2
+    assert json.loads((path / "comparison.json").read_text())["target"] == 0.2
     assert fedsim.compare(serial, {**AXES, "target": 0.3}, path).settings.target == 0.3

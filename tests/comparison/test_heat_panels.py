@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from fedsim.comparison import ComparisonSettings, plan_grid
+from fedsim.comparison import ComparisonSettings, plan_comparison
 from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.on_paper import MOST_PANELS, MOST_VALUES, draw_heatmap
 from fedsim.errors import ExperimentError
-from tests.comparison.made_up import grid_of, results_of
+from tests.comparison.made_up import comparison_of, results_of
 
 OVER = "partition.alpha", "attack.fraction"
 RULES = ["mean", "median", "krum"]
@@ -35,7 +35,7 @@ FINAL = {
 
 def made_up(failed=(), axes=AXES, **settings):
     """Runs with these results; ipm takes 0.1 from each."""
-    grid = replace(grid_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER), **settings))
+    plan = replace(comparison_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER), **settings))
 
     def accuracies(point):
         rule, attack, alpha, fraction, *seed = point.values()
@@ -43,11 +43,11 @@ def made_up(failed=(), axes=AXES, **settings):
             return None
         return [FINAL[alpha, fraction][rule][seed[0] if seed else 0] - 0.1 * (attack == "ipm")]
 
-    return grid, results_of(grid, accuracies)
+    return plan, results_of(plan, accuracies)
 
 
-def rows_of(grid, runs):
-    return list(csv.DictReader(io.StringIO(heatmap_csv(replace(grid, runs=runs), OVER))))
+def rows_of(plan, runs):
+    return list(csv.DictReader(io.StringIO(heatmap_csv(replace(plan, runs=runs), OVER))))
 
 
 def panels_of(figure):
@@ -58,8 +58,8 @@ def panels_of(figure):
 
 def equal_runs(**axes):
     """The figure of runs of one result on these axes."""
-    grid = grid_of({**AXES, "seed": [0], **axes})
-    return draw_heatmap(replace(grid, runs=results_of(grid, lambda point: [0.5])), over=OVER)
+    plan = comparison_of({**AXES, "seed": [0], **axes})
+    return draw_heatmap(replace(plan, runs=results_of(plan, lambda point: [0.5])), over=OVER)
 
 
 @pytest.mark.parametrize(("attacks", "shape"), [(["none"], (2, 2)), (["none", "ipm"], (2, 4))])
@@ -90,17 +90,17 @@ def test_with_worst_only_the_worst_case_is_left():
 
 def test_a_cell_in_which_every_value_has_a_failed_run_has_no_best():
     cell = ("none", 0.1, 0.2)
-    grid, runs = made_up(failed=[(rule, *cell) for rule in RULES])
-    assert (rows_of(grid, runs)[0]["best aggregate.rule"], rows_of(grid, runs)[0]["accuracy"]) == ("", "")
-    panels = panels_of(draw_heatmap(replace(grid, runs=runs), over=OVER))
+    plan, runs = made_up(failed=[(rule, *cell) for rule in RULES])
+    assert (rows_of(plan, runs)[0]["best aggregate.rule"], rows_of(plan, runs)[0]["accuracy"]) == ("", "")
+    panels = panels_of(draw_heatmap(replace(plan, runs=runs), over=OVER))
     assert panels["best rule, attack: none"][0] == "none is ranked"
     assert panels["rule: mean, attack: none"][0] == "failed"
     assert rows_of(*made_up(failed=[("median", *cell)]))[0]["best aggregate.rule"] == "mean"
 
 
 def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_each_value():
-    grid, runs = made_up()
-    figure = draw_heatmap(replace(grid, runs=runs), over=OVER)
+    plan, runs = made_up()
+    figure = draw_heatmap(replace(plan, runs=runs), over=OVER)
     panels = panels_of(figure)
     names = ["best rule", *(f"rule: {rule}" for rule in RULES)]
     assert list(panels) == [f"{name}, attack: {attack}" for attack in ("none", "ipm") for name in names]
@@ -119,25 +119,25 @@ def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
 
 
 def test_with_one_seed_only_equal_values_are_tied_and_there_is_no_interval():
-    grid, runs = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
-    found = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(grid, runs)[:2]]
+    plan, runs = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
+    found = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(plan, runs)[:2]]
     assert found == [("median", "", ""), ("mean", "krum", "")]
-    panels = panels_of(draw_heatmap(replace(grid, runs=runs), over=OVER))
+    panels = panels_of(draw_heatmap(replace(plan, runs=runs), over=OVER))
     assert panels["rule: mean, attack: none"] == ["0.5000", "0.4000", "0.8000", "0.2000"]
 
 
 def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_so():
     values = [k / 100 for k in range(1, MOST_VALUES + 4)]
     axes = {"local.steps": list(range(1, MOST_PANELS + 3)), "partition.alpha": values, "attack.fraction": [0.2]}
-    grid = grid_of(axes)
-    runs = results_of(grid, lambda point: [0.5])
-    figure = draw_heatmap(replace(grid, runs=runs), over=OVER)
+    plan = comparison_of(axes)
+    runs = results_of(plan, lambda point: [0.5])
+    figure = draw_heatmap(replace(plan, runs=runs), over=OVER)
     shown, title = panels_of(figure), figure.get_suptitle()
     assert f"; the first {MOST_VALUES} of {MOST_VALUES + 3} values of partition alpha" in title
     assert next(iter(shown)) == "best local steps"
     assert f"; the first {len(shown)} of {MOST_PANELS + 3} panels" in title
     assert all(len(texts) == MOST_VALUES for name, texts in shown.items() if not name.startswith("best"))
-    assert len(rows_of(grid, runs)) == len(values)
+    assert len(rows_of(plan, runs)) == len(values)
     assert max(figure.get_size_inches()) < 70
 
 
@@ -158,5 +158,5 @@ def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "partition.alpha": [0.1, 1.0]}
     axes |= {"workers": [4, 5], "seed": [0, 1], "worst": "local.lr", "heatmap": heatmap}
     with pytest.raises(ExperimentError, match=rf"^heatmap = .*: {message}") as caught:
-        plan_grid({**serial, "partition": "dirichlet"}, axes)
+        plan_comparison({**serial, "partition": "dirichlet"}, axes)
     assert len(caught.value.lines) == 1

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 import fedsim
-from fedsim.comparison import Callback, jobs, plan_grid, run_grid
+from fedsim.comparison import Callback, jobs, plan_comparison, run_comparison
 from fedsim.engines.pool import process_pool
 from fedsim.errors import FedsimWarning
 from fedsim.system.child_process import start_process
@@ -35,7 +35,7 @@ class Observer(Callback):
     def __init__(self, act=lambda seen: None):
         self.processes, self.runs, self.retried, self._act = [], set(), [], act
 
-    def on_start(self, grid, todo, jobs):
+    def on_start(self, plan, todo, jobs):
         self.jobs = jobs
 
     def on_round(self, run, record):
@@ -55,7 +55,7 @@ def never_report(*_):
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
     axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
     observer = Observer()
-    several = run_grid(plan_grid(quick, axes), tmp_path / "several", 2, observer)
+    several = run_comparison(plan_comparison(quick, axes), tmp_path / "several", 2, observer)
     one = fedsim.compare(serial, axes, tmp_path / "one")
     assert histories(several) == histories(one)
     assert observer.jobs == 2
@@ -84,7 +84,9 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 
     observer = Observer(kill_both)
     with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .1 of at most 2 times") as warned:
-        comparison = run_grid(plan_grid({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer)
+        comparison = run_comparison(
+            plan_comparison({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer
+        )
     assert not comparison.failed
     assert 1 <= len(observer.retried) == len(warned) <= 2
     assert not observer.processes[-1] & set(killed), "other processes take their place"
@@ -95,7 +97,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
     tables = {**quick, "rounds": 1, "process_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .1 of at most 1 time"):
-        comparison = run_grid(plan_grid(tables, {"seed": [0, 1]}), tmp_path, 2)
+        comparison = run_comparison(plan_comparison(tables, {"seed": [0, 1]}), tmp_path, 2)
     ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
     assert ends == ["the run has been tried 2 times (process_retries = 1)"] * 2
 
@@ -116,7 +118,9 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
     with pytest.warns(
         FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is done again \(1 of at most 2"
     ):
-        comparison = run_grid(plan_grid({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer())
+        comparison = run_comparison(
+            plan_comparison({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer()
+        )
     assert len(killed) == 2
     assert not comparison.failed
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 2}, {"seed": [0, 1, 2]}))
@@ -128,7 +132,9 @@ def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, se
     data = {"name": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
     order(tmp_path, "load-stop")
     with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*, and the run is done again"):
-        comparison = run_grid(plan_grid({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "grid", 2)
+        comparison = run_comparison(
+            plan_comparison({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "comparison", 2
+        )
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 1, "data": data}, {"seed": [0, 1]}))
 
 

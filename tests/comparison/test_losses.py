@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 import fedsim
-from fedsim.comparison import ComparisonSettings, plan_grid
+from fedsim.comparison import ComparisonSettings, plan_comparison
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import results_csv, summary_csv, summary_text
-from fedsim.report import grid_page, run_page
+from fedsim.report import comparison_page, run_page
 from tests.comparison.made_up import compared
 from tests.other_tasks import REGRESSION
 
@@ -74,17 +74,17 @@ def test_a_run_whose_loss_is_not_finite_has_no_mark():
 @pytest.mark.parametrize("target", [float("inf"), True])
 def test_a_target_of_a_loss_is_a_number(target):
     with pytest.raises(fedsim.ExperimentError, match="must be a test loss, since a task has no accuracy"):
-        plan_grid(REGRESSION, AXES, (), ComparisonSettings(target=target))
+        plan_comparison(REGRESSION, AXES, (), ComparisonSettings(target=target))
 
 
 def test_reports_show_losses(tmp_path):
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.0001]}
     tables = {**REGRESSION, "workers": 3, "rounds": 2, "partition": "iid", "metrics": ["r2"]}
-    comparison = fedsim.compare(tables, axes, tmp_path / "grid", jobs=1, target=5.0)
-    assert (tmp_path / "grid" / "loss.png").is_file()
+    comparison = fedsim.compare(tables, axes, tmp_path / "comparison", jobs=1, target=5.0)
+    assert (tmp_path / "comparison" / "loss.png").is_file()
     assert [row.mark for row in comparison.summary if row.point["local.lr"] == 0.0001].count("*") == 1
-    stored = read_records(tmp_path / "grid")
-    context, charts = grid_page.grid_page(stored)
+    stored = read_records(tmp_path / "comparison")
+    context, charts = comparison_page.comparison_page(stored)
     assert context["table"]["head"][0] == "test loss"
     assert context["values"][:2] == ["Final test loss", "Best test loss"]
     assert "test loss" in context["title"].lower()

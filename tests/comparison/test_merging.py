@@ -8,18 +8,18 @@ import json
 import pytest
 
 import fedsim
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.comparison.folder import Shard
 from fedsim.comparison.runner import merge
 
 WORDS = ["rounds=1", "engine=serial", "data=tests.components:tiny", "model=logistic", "local.batch_size=16"]
-GRID = """
+COMPARISON = """
     [data]
     validation_fraction = 0.2
     [attack]
     name = "sign_flipping"
     workers = [0]
-    [grid]
+    [comparison]
     target = 0.2
     tune = "variant"
     heatmap = "workers, local.lr"
@@ -37,20 +37,20 @@ def rows(path):
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_the_shards_of_a_grid_are_disjoint_and_cover_it(count):
-    grid = plan_grid(None, words=[*WORDS, "aggregate.rule=mean,median,krum", "workers=4,5", "seed=0,1"])
-    parts = [Shard(index, count).of(grid) for index in range(count)]
-    assert sorted(run.id for part in parts for run in part) == sorted(run.id for run in grid.runs)
+def test_the_shards_of_a_comparison_are_disjoint_and_cover_it(count):
+    plan = plan_comparison(None, words=[*WORDS, "aggregate.rule=mean,median,krum", "workers=4,5", "seed=0,1"])
+    parts = [Shard(index, count).of(plan) for index in range(count)]
+    assert sorted(run.id for part in parts for run in part) == sorted(run.id for run in plan.runs)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_the_keys_of_a_table_that_an_axis_does_not_set_are_merged_too(cli, tmp_path):
-    (tmp_path / "grid.toml").write_text(
-        "[attack]\nfraction = 0.3\n[grid]\n"
+    (tmp_path / "comparison.toml").write_text(
+        "[attack]\nfraction = 0.3\n[comparison]\n"
         'attack = ["none", { name = "sign_flipping", scale = 3 }, { name = "ipm", eps = 0.5 }]\n'
         'partition = ["dirichlet"]\nlocal = [{ lr = 0.1 }, { lr = 0.2 }]\n'
     )
-    compare = ("compare", "grid.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")
+    compare = ("compare", "comparison.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")
     assert cli(*compare, "whole").exit_code == 0
     result = cli("compare", "whole", "--out", "merged", "--worst", "attack", "--allow-imports")
     assert result.exit_code == 0, result.stderr
@@ -59,7 +59,7 @@ def test_the_keys_of_a_table_that_an_axis_does_not_set_are_merged_too(cli, tmp_p
 
 
 def result_of_base(folder):
-    base = json.loads((folder / "grid.json").read_text())["base"]
+    base = json.loads((folder / "comparison.json").read_text())["base"]
     assert base["attack"]["fraction"] == 0.3
     assert base["local"]["batch_size"] == 16
     assert "lr" not in base["local"]
@@ -68,8 +68,8 @@ def result_of_base(folder):
 
 
 def test_merged_shards_have_the_results_and_the_settings_of_one_comparison(cli, tmp_path):
-    (tmp_path / "grid.toml").write_text(GRID)
-    compare = ("compare", "grid.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")
+    (tmp_path / "comparison.toml").write_text(COMPARISON)
+    compare = ("compare", "comparison.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")
     for part in ("1/2", "0/2"):
         result = cli(*compare, "sweep", "--shard", part)
         assert result.exit_code == 0, result.stderr
@@ -87,7 +87,7 @@ def test_merged_shards_have_the_results_and_the_settings_of_one_comparison(cli, 
         for merged in ("sweep", "other"):
             assert rows(tmp_path / merged / name) == rows(tmp_path / "whole" / name)
     assert {"tuning.png", "heatmap.png"} <= {path.name for path in (tmp_path / "sweep").iterdir()}
-    stored = json.loads((tmp_path / "sweep" / "grid.json").read_text())
+    stored = json.loads((tmp_path / "sweep" / "comparison.json").read_text())
     settings = {"target": 0.2, "skip_invalid": True, "tune": "variant", "heatmap": "workers,local.lr"}
     assert settings.items() <= stored.items()
     places = [(row["workers"], row["local.lr"]) for row in rows(tmp_path / "sweep" / "heatmap.csv")]
@@ -109,11 +109,11 @@ def test_a_run_that_no_shard_has_finished_counts_as_failed(cli, tmp_path):
     assert cli("compare", "sweep", "-q", "--allow-imports").exit_code == 0
 
 
-def test_shards_of_different_grids_are_not_merged(cli, tmp_path):
+def test_shards_of_different_comparisons_are_not_merged(cli, tmp_path):
     for folder, rounds in (("a", 1), ("b", 2)):
         words = [*WORDS, f"rounds={rounds}", "seed=0,1"]
         assert cli("compare", *words, "--shard", "0/2", "--out", folder, "-q").exit_code == 0
-    with pytest.raises(fedsim.RecordError, match="holds another grid than .*\nrounds: 1 there, 2 here"):
+    with pytest.raises(fedsim.RecordError, match="holds another comparison than .*\nrounds: 1 there, 2 here"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     with pytest.raises(fedsim.RecordError, match="is not the folder of a comparison"):
         merge([tmp_path], tmp_path / "c")

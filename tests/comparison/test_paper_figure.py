@@ -79,8 +79,8 @@ def test_the_best_cell_is_that_of_the_comparison_unless_the_metric_has_a_sign(me
         (path / "metrics.jsonl").write_text(json.dumps({**record, "metrics": {"drift": drift}}) + "\n")
 
     folder = write_points(tmp_path / "drift", {"aggregate.rule": RULES, "local.lr": [0.5, 1.5], "seed": [0]}, make)
-    stored = json.loads((folder / "grid.json").read_text())
-    (folder / "grid.json").write_text(json.dumps({**stored, "by": "-metrics.drift"}))
+    stored = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps({**stored, "metric": "-metrics.drift"}))
     texts = fedsim.plot(folder, metric=metric, kind="heatmap").axes[0].texts
     assert {text.get_text() for text in texts if text.get_fontweight() == "bold"} - {""} == {best}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.comparison import Callback, plan_grid, run_grid, runner
+from fedsim.comparison import Callback, plan_comparison, run_comparison, runner
 from fedsim.comparison.jobs import default_jobs, in_one_process, job_bytes
 from fedsim.errors import SettingWarning
 
@@ -36,9 +36,9 @@ def test_runs_of_one_seed_are_paired(serial):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_warning_is_shown_once_for_all_runs(serial, jobs, capfd):
     tables = {**serial, "workers": 5, "rounds": 1, "attack": {"name": "alie", "workers": [1]}, "buffers": "frozen"}
-    grid = {"model": ["logistic", "tests.models:Normalised"], "seed": [0, 1]}
+    plan = {"model": ["logistic", "tests.models:Normalised"], "seed": [0, 1]}
     with pytest.warns(SettingWarning) as caught:
-        comparison = fedsim.compare(tables, grid, jobs=jobs)
+        comparison = fedsim.compare(tables, plan, jobs=jobs)
     assert not comparison.failed
     alie, buffers = sorted(str(warning.message) for warning in caught)
     assert alie.startswith("alie: z = 0 for n = 5, f = 1: ")
@@ -86,22 +86,22 @@ def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
 
 
 def test_only_unfinished_and_failed_runs_are_repeated(serial, tmp_path, monkeypatch):
-    grid = plan_grid(serial, {"seed": [0, 1, 2]})
+    plan = plan_comparison(serial, {"seed": [0, 1, 2]})
     attempt = runner.run_here.__globals__["attempt"]
 
     def failing(experiment, *rest):
         return "no\nmore" if experiment.seed == 1 else attempt(experiment, *rest)
 
     monkeypatch.setitem(runner.run_here.__globals__, "attempt", failing)
-    assert [run.error for run in run_grid(grid, tmp_path / "x").runs] == [None, "no", None]
+    assert [run.error for run in run_comparison(plan, tmp_path / "x").runs] == [None, "no", None]
     monkeypatch.undo()
     seen = Seen()
-    again = run_grid(grid, tmp_path / "x", callback=seen)
+    again = run_comparison(plan, tmp_path / "x", callback=seen)
     assert [run.error for run in again.runs] == [None, None, None]
     assert seen.runs == [("start", ["seed1"]), ("round", "seed1"), ("round", "seed1"), ("end", "seed1")]
     assert not (again.runs[1].folder / "error.txt").exists()
     rest = Seen()
-    run_grid(grid, tmp_path / "x", callback=rest)
+    run_comparison(plan, tmp_path / "x", callback=rest)
     assert rest.runs == [("start", [])]
 
 
@@ -109,7 +109,7 @@ class Seen(Callback):
     def __init__(self):
         self.runs = []
 
-    def on_start(self, grid, todo, jobs):
+    def on_start(self, plan, todo, jobs):
         self.runs.append(("start", [run.id for run in todo]))
 
     def on_round(self, run, record):
@@ -133,14 +133,14 @@ def test_an_interrupted_run_starts_again_or_at_its_checkpoint(serial, tmp_path, 
             self.rounds.append(record["round"])
 
     tables = {**serial, "rounds": 4, "checkpoint": {"every": every}}
-    grid = plan_grid(tables, {"seed": [0, 1]})
+    plan = plan_comparison(tables, {"seed": [0, 1]})
     with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, tmp_path, callback=Observer())
+        run_comparison(plan, tmp_path, callback=Observer())
     temporary = tmp_path / "runs/seed1/.curve.png.part"
     temporary.write_text("half")
     Observer.interrupting = False
     Observer.rounds.clear()
-    again = run_grid(grid, tmp_path, callback=Observer())
+    again = run_comparison(plan, tmp_path, callback=Observer())
     assert Observer.rounds == repeated
     assert not temporary.exists()
     whole = fedsim.run({**tables, "seed": 1})
@@ -154,8 +154,8 @@ def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):
         def on_round(self, run, record):
             seen.add(frozenset(process.pid for process in multiprocessing.active_children()))
 
-    grid = plan_grid({**quick, "engine": "spawn", "processes": 2}, {"aggregate": RULES})
-    run_grid(grid, tmp_path, callback=Look())
+    plan = plan_comparison({**quick, "engine": "spawn", "processes": 2}, {"aggregate": RULES})
+    run_comparison(plan, tmp_path, callback=Look())
     assert len(seen) == 1
     assert len(*seen) == 2
 
@@ -169,8 +169,8 @@ def machine(monkeypatch):
 
 
 def jobs_for(tables, axes):
-    grid = plan_grid(tables, axes)
-    return default_jobs(grid, grid.runs)
+    plan = plan_comparison(tables, axes)
+    return default_jobs(plan, plan.runs)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import curves_csv, results_csv, summary_csv, summary_text
 from fedsim.core.confidence import estimate
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from tests.comparison.made_up import compared, on_the_clock
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
@@ -287,7 +287,7 @@ def stored(folder, bad=None):
 def test_the_page_stars_the_rule_that_the_answer_and_the_table_name(bad, tmp_path):
     """Of the equal median and krum, the first."""
     comparison, best = stored(tmp_path, bad), "median" if bad else "mean"
-    context, _ = grid_page(comparison)
+    context, _ = comparison_page(comparison)
     rows = context["table"]["rows"]
     assert [row["labels"][-1] for row in rows if row["cells"][0].mark == "★"] == [best]
     assert [row["labels"][-1] for row in rows if row["best"]] == [best]
@@ -300,7 +300,7 @@ def test_the_page_stars_the_rule_that_the_answer_and_the_table_name(bad, tmp_pat
 def test_unfinished_runs_count_in_no_mean_of_the_terminal_and_the_page(bad, state, tmp_path):
     comparison = stored(tmp_path, bad)
     assert "1 of 6 runs failed" in comparison.table
-    context, _ = grid_page(comparison)
+    context, _ = comparison_page(comparison)
     assert context["notes"] == ["Not finished: 1 of 6 runs. The table counts only finished runs."]
     assert context["unfinished"] == [("run1", state)]
     score = comparison.summary[0].score
@@ -317,6 +317,6 @@ def test_a_diverged_run_has_one_train_loss_in_the_files_and_on_the_page(tmp_path
     assert [line["train_loss"] for line in lines] == ["nan", "nan"]
     if importlib.util.find_spec("pandas"):
         assert math.isnan(comparison.to_dataframe("run")["train_loss"][1])
-    _, charts = grid_page(comparison)
+    _, charts = comparison_page(comparison)
     (figure,) = [each for each in charts["heat-map-chart"] if each["when"]["value"] == "Final train loss"]
     assert [row[0] for row in figure["data"][0]["z"]] == [None, pytest.approx(1.35), pytest.approx(1.35)]

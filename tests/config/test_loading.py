@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedsim import Experiment, ExperimentError, load_experiment
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.config.files import read_toml, to_toml
 
 
@@ -179,20 +179,20 @@ LARGE = "byzantine_mnist"  # 15,300 runs
     "path", [pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.stem == LARGE)) for path in EXPERIMENTS]
 )
 def test_every_experiment_of_the_project_loads(path):
-    if "grid" in read_toml(path):
-        assert plan_grid(path).name == path.stem
+    if "comparison" in read_toml(path):
+        assert plan_comparison(path).name == path.stem
     else:
         assert load_experiment(path).name == path.stem
 
 
-def test_a_part_of_a_large_grid_loads():
-    part = plan_grid(LARGE, words=["partition=iid", "attack.fraction=0.24"])
+def test_a_part_of_a_large_comparison_loads():
+    part = plan_comparison(LARGE, words=["partition=iid", "attack.fraction=0.24"])
     assert (part.name, part.shape) == (LARGE, "31 aggregate.rule x 5 attack.name x 3 local.lr x 3 seed")
 
 
-def test_a_grid_is_no_single_experiment():
+def test_a_comparison_is_no_single_experiment():
     with pytest.raises(ExperimentError, match="describes several experiments; use fedsim compare$"):
-        load_experiment({"grid": {"seed": [0, 1]}})
+        load_experiment({"comparison": {"seed": [0, 1]}})
 
 
 def test_dotted_keys_in_python_are_nested_keys():
@@ -235,10 +235,10 @@ def test_a_default_name_in_a_saved_file_follows_the_changes(tmp_path):
     saved.write_text(to_toml(Experiment()))
     assert load_experiment(saved).name == "net-mnist5k-weighted_mean"
     assert load_experiment(saved, ["aggregate.rule=median", "model=2nn"]).name == "2nn-mnist5k-median"
-    assert plan_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "net-mnist5k"
+    assert plan_comparison(saved, {"aggregate.rule": ["mean", "median"]}).name == "net-mnist5k"
     saved.write_text(to_toml(Experiment(name="own")))
     assert load_experiment(saved, ["aggregate.rule=median"]).name == "own"
-    assert plan_grid(saved, {"aggregate.rule": ["mean", "median"]}).name == "own"
+    assert plan_comparison(saved, {"aggregate.rule": ["mean", "median"]}).name == "own"
 
 
 def test_a_stage_of_a_rule_with_a_parameter_that_is_unset_can_be_saved(tmp_path):

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.clients.sgd import SGD
-from fedsim.comparison import plan_grid
-from fedsim.comparison.folder import GridFolder
+from fedsim.comparison import plan_comparison
+from fedsim.comparison.folder import ComparisonFolder
 from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.core.objects import name_of
@@ -341,7 +341,9 @@ def test_a_run_with_objects_resumes_from_python_and_not_from_a_file(short, tmp_p
 
 def test_a_comparison_takes_objects_on_its_axes_and_keeps_them_apart(short, tmp_path):
     rules = [lambda updates: updates.mean(0), lambda updates: updates.median(0).values, "mean"]
-    comparison = fedsim.compare({**short, "engine": "serial"}, {"aggregate.rule": rules}, tmp_path / "grid", jobs=1)
+    comparison = fedsim.compare(
+        {**short, "engine": "serial"}, {"aggregate.rule": rules}, tmp_path / "comparison", jobs=1
+    )
     one, other, mean = (run.history[-1]["test_loss"] for run in comparison.runs)
     assert one == pytest.approx(mean, abs=1e-5)
     assert one != other
@@ -353,17 +355,17 @@ def test_a_comparison_goes_on_with_objects_that_are_defined_again(short, tmp_pat
         base = {**short, "rounds": 2, "model": local_class(), "checkpoint": {"every": 1}}
         return base, {"aggregate.rule": [lambda updates: updates.mean(0), "mean"]}
 
-    first = fedsim.compare(*arguments(), tmp_path / "grid", jobs=1)
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "grid").glob("runs/*/metrics.jsonl")}
-    again = fedsim.compare(*arguments(), tmp_path / "grid", jobs=1)
+    first = fedsim.compare(*arguments(), tmp_path / "comparison", jobs=1)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "comparison").glob("runs/*/metrics.jsonl")}
+    again = fedsim.compare(*arguments(), tmp_path / "comparison", jobs=1)
     assert len(files) == 2
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert [run.history for run in again.runs] == [run.history for run in first.runs]
 
-    grid = plan_grid(*arguments())
-    with GridFolder(tmp_path / "grid", grid) as folder:
-        folder.make_ready(folder.grid.runs[0])
-        assert folder.is_finished(folder.grid.runs[0])
+    plan = plan_comparison(*arguments())
+    with ComparisonFolder(tmp_path / "comparison", plan) as folder:
+        folder.make_ready(folder.plan.runs[0])
+        assert folder.is_finished(folder.plan.runs[0])
 
 
 def locked_model():

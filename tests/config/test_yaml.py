@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import fedsim
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.config.load import describe
 from fedsim.errors import ExperimentError, MissingPackageError
 
@@ -25,8 +25,8 @@ local.steps: 4
 data.augment: []
 cohort: ~
 """
-GRID = f"""{EXPERIMENT}
-grid:
+COMPARISON = f"""{EXPERIMENT}
+comparison:
   local: [{{lr: 0.1}}, {{lr: 0.2}}]
   partition: [iid, contiguous]
   seed: [0, 1]
@@ -68,8 +68,8 @@ def test_the_commands_take_yaml_files(write, cli):
     done = cli("run", "experiment.yaml", "rounds=1", "engine=serial", "--out", "run")
     assert done.exit_code == 0, done.output
     assert fedsim.load_run("run").experiment.local.params["lr"] == 0.01
-    write(GRID, "grid.yaml")
-    done = cli("compare", "grid.yaml", "--dry-run")
+    write(COMPARISON, "comparison.yaml")
+    done = cli("compare", "comparison.yaml", "--dry-run")
     assert done.exit_code == 0, done.output
     assert len(done.stdout.splitlines()) == 8
     assert "local=lr=0.2 partition=contiguous seed=1" in done.stdout
@@ -137,7 +137,7 @@ def test_a_configuration_of_omegaconf_is_a_table(tiny_experiment):
     assert fedsim.load_experiment(experiment).model.params["hidden"] == 16
     result = fedsim.run(experiment, rounds=1)
     assert result.experiment.aggregate.label == "nnm + median"
-    comparison = omegaconf.OmegaConf.create({**tables, "grid": {"seed": [0, 1]}})
-    assert len(plan_grid(comparison).runs) == 2
+    comparison = omegaconf.OmegaConf.create({**tables, "comparison": {"seed": [0, 1]}})
+    assert len(plan_comparison(comparison).runs) == 2
     with pytest.raises(omegaconf.errors.MissingMandatoryValue, match="rounds"):
         fedsim.run(omegaconf.OmegaConf.create({"rounds": "???"}))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.main import app
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.records.axes import label
 from fedsim.records.history import read_history
 
@@ -91,14 +91,14 @@ def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monk
     assert theirs.history[-1]["bytes_up"] == ours.history[-1]["bytes_up"] == 3 * 2 * 7850 * 8
 
 
-def test_the_grids_of_the_documents_can_be_loaded(tmp_path):
+def test_the_comparisons_of_the_documents_can_be_loaded(tmp_path):
     for name in ("compare", "virtual-clock"):
         (text,) = blocks(f"docs/how-to/{name}.md", "toml")
-        path = tmp_path / "grid.toml"
+        path = tmp_path / "comparison.toml"
         path.write_text(text)
-        assert plan_grid(path).runs
-    assert plan_grid(path).settings.target == 0.9
-    assert [label(value) for value in plan_grid(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
+        assert plan_comparison(path).runs
+    assert plan_comparison(path).settings.target == 0.9
+    assert [label(value) for value in plan_comparison(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
 
 
 def test_the_document_on_asynchronous_runs_lists_every_policy_with_its_defaults():

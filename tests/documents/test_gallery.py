@@ -29,7 +29,7 @@ engine = "serial"
 [local]
 steps = 1
 
-[grid]
+[comparison]
 "aggregate.rule" = ["mean", "median"]
 seed = [0, 1]
 """
@@ -110,6 +110,6 @@ def test_the_archive_has_no_paths_of_the_machine_and_is_the_same_each_time(small
     assert archive.read_bytes() == before
     with tarfile.open(archive) as opened:
         texts = {entry.name: opened.extractfile(entry).read().decode() for entry in opened}
-    assert {name.rpartition("/")[2] for name in texts} == {"grid.json", "experiment.toml", "metrics.jsonl"}
+    assert {name.rpartition("/")[2] for name in texts} == {"comparison.json", "experiment.toml", "metrics.jsonl"}
     assert not any(str(small.parent) in text for text in texts.values())
-    assert json.loads(texts["grid.json"])["name"] == "small"
+    assert json.loads(texts["comparison.json"])["name"] == "small"

@@ -26,12 +26,19 @@ FULL = {  # the size of the disk, and the command, which writes to the folder na
     "metrics": ("28k", ["run", *QUICK, *NO_MODEL, "rounds=200", "--out"]),
     "model": ("24k", ["run", *QUICK, "rounds=100000", "--out"]),
     "curve": ("52k", ["run", *QUICK, "rounds=2", "--out"]),
-    "grid": ("60k", ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out"]),
+    "comparison": ("60k", ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out"]),
 }
 READ_ONLY = {  # commands, and how their error begins
     ("run", *QUICK, "rounds=2", "--out", "new"): "new: cannot be a run folder: ",
     ("run", *QUICK, "rounds=2", "--out", "empty"): "empty/experiment.toml: cannot be written: ",
-    ("compare", *QUICK, "rounds=2", "seed=0,1", "--out", "grid"): "grid: cannot be the folder of a comparison: ",
+    (
+        "compare",
+        *QUICK,
+        "rounds=2",
+        "seed=0,1",
+        "--out",
+        "comparison",
+    ): "comparison: cannot be the folder of a comparison: ",
     ("report", "run"): "run/report.html: cannot be written: ",
 }
 WRITTEN_LAST = {"metrics": "metrics.jsonl", "curve": "curve.png", "report": "report.html"}
@@ -81,17 +88,17 @@ def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
     assert not list((kept / "metrics" / "x").glob(".*.part"))
     assert f"{len(rounds)} of 200 rounds are in" in found["metrics"][1]
 
-    code, out, error = found["grid"]
+    code, out, error = found["comparison"]
     assert code in (1, 2)
     assert "No space left on device" in error
     assert "Traceback" not in error
-    finished = [each.name for each in (kept / "grid" / "x" / "runs").iterdir() if len(read_history(each)) == 20]
+    finished = [each.name for each in (kept / "comparison" / "x" / "runs").iterdir() if len(read_history(each)) == 20]
     assert finished, out
-    _goes_on_where_there_is_room(kept / "grid" / "x", tmp_path / "larger", finished)
+    _goes_on_where_there_is_room(kept / "comparison" / "x", tmp_path / "larger", finished)
 
 
-def _goes_on_where_there_is_room(grid, folder, finished):
-    shutil.copytree(grid, folder)
+def _goes_on_where_there_is_room(plan, folder, finished):
+    shutil.copytree(plan, folder)
     before = {name: (folder / "runs" / name / "metrics.jsonl").read_bytes() for name in finished}
     tables = fedsim.load_experiment(None, [*QUICK, *NO_MODEL, "rounds=20"]).resolved()
     comparison = fedsim.compare({**tables, "workers": 3}, {"seed": [0, 1, 2, 3]}, folder, jobs=1)

@@ -28,7 +28,15 @@ records.curve = false
 """
 IN_POOLS = ("timeout=5", "process_retries=100")
 RESUME = ("--resume", "run", "tiny.toml", "data=tests.components:tiny")
-GRID = ("--out", "run", "tiny.toml", "data=tests.components:tiny", "aggregate.rule=mean,median", "seed=0,1", *IN_POOLS)
+COMPARISON = (
+    "--out",
+    "run",
+    "tiny.toml",
+    "data=tests.components:tiny",
+    "aggregate.rule=mean,median",
+    "seed=0,1",
+    *IN_POOLS,
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "run_experiment.py")
 WAYS: dict[str, tuple[Any, ...]] = {
     "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.local_test_fraction=0.3"),
@@ -49,7 +57,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
         "-m",
         "fedsim",
         "compare",
-        *GRID,
+        *COMPARISON,
         "--jobs",
         "2",
     ),  # in jobs of one process

@@ -23,8 +23,8 @@ from safetensors.torch import save
 import fedsim
 from fedsim.asynchronous import delays
 from fedsim.asynchronous.race.log import FILE, read_log
-from fedsim.comparison import plan_grid
-from fedsim.comparison.folder import GridFolder
+from fedsim.comparison import plan_comparison
+from fedsim.comparison.folder import ComparisonFolder
 from fedsim.comparison.results import read_records
 from fedsim.comparison.runner import merge
 from fedsim.config.experiment import Experiment
@@ -34,7 +34,7 @@ from fedsim.config.source_catalog import keys_of_tables
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from fedsim.report.page import to_script_json
 from fedsim.report.run_page import run_page
 from fedsim.runs.rule_replay import load_round, replay, replay_json, replay_table
@@ -45,7 +45,7 @@ from tests.report.folders import invent_round, on_the_clock
 LONGEST = 30.0  # seconds for an input; the slowest takes a few hundredths
 LONGEST_LINE = 2_000  # characters of an error
 
-KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "grid", "label", "variant"})
+KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "comparison", "label", "variant"})
 NAMES = [
     registration
     for kind in (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.partitions, fedsim.policies)
@@ -78,9 +78,14 @@ TABLES = [
     },
     {"clock": {"departures": {"1": 3.0}, "replay_log": "x"}, "mode": "clock", "policy": "asgd", "workers": 3},
 ]
-GRIDS = [
-    {**TABLES[0], "grid": {"seed": [0, 1], "aggregate.rule": ["mean", "median", ["nnm", "mean"]], "target": 0.9}},
-    {"grid": {"variant": [{"label": "a"}, {"label": "b", "local": {"steps": 5}}], "local": [{"lr": 0.1}, {"lr": 0.2}]}},
+COMPARISONS = [
+    {**TABLES[0], "comparison": {"seed": [0, 1], "aggregate.rule": ["mean", "median", ["nnm", "mean"]], "target": 0.9}},
+    {
+        "comparison": {
+            "variant": [{"label": "a"}, {"label": "b", "local": {"steps": 5}}],
+            "local": [{"lr": 0.1}, {"lr": 0.2}],
+        }
+    },
 ]
 
 
@@ -134,7 +139,7 @@ def toml_of(tree) -> bytes:
 
 
 names_and_values = [*EXTREMES, *NAMES]
-settings_of_a_file = st.sampled_from([*TABLES, *GRIDS]), mutations(names_and_values, KEYS)
+settings_of_a_file = st.sampled_from([*TABLES, *COMPARISONS]), mutations(names_and_values, KEYS)
 keys = st.sampled_from([f"{key}.{name}" for key in KEYS for name in ("name", "lr", "rule")] + KEYS)
 values = st.lists(st.sampled_from([str(value) for value in EXTREMES] + NAMES), min_size=1, max_size=3).map(",".join)
 words_of_a_command = st.lists(
@@ -147,8 +152,8 @@ def test_experiment_files_and_words(here, examples):
     def check(example):
         tree, changes, cuts, words = example
         (here / "x.toml").write_bytes(edited(toml_of(mutated(tree, changes)), cuts))
-        if "grid" in tree:
-            plan_grid(here / "x.toml", words=words)
+        if "comparison" in tree:
+            plan_comparison(here / "x.toml", words=words)
         else:
             experiment = load_experiment(here / "x.toml", words)
             (here / "again.toml").write_text(to_toml(experiment), encoding="utf-8")
@@ -161,7 +166,7 @@ def test_experiment_files_and_words(here, examples):
 def page_of(folder: Path) -> None:
     """All of a report but what is the same for all."""
     records = read_records(folder)
-    context, data = run_page(records) if isinstance(records, Run) else grid_page(records)
+    context, data = run_page(records) if isinstance(records, Run) else comparison_page(records)
     assert len(to_script_json(data)) < 3_000_000
     assert len(repr(context)) < 3_000_000
 
@@ -229,9 +234,9 @@ def compared(tmp_path_factory):
     """The folder of a comparison that is finished."""
     folder = tmp_path_factory.mktemp("compared")
     tables = {"rounds": 2, "workers": 2, "engine": "serial", "model": "logistic", "local": {"steps": 1}}
-    grid = plan_grid(tables, {"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
-    with GridFolder(folder, grid) as held:
-        for run in grid.runs:
+    plan = plan_comparison(tables, {"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
+    with ComparisonFolder(folder, plan) as held:
+        for run in plan.runs:
             held.run_folder(run).mkdir(parents=True)
             (held.run_folder(run) / "experiment.toml").write_text(to_toml(run.experiment))
             write_file(held.run_folder(run), "metrics.jsonl", [round_of(1), round_of(2)], [])
@@ -240,16 +245,16 @@ def compared(tmp_path_factory):
 
 def test_comparisons_reported_and_put_together(here, compared, examples, monkeypatch):
     monkeypatch.setattr("fedsim.comparison.runner._write", lambda *_: None)  # which is the same for all
-    whole = json.loads((compared / "grid.json").read_text())
+    whole = json.loads((compared / "comparison.json").read_text())
     metrics = next((compared / "runs").glob("*")) / "metrics.jsonl"
     lines = metrics.read_text()
     outside = here.parent / "outside"
     counter = iter(range(10**9))
 
     def check(example):
-        of_grid, of_metrics = example
-        tree = mutated(whole, of_grid) if of_grid else whole
-        (compared / "grid.json").write_bytes(json_of(tree))
+        of_comparison, of_metrics = example
+        tree = mutated(whole, of_comparison) if of_comparison else whole
+        (compared / "comparison.json").write_bytes(json_of(tree))
         write_file(metrics.parent, metrics.name, mutated([*map(json.loads, lines.splitlines())], of_metrics), [])
         with contextlib.suppress(FedsimError):
             page_of(compared)
@@ -263,7 +268,7 @@ def test_comparisons_reported_and_put_together(here, compared, examples, monkeyp
         fuzz(strategy, check, min(examples, 600))
         assert not outside.exists()
     finally:
-        (compared / "grid.json").write_text(json.dumps(whole))
+        (compared / "comparison.json").write_text(json.dumps(whole))
         metrics.write_text(lines)
 
 
@@ -342,7 +347,7 @@ def test_images(tmp_path, examples):
 
 def read_experiment(path):
     load_experiment(path)
-    plan_grid(path)
+    plan_comparison(path)
 
 
 def read_trace(path):
@@ -366,7 +371,7 @@ def test_files_of_any_bytes(here, read, examples):
         '"',
         "'''",
         "\n",
-        "\n[grid]\n",
+        "\n[comparison]\n",
         "1",
         "0.5",
         "nan",

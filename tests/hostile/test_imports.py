@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 
 import fedsim
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.comparison.runner import merge
 from fedsim.config.components import COMPONENTS
 from fedsim.core.suggestions import LISTS
@@ -76,17 +76,17 @@ def test_a_file_names_no_import_path(here, kind, name):
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_a_grid_names_no_import_path(here, kind):
-    path = write(here / "sub" / "x.toml", {**NAMED[kind], "grid": {"seed": [0, 1]}}, "canary:boom")
+def test_a_comparison_names_no_import_path(here, kind):
+    path = write(here / "sub" / "x.toml", {**NAMED[kind], "comparison": {"seed": [0, 1]}}, "canary:boom")
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        plan_grid(path)
+        plan_comparison(path)
     held = {
         "name": "x",
         "axes": {"seed": [0, 1]},
         "base": NAMED[kind],
         "runs": [{"id": "a", "point": {"seed": 0}, "folder": "runs/a"}],
     }
-    (here / "sub" / "grid.json").write_text(json.dumps(held).replace("NAME", "canary:boom"))
+    (here / "sub" / "comparison.json").write_text(json.dumps(held).replace("NAME", "canary:boom"))
     with pytest.raises(ExperimentError, match="--allow-imports"):
         merge([here / "sub"], here / "out")
     assert not (here / "out").exists()
@@ -97,7 +97,7 @@ def test_a_grid_names_no_import_path(here, kind):
 )
 def test_values_on_axes_name_no_import_path(here, axes):
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        plan_grid(write(here / "sub" / "x.toml", {"grid": axes}))
+        plan_comparison(write(here / "sub" / "x.toml", {"comparison": axes}))
 
 
 @pytest.mark.parametrize("name", ["own_components:perceptron", "own_components:Inner.model"])
@@ -165,9 +165,9 @@ def test_import_paths_of_the_user_are_always_allowed(here):
         fedsim.load_experiment(file, ["model=own_components:perceptron"]),
         fedsim.load_experiment({"model": "own_components:perceptron"}),
         fedsim.Experiment(model="own_components:perceptron"),
-        plan_grid(file, words=["model=own_components:perceptron,net"]).runs[0].experiment,
-        plan_grid(file, words=["model=own_components:perceptron", "seed=0,1"]).runs[0].experiment,
-        plan_grid(file, {"model": ["own_components:perceptron", "net"]}).runs[0].experiment,
+        plan_comparison(file, words=["model=own_components:perceptron,net"]).runs[0].experiment,
+        plan_comparison(file, words=["model=own_components:perceptron", "seed=0,1"]).runs[0].experiment,
+        plan_comparison(file, {"model": ["own_components:perceptron", "net"]}).runs[0].experiment,
     ):
         assert experiment.model.name == "own_components:perceptron"
 
@@ -179,8 +179,10 @@ def test_an_import_path_of_the_user_allows_no_other(here):
 
 
 def test_allow_imports_allows_every_import(here):
-    file = write(here / "sub" / "x.toml", {**NAMED["models"], "grid": {"seed": [0, 1]}}, "own_components:perceptron")
-    assert plan_grid(file, allow_imports=True).runs
+    file = write(
+        here / "sub" / "x.toml", {**NAMED["models"], "comparison": {"seed": [0, 1]}}, "own_components:perceptron"
+    )
+    assert plan_comparison(file, allow_imports=True).runs
     with pytest.raises(SystemExit, match="imported"):
         fedsim.load_experiment(write(file, NAMED["models"], "canary:boom"), allow_imports=True)
 
@@ -205,16 +207,16 @@ def test_allow_imports_reaches_the_processes(cli, here):
 
 
 def test_allow_imports_reaches_jobs_and_resumed_comparisons(cli, here):
-    tables = {**LINES, "grid": {"seed": [0, 1], "aggregate.rule": ["mean"]}}
+    tables = {**LINES, "comparison": {"seed": [0, 1], "aggregate.rule": ["mean"]}}
     write(here / "sub" / "x.toml", tables)
-    words = ["compare", "sub/x.toml", "--out", "grid", "--jobs", "2", "-q"]
+    words = ["compare", "sub/x.toml", "--out", "comparison", "--jobs", "2", "-q"]
     assert cli(*words).exit_code == 2
     assert cli(*words, "--allow-imports").exit_code == 0
-    (here / "grid" / "runs" / "mean-seed1" / "metrics.jsonl").unlink()
+    (here / "comparison" / "runs" / "mean-seed1" / "metrics.jsonl").unlink()
     assert cli(*words).exit_code == 2
     assert cli(*words, "--allow-imports", "--jobs", "1").exit_code == 0
-    assert cli("compare", "grid", "-q").exit_code == 2
-    assert cli("compare", "grid", "-q", "--allow-imports").exit_code == 0
+    assert cli("compare", "comparison", "-q").exit_code == 2
+    assert cli("compare", "comparison", "-q", "--allow-imports").exit_code == 0
 
 
 def test_a_run_folder_is_untrusted(cli, here):

@@ -13,8 +13,8 @@ import pytest
 
 import fedsim
 from fedsim.asynchronous.race.log import read_log
-from fedsim.comparison import plan_grid
-from fedsim.comparison.folder import GridFolder
+from fedsim.comparison import plan_comparison
+from fedsim.comparison.folder import ComparisonFolder
 from fedsim.comparison.results import read_records
 from fedsim.comparison.runner import merge
 from fedsim.errors import ExperimentError, FedsimError, RecordError
@@ -126,58 +126,58 @@ def test_no_file_is_read_that_a_link_in_the_folder_leads_to(tmp_path, name):
         load_round(folder) if name.startswith("updates") else render(folder)
 
 
-def test_a_report_shows_no_run_outside_of_the_grid(tmp_path):
+def test_a_report_shows_no_run_outside_of_the_comparison(tmp_path):
     invent_run(tmp_path / "private", [0.5])
     axes = {"seed": [0, 1]}
-    grid = write_points(tmp_path / "grid", axes, lambda path, point: invent_run(path, [0.5]))
-    (grid / "linked").symlink_to(tmp_path / "private")
-    held = json.loads((grid / "grid.json").read_text())
+    plan = write_points(tmp_path / "comparison", axes, lambda path, point: invent_run(path, [0.5]))
+    (plan / "linked").symlink_to(tmp_path / "private")
+    held = json.loads((plan / "comparison.json").read_text())
     for folder in ("../private", str(tmp_path / "private"), "linked", "runs/../../private", "a\0b"):
         held["runs"][0]["folder"] = folder
-        (grid / "grid.json").write_text(json.dumps(held))
+        (plan / "comparison.json").write_text(json.dumps(held))
         with pytest.raises(RecordError):
-            read_records(grid)
+            read_records(plan)
     held["runs"][0]["folder"] = held["runs"][1]["folder"]
-    (grid / "grid.json").write_text(json.dumps(held))
+    (plan / "comparison.json").write_text(json.dumps(held))
     with pytest.raises(RecordError, match="folder = .*: is another run's"):  # a million runs in one folder's space
-        read_records(grid)
+        read_records(plan)
 
 
 @pytest.fixture
 def compared(tmp_path):
-    """A grid of two runs that have not started, and its folder."""
-    grid = plan_grid({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
-    with GridFolder(tmp_path / "grid", grid):
+    """A comparison of two runs that have not started, and its folder."""
+    plan = plan_comparison({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
+    with ComparisonFolder(tmp_path / "comparison", plan):
         pass
-    return grid, tmp_path / "grid"
+    return plan, tmp_path / "comparison"
 
 
 def test_nothing_is_removed_or_written_where_links_in_a_comparisons_folder_lead(compared, tmp_path):
-    grid, folder = compared
-    (tmp_path / "private" / grid.runs[0].id).mkdir(parents=True)
-    precious = tmp_path / "private" / grid.runs[0].id / "thesis.tex"
+    plan, folder = compared
+    (tmp_path / "private" / plan.runs[0].id).mkdir(parents=True)
+    precious = tmp_path / "private" / plan.runs[0].id / "thesis.tex"
     precious.write_text("all of it")
-    with GridFolder(folder, grid) as held:
+    with ComparisonFolder(folder, plan) as held:
         (folder / "runs").symlink_to(tmp_path / "private")
         for act in (held.clear, held.run_folder, held.result, lambda run: held.note_failure(run, "x")):
             with pytest.raises(RecordError, match="it leads out of"):
-                act(grid.runs[0])
+                act(plan.runs[0])
     with pytest.raises(RecordError, match="it leads out of"):
-        GridFolder(folder, grid)
+        ComparisonFolder(folder, plan)
     assert [path.name for path in precious.parent.iterdir()] == ["thesis.tex"]
 
 
 def test_nothing_is_copied_from_where_a_comparisons_folder_points(compared, tmp_path):
-    grid, folder = compared
+    plan, folder = compared
     invent_run(tmp_path / "private", [0.5])
-    held = json.loads((folder / "grid.json").read_text())
+    held = json.loads((folder / "comparison.json").read_text())
     for run in held["runs"]:
         run["folder"] = "../private"
-    (folder / "grid.json").write_text(json.dumps(held))
+    (folder / "comparison.json").write_text(json.dumps(held))
     assert all(run.error for run in merge([folder], tmp_path / "out").runs)
-    (folder / "runs" / grid.runs[0].id).mkdir(parents=True)
-    (folder / "runs" / grid.runs[0].id / "error.txt").write_text("it failed")
-    (folder / "runs" / grid.runs[0].id / "key").symlink_to(tmp_path / "private")
+    (folder / "runs" / plan.runs[0].id).mkdir(parents=True)
+    (folder / "runs" / plan.runs[0].id / "error.txt").write_text("it failed")
+    (folder / "runs" / plan.runs[0].id / "key").symlink_to(tmp_path / "private")
     with pytest.raises(RecordError, match="key: is neither a file nor a folder, and is not copied"):
         merge([folder], tmp_path / "other")
 
@@ -185,10 +185,10 @@ def test_nothing_is_copied_from_where_a_comparisons_folder_points(compared, tmp_
 @pytest.mark.parametrize("id", ["x" * 256, "../x", "/etc", "..", "", ".x", "a/b", "a\0b", 5, None, ["a"]])
 def test_names_of_runs_with_paths_are_refused(compared, tmp_path, id):
     _, folder = compared
-    held = json.loads((folder / "grid.json").read_text())
+    held = json.loads((folder / "comparison.json").read_text())
     held["runs"][0]["id"] = id
-    (folder / "grid.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match=r"grid\.json: runs\.0\.id: "):
+    (folder / "comparison.json").write_text(json.dumps(held))
+    with pytest.raises(RecordError, match=r"comparison\.json: runs\.0\.id: "):
         merge([folder], tmp_path / "out")
 
 

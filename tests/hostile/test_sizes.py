@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.comparison import plan_grid
+from fedsim.comparison import plan_comparison
 from fedsim.comparison.on_paper import draw_heatmap
 from fedsim.comparison.results import Comparison, read_records
 from fedsim.errors import ExperimentError, RecordError
@@ -96,17 +96,17 @@ def test_a_model_that_does_not_fit_into_memory_is_refused(hidden):
     assert len(caught.value.lines) == 1
 
 
-def test_a_grid_has_only_so_many_combinations():
+def test_a_comparison_has_only_so_many_combinations():
     axes = {f"local.x{number}": list(range(10)) for number in range(7)}
     started = time.perf_counter()
     with pytest.raises(ExperimentError, match="10 x 10 x 10 x 10 x 10 x 10 x 10 = 10,000,000 combinations; at most"):
-        plan_grid({}, axes)
+        plan_comparison({}, axes)
     assert time.perf_counter() - started < 5
 
 
 def test_a_heat_map_of_very_many_values_is_not_drawn():
-    grid = Comparison("wide", {"local.lr": [0.1, 0.2], "local.momentum": [number / 1000 for number in range(500)]}, [])
-    assert draw_heatmap(grid) is None
+    plan = Comparison("wide", {"local.lr": [0.1, 0.2], "local.momentum": [number / 1000 for number in range(500)]}, [])
+    assert draw_heatmap(plan) is None
 
 
 def metrics(folder, records):
@@ -133,7 +133,7 @@ def test_a_page_does_not_grow_with_workers_times_rounds(tmp_path):
     assert np.size(cells) <= MOST_CELLS
 
 
-@pytest.mark.parametrize("name", ["environment.json", "partition.json", "grid.json", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["environment.json", "partition.json", "comparison.json", "metrics.jsonl"])
 def test_deep_json_is_one_clear_line(tmp_path, name):
     folder = invent_run(tmp_path / "run", [0.5])
     (folder / name).write_text('{"round": 1, "a": ' + "[" * 100_000)

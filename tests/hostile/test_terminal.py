@@ -26,7 +26,11 @@ TABLES = {
 }
 COMMANDS = {
     "run": [["run", "--resume", "run"], ["report", "run"], ["plot", "run"], ["replay", "run"]],
-    "grid": [["compare", "grid"], ["report", "grid"], ["plot", "grid", "--metric", "metrics.drift"]],
+    "comparison": [
+        ["compare", "comparison"],
+        ["report", "comparison"],
+        ["plot", "comparison", "--metric", "metrics.drift"],
+    ],
 }
 
 
@@ -36,12 +40,12 @@ def clean(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
     fedsim.run(TABLES, folder / "run")
     axes = {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
-    fedsim.compare({**TABLES, "name": "x"}, axes, folder / "grid", jobs=1)
+    fedsim.compare({**TABLES, "name": "x"}, axes, folder / "comparison", jobs=1)
     for metrics in folder.rglob("metrics.jsonl"):
         records = [json.loads(line) | {"metrics": {"drift": 1.0}} for line in metrics.read_text().splitlines()]
         metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "run" / "events.jsonl").write_text('{"event": "stopped", "round": 2, "reason": "enough"}\n')
-    (folder / "grid" / "runs" / "median-seed1" / "error.txt").write_text("it failed\nbelow")
+    (folder / "comparison" / "runs" / "median-seed1" / "error.txt").write_text("it failed\nbelow")
     return folder
 
 
@@ -88,9 +92,9 @@ FILES = {  # with the keys whose values some command prints
     "run/events.jsonl": ["reason"],
     "run/partition.json": ["byzantine"],
     "run/checkpoints/round-00002.json": ["format"],
-    "grid/grid.json": ["name"],
-    "grid/runs/median-seed1/error.txt": None,
-    "grid/runs/mean-seed0/metrics.jsonl": ["metrics.drift"],
+    "comparison/comparison.json": ["name"],
+    "comparison/runs/median-seed1/error.txt": None,
+    "comparison/runs/mean-seed0/metrics.jsonl": ["metrics.drift"],
 }
 
 
@@ -107,7 +111,7 @@ def test_no_text_of_a_folder_reaches_the_terminal_raw(clean, cli, tmp_path, name
             done = cli(*words)
             assert done.exception is None or isinstance(done.exception, SystemExit), (words, done.exception)
             assert_harmless(done.stdout + done.stderr)
-        if kind == "grid":
+        if kind == "comparison":
             with contextlib.suppress(FedsimError):
                 assert_harmless(fedsim.load_comparison(kind).table)
 

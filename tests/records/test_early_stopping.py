@@ -80,11 +80,11 @@ def test_an_interrupted_run_stops_in_the_same_round(tiny_experiment, tmp_path):
 
 def test_a_comparison_has_runs_of_different_lengths(tiny_experiment, tmp_path):
     tables = {**tiny_experiment, **STANDING, "rounds": 4}
-    grid = {"local.lr": [1e-30, 0.1], "seed": [0, 1]}
-    compared = fedsim.compare(tables, grid, tmp_path)
+    plan = {"local.lr": [1e-30, 0.1], "seed": [0, 1]}
+    compared = fedsim.compare(tables, plan, tmp_path)
     assert [len(run.history) for run in compared.runs][:2] == [3, 3]
     assert all(run.error is None for run in compared.runs)
-    assert len(fedsim.compare(tables, grid, tmp_path).runs) == 4  # all of them are found finished
+    assert len(fedsim.compare(tables, plan, tmp_path).runs) == 4  # all of them are found finished
 
 
 def test_a_run_can_stop_on_a_metric(tiny_experiment):

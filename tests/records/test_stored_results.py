@@ -15,7 +15,7 @@ from fedsim.errors import ExperimentError, MissingPackageError, RecordError
 from fedsim.records.numbers import round_rows
 from fedsim.records.record import RoundRecord
 
-GRID = {"aggregate.rule": ["mean", ["nnm", "median"]], "seed": [0, 1]}
+COMPARISON = {"aggregate.rule": ["mean", ["nnm", "median"]], "seed": [0, 1]}
 
 
 def normalised():
@@ -141,9 +141,9 @@ def test_damaged_events_are_ignored(run_folder, line):
 
 def test_a_comparison_that_is_loaded_is_the_one_that_was_returned(tiny_experiment, tmp_path):
     variant = [{"label": "small", "model.hidden": 5}, {"label": "large", "model.hidden": 9}]
-    for number, axes in enumerate([GRID, {"variant": variant, "seed": [0, 1]}]):
+    for number, axes in enumerate([COMPARISON, {"variant": variant, "seed": [0, 1]}]):
         folder = tmp_path / str(number)
-        comparison = fedsim.compare(tiny_experiment, axes, folder, 1, target=0.1, by="test_loss")
+        comparison = fedsim.compare(tiny_experiment, axes, folder, 1, target=0.1, metric="test_loss")
         before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
         loaded = fedsim.load_comparison(folder, allow_imports=True)
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -154,9 +154,9 @@ def test_a_comparison_that_is_loaded_is_the_one_that_was_returned(tiny_experimen
 
 
 def test_a_comparison_with_a_failed_run_and_one_with_shards_only(tiny_experiment, tmp_path):
-    comparison = fedsim.compare(tiny_experiment, {"local.lr": [0.1, 1e30]}, tmp_path / "grid", 1)
+    comparison = fedsim.compare(tiny_experiment, {"local.lr": [0.1, 1e30]}, tmp_path / "comparison", 1)
     assert len(comparison.failed) == 1
-    assert fedsim.load_comparison(tmp_path / "grid", allow_imports=True).table == comparison.table
+    assert fedsim.load_comparison(tmp_path / "comparison", allow_imports=True).table == comparison.table
     (tmp_path / "sharded" / "shards").mkdir(parents=True)
     with pytest.raises(RecordError, match="its shards are not combined yet: fedsim compare"):
         fedsim.load_comparison(tmp_path / "sharded")
@@ -172,7 +172,7 @@ def test_frames_have_a_row_for_each_round_and_for_each_run(tiny_experiment, tmp_
     assert list(frame["metrics.top_k"]) == [record.metrics["top_k"] for record in result.history]
     assert frame.equals(load_run(tmp_path / "run").to_dataframe())
 
-    comparison = fedsim.compare(tiny_experiment, GRID, jobs=1)
+    comparison = fedsim.compare(tiny_experiment, COMPARISON, jobs=1)
     rounds, runs = comparison.to_dataframe(), comparison.to_dataframe("run")
     assert list(rounds.columns[:4]) == ["id", "aggregate.rule", "seed", "round"]
     assert (len(rounds), len(runs)) == (8, 4)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.report.folders import write_grid, write_run
+from tests.report.folders import write_comparison, write_run
 
 
 @pytest.fixture(scope="session")
@@ -12,9 +12,9 @@ def run_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def grid_folder(tmp_path_factory):
-    """The folder of a real grid of two rules, two learning rates and three seeds. Do not change it."""
-    return write_grid(tmp_path_factory.mktemp("report") / "grid")
+def comparison_folder(tmp_path_factory):
+    """The folder of a real comparison of two rules, two learning rates and three seeds. Do not change it."""
+    return write_comparison(tmp_path_factory.mktemp("report") / "comparison")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Run folders and grid folders to read: of real runs, and made up without a run."""
+"""Run folders and comparison folders to read: of real runs, and made up without a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _weights_without(cohort: list[int], byzantine: list[int]) -> dict[str, Any]:
     return {"coefficients": weights, "excluded": list(byzantine)[:1], "attack_success": 0.25}
 
 
-def write_grid(folder: Path) -> Path:
+def write_comparison(folder: Path) -> Path:
     axes = {"aggregate.rule": ["mean", "weighted_mean"], "local.lr": [0.01, 0.1], "seed": [0, 1, 2]}
 
     def make(path: Path, point: dict[str, Any]) -> None:
@@ -54,14 +54,14 @@ def write_grid(folder: Path) -> Path:
 
 
 def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
-    """A grid folder whose runs `make(path, point)` writes, or does not write."""
+    """A comparison folder whose runs `make(path, point)` writes, or does not write."""
     runs = []
     for number, values in enumerate(itertools.product(*axes.values())):
         point = dict(zip(axes, values, strict=True))
         runs.append({"id": f"run{number}", "point": point, "folder": f"runs/run{number}"})
         make(folder / "runs" / f"run{number}", point)
     folder.mkdir(exist_ok=True)
-    (folder / "grid.json").write_text(json.dumps({"name": "tried", "axes": axes, "runs": runs}))
+    (folder / "comparison.json").write_text(json.dumps({"name": "tried", "axes": axes, "runs": runs}))
     return folder
 
 
@@ -109,7 +109,7 @@ def add_to_rounds(folder: Path, keys) -> None:
     path.write_text("".join(json.dumps({**record, **keys(record)}) + "\n" for record in records))
 
 
-def timed_grid(folder: Path) -> Path:
+def timed_comparison(folder: Path) -> Path:
     """Two variants and two seeds: "sync" tests at 10, 20, 30 s, "asgd" at 1, 2, 3 s (seed 0) or 2, 4, 6 s (seed 1)."""
 
     def make(path: Path, point: dict[str, Any]) -> None:
@@ -122,6 +122,6 @@ def timed_grid(folder: Path) -> Path:
 
     variants = [{"label": "sync"}, {"label": "asgd", "policy": "asgd"}]
     write_points(folder, {"variant": variants, "seed": [0, 1]}, make)
-    description = json.loads((folder / "grid.json").read_text())
-    (folder / "grid.json").write_text(json.dumps({**description, "target": 0.9}))
+    description = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps({**description, "target": 0.9}))
     return folder

@@ -10,7 +10,7 @@ import pytest
 from fedsim.comparison.results import read_records
 from fedsim.report import write_report
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, write_points
-from tests.report.test_page import evil_grid, evil_run
+from tests.report.test_page import evil_comparison, evil_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -89,7 +89,7 @@ def test_the_controls_of_a_comparison_choose_what_is_drawn(show, tmp_path):
         (path / "partition.json").write_text(json.dumps({"byzantine": [0] if point["seed"] else []}))
 
     axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [1, 2, 5], "workers": [2, 4, 8], "seed": [0, 1]}
-    page = show(write_points(tmp_path / "grid", axes, make))
+    page = show(write_points(tmp_path / "comparison", axes, make))
     light = layout(page, "font.color")
     page.emulate_media(color_scheme="dark")
     wait_until(page, lambda: layout(page, "font.color") != light)
@@ -160,9 +160,9 @@ def test_all_charts_of_a_run_are_drawn_and_no_button_sends_data(show, run_folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["run", "grid"])
-def test_the_page_fits_a_narrow_screen_and_its_controls_have_labels(show, run_folder, grid_folder, kind):
-    page = show(run_folder if kind == "run" else grid_folder, width=400)
+@pytest.mark.parametrize("kind", ["run", "comparison"])
+def test_the_page_fits_a_narrow_screen_and_its_controls_have_labels(show, run_folder, comparison_folder, kind):
+    page = show(run_folder if kind == "run" else comparison_folder, width=400)
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     reached = set()
     for _ in range(20):
@@ -174,7 +174,7 @@ def test_the_page_fits_a_narrow_screen_and_its_controls_have_labels(show, run_fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [evil_run, evil_grid])
+@pytest.mark.parametrize("make", [evil_run, evil_comparison])
 def test_names_with_markup_are_shown_as_text(show, tmp_path, make):
     page = show(make(tmp_path / "evil"))
     assert page.locator("img").count() == 0

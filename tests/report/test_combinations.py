@@ -7,7 +7,7 @@ import pytest
 from fedsim.comparison.results import read_records
 from fedsim.core.confidence import estimate
 from fedsim.records.formatting import MISSING
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
 # The final accuracies of each (rule, attack), one for each seed; None for a run that has not begun.
@@ -32,12 +32,12 @@ def test_a_row_has_statistics_over_the_seeds_and_its_paired_difference_to_the_be
             (path / "partition.json").write_text('{"byzantine": [1]}')
 
     axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "alie"], "seed": [0, 1, 2]}
-    grid = read_records(write_points(tmp_path / "grid", axes, make))
-    assert [(row.place, row.score) for row in grid.summary] == [
+    plan = read_records(write_points(tmp_path / "comparison", axes, make))
+    assert [(row.place, row.score) for row in plan.summary] == [
         *(((index, 0), estimate(FINAL[rule, "none"])) for index, rule in enumerate(axes["aggregate.rule"])),
         *(((index, 1), score) for index, score in enumerate([estimate([0.1, 0.2, 0.3]), estimate([0.6, 0.5]), None])),
     ]
-    table = grid_page(grid)[0]["table"]
+    table = comparison_page(plan)[0]["table"]
     cells = [dict(zip(table["head"], row["cells"], strict=True)) for row in table["rows"]]
     assert [each["test accuracy"].mark for each in cells] == ["★", "", "", "★", "", ""]
     assert [each["difference to best"].sort for each in cells] == [

@@ -10,10 +10,10 @@ from fedsim.comparison.results import read_records
 from fedsim.core.confidence import estimate
 from fedsim.records.formatting import MISSING
 from fedsim.records.reader import StoredPartition
-from fedsim.report.grid_page import grid_page
+from fedsim.report.comparison_page import comparison_page
 from fedsim.report.on_page import partition_heat_map, run_curves, weights_heat_map
 from fedsim.report.run_page import rounds_table, run_page
-from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_grid, write_points
+from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_comparison, write_points
 
 SCALES = "virtual_seconds", "updates"
 
@@ -108,8 +108,8 @@ def test_unfinished_runs_are_named(tmp_path):
         if point["x"] == "d":
             (path / "error.txt").write_text("worker 1 failed\nTraceback\n")
 
-    grid = read_records(write_points(tmp_path / "grid", {"x": ["a", "b", "c", "d"]}, make))
-    context, charts = grid_page(grid)
+    plan = read_records(write_points(tmp_path / "comparison", {"x": ["a", "b", "c", "d"]}, make))
+    context, charts = comparison_page(plan)
     assert context["unfinished"] == [
         ("run1", "1 of 4 rounds"),
         ("run2", "not begun"),
@@ -119,8 +119,8 @@ def test_unfinished_runs_are_named(tmp_path):
     assert set(lines_of(find(charts["curves-chart"], metric="Test accuracy"))) == {"a", "b", "d"}
 
 
-def test_shared_settings_are_equal_in_all_runs(grid_folder):
-    context, charts = grid_page(read_records(grid_folder))
+def test_shared_settings_are_equal_in_all_runs(comparison_folder):
+    context, charts = comparison_page(read_records(comparison_folder))
     shared = dict(context["experiment"])
     assert shared["model.name"] == "logistic"
     assert not {"aggregate.rule", "local.lr", "seed"} & set(shared)
@@ -162,8 +162,8 @@ def test_a_synchronous_run_has_no_scale_but_rounds(fresh_run):
     assert not {"mode", "policy"} & {word for word, _ in context["facts"]}
 
 
-def test_a_grid_on_the_clock_interpolates_and_shows_the_time_to_the_target(tmp_path):
-    context, charts = grid_page(read_records(timed_grid(tmp_path / "grid")))
+def test_a_comparison_on_the_clock_interpolates_and_shows_the_time_to_the_target(tmp_path):
+    context, charts = comparison_page(read_records(timed_comparison(tmp_path / "comparison")))
     lines = lines_of(find(charts["curves-chart"], metric="Test accuracy", scale="virtual_seconds"))
     assert lines["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
     # Seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s; seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s. Both are known from 2 to 3 s.
@@ -181,21 +181,25 @@ def test_lines_of_very_different_length_have_a_logarithmic_scale(tmp_path):
         invent_run(path, [0.2, 0.5], mode="clock")
         add_to_rounds(path, on_the_clock(1.0, updates=1 if point["policy"] == "fedbuff" else 100))
 
-    _, charts = grid_page(read_records(write_points(tmp_path / "grid", {"policy": ["fedbuff", "asgd"]}, make)))
+    _, charts = comparison_page(
+        read_records(write_points(tmp_path / "comparison", {"policy": ["fedbuff", "asgd"]}, make))
+    )
     axes = [find(charts["curves-chart"], metric="Test accuracy", scale=scale)["layout"]["xaxis"] for scale in SCALES]
     assert [axis["type"] for axis in axes] == ["linear", "log"]
     assert axes[1]["title"]["text"] == "updates of the global model"
 
 
-def made_up_grid(folder, axes, final):
-    """A grid whose runs of two rounds end with the accuracy `final(point)`."""
+def made_up_comparison(folder, axes, final):
+    """A comparison whose runs of two rounds end with the accuracy `final(point)`."""
     return read_records(write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)])))
 
 
 @pytest.mark.parametrize("finals", [[0.8230, 0.8239], [0.2, 0.9, 0.95, 1.0]])
 def test_two_seeds_have_a_line_each_and_four_a_band_and_the_mean_is_that_of_the_table(tmp_path, finals):
     axes = {"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(len(finals)))}
-    context, charts = grid_page(made_up_grid(tmp_path / "grid", axes, lambda point: finals[point["seed"]]))
+    context, charts = comparison_page(
+        made_up_comparison(tmp_path / "comparison", axes, lambda point: finals[point["seed"]])
+    )
     figure, mean = find(charts["curves-chart"], metric="Test accuracy"), estimate(finals)
     *spread, line = figure["data"][: len(figure["data"]) // 2]
     if len(finals) == 2:
@@ -220,11 +224,11 @@ def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_
         return 0.5 + lead + 0.2 * (point["attack.name"] == "none")
 
     axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["ipm", "none"], "local.lr": [0.1, 0.2]}
-    folder = tmp_path / "grid"
-    made_up_grid(folder, {**axes, "workers": [4], "seed": [0, 1, 2]}, final)
-    content = json.loads((folder / "grid.json").read_text())
-    (folder / "grid.json").write_text(json.dumps({**content, "heatmap": "workers,local.lr"}))
-    context, charts = grid_page(read_records(folder))
+    folder = tmp_path / "comparison"
+    made_up_comparison(folder, {**axes, "workers": [4], "seed": [0, 1, 2]}, final)
+    content = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps({**content, "heatmap": "workers,local.lr"}))
+    context, charts = comparison_page(read_records(folder))
     best = find(charts["best-map-chart"], axis3="0")
     assert best["data"][0]["text"] == [["mean<br>0.5000<br>~ +1 tied", "median<br>0.6000"]]
     assert best["data"][0]["customdata"] == [
@@ -244,7 +248,7 @@ def test_the_number_is_drawn_against_each_axis_of_three_or_more_numbers_and_a_me
         if accuracy := final.get((point["aggregate.rule"], point["attack.scale"])):
             invent_run(path, [accuracy + point["seed"] / 10])
 
-    context, charts = grid_page(read_records(write_points(tmp_path / "grid", axes, make)))
+    context, charts = comparison_page(read_records(write_points(tmp_path / "comparison", axes, make)))
     of_scale, of_workers = charts["values-chart"]
     assert [of_scale["when"], of_workers["when"]] == [{"against": "attack.scale"}, {"against": "workers"}]
     assert lines_of(of_scale)["mean · 2"] == [(0.5, 0.85), (2.0, 0.65), (10.0, 0.25)]

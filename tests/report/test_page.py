@@ -71,7 +71,7 @@ def test_the_page_of_a_run_shows_its_settings_and_results(run_folder, tmp_path):
     assert all(link.startswith(("#", "data:")) for link in links)
 
 
-def test_the_page_of_a_grid_opens_with_the_best_of_each_group(tmp_path):
+def test_the_page_of_a_comparison_opens_with_the_best_of_each_group(tmp_path):
     """The labels and names are those of the page; the first rule leads by 0.1 in both seeds."""
 
     def make(path, point):
@@ -101,15 +101,15 @@ def evil_run(folder):
     return folder
 
 
-def evil_grid(folder):
+def evil_comparison(folder):
     axes = {EVIL: [EVIL, {EVIL: EVIL}, 1], "__proto__": ["__proto__", EVIL], "seed": [0, 1]}
     folder = write_points(folder, axes, lambda path, point: evil_run(path))
-    description = json.loads((folder / "grid.json").read_text())
-    (folder / "grid.json").write_text(json.dumps({**description, "name": EVIL}))
+    description = json.loads((folder / "comparison.json").read_text())
+    (folder / "comparison.json").write_text(json.dumps({**description, "name": EVIL}))
     return folder
 
 
-@pytest.mark.parametrize("make", [evil_run, evil_grid])
+@pytest.mark.parametrize("make", [evil_run, evil_comparison])
 def test_markup_in_a_file_becomes_text(tmp_path, fresh_run, make):
     elements = page_of(make(tmp_path / "evil"))
     harmless = page_of(fresh_run)

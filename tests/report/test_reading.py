@@ -86,28 +86,30 @@ def test_a_damaged_file_raises_an_error_with_its_name(fresh_run, name, content, 
         read_records(fresh_run)
 
 
-def test_a_folder_without_a_run_or_a_grid_raises_an_error(tmp_path):
-    with pytest.raises(RecordError, match=r"neither a run \(it has no metrics\.jsonl\) nor a grid \(.* no grid\.json"):
+def test_a_folder_without_a_run_or_a_comparison_raises_an_error(tmp_path):
+    with pytest.raises(
+        RecordError, match=r"neither a run \(it has no metrics\.jsonl\) nor a comparison \(.* no comparison\.json"
+    ):
         read_records(tmp_path)
     with pytest.raises(RecordError, match=r"nowhere: no such folder"):
         read_records(tmp_path / "nowhere")
 
 
-def test_a_grid_is_read_with_its_runs(grid_folder):
-    grid = read_records(grid_folder)
-    assert isinstance(grid, Comparison)
-    assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "local.lr": [0.01, 0.1], "seed": [0, 1, 2]}
-    assert len(grid.runs) == 12
-    assert all(entry.finished for entry in grid.runs)
-    for entry in grid.runs:
-        assert entry.experiment["seed"] == grid.axes["seed"][entry.place["seed"]]
-        assert entry.experiment["aggregate"]["rule"] == grid.axes["aggregate.rule"][entry.place["aggregate.rule"]]
+def test_a_comparison_is_read_with_its_runs(comparison_folder):
+    plan = read_records(comparison_folder)
+    assert isinstance(plan, Comparison)
+    assert plan.axes == {"aggregate.rule": ["mean", "weighted_mean"], "local.lr": [0.01, 0.1], "seed": [0, 1, 2]}
+    assert len(plan.runs) == 12
+    assert all(entry.finished for entry in plan.runs)
+    for entry in plan.runs:
+        assert entry.experiment["seed"] == plan.axes["seed"][entry.place["seed"]]
+        assert entry.experiment["aggregate"]["rule"] == plan.axes["aggregate.rule"][entry.place["aggregate.rule"]]
 
 
 AXES = {"aggregate": ["mean", ["nnm", "median"], {"rule": "krum", "f": 2}, 1, True], "seed": [0, 1]}
 
 
-def made_up_grid(folder, missing=()):
+def made_up_comparison(folder, missing=()):
     def make(path, point):
         if path.name not in missing:
             invent_run(path, [0.5])
@@ -116,41 +118,41 @@ def made_up_grid(folder, missing=()):
 
 
 def test_axes_take_any_values_and_runs_may_be_missing(tmp_path):
-    grid = read_records(made_up_grid(tmp_path / "grid", missing=["run3"]))
-    assert [entry.place["aggregate"] for entry in grid.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert [entry.id for entry in grid.runs if not entry.history] == ["run3"]
+    plan = read_records(made_up_comparison(tmp_path / "comparison", missing=["run3"]))
+    assert [entry.place["aggregate"] for entry in plan.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [entry.id for entry in plan.runs if not entry.history] == ["run3"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"folder": "../other"}, r'runs\.1\.folder = "\.\./other": must lie in the grid\'s folder$'),
-        ({"folder": "/etc"}, r'runs\.1\.folder = "/etc": must lie in the grid\'s folder$'),
+        ({"folder": "../other"}, r'runs\.1\.folder = "\.\./other": must lie in the comparison\'s folder$'),
+        ({"folder": "/etc"}, r'runs\.1\.folder = "/etc": must lie in the comparison\'s folder$'),
         ({"point": {"seed": 0}}, r'runs\.1\.point: has no value of the axis "aggregate"$'),
         ({"point": {"seed": 7, "aggregate": 1}}, r'runs\.1\.point: 7 is not on the axis "seed"$'),
         ({"point": {"seed": 0, "aggregate": "mean"}}, r"runs\.1\.point: another run has the same$"),
-        ({"id": None}, r"grid\.json: runs\.1\.id: .*string$"),
+        ({"id": None}, r"comparison\.json: runs\.1\.id: .*string$"),
     ],
 )
-def test_an_inconsistent_grid_raises_an_error(tmp_path, change, message):
-    folder = made_up_grid(tmp_path / "grid")
-    description = json.loads((folder / "grid.json").read_text())
+def test_an_inconsistent_comparison_raises_an_error(tmp_path, change, message):
+    folder = made_up_comparison(tmp_path / "comparison")
+    description = json.loads((folder / "comparison.json").read_text())
     description["runs"][1].update(change)
-    (folder / "grid.json").write_text(json.dumps(description))
+    (folder / "comparison.json").write_text(json.dumps(description))
     with pytest.raises(RecordError, match=message):
         read_records(folder)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"name": "x", "axes": {"seed": []}, "runs": []}'])
-def test_a_damaged_grid_file_raises_an_error(tmp_path, content):
-    (tmp_path / "grid.json").write_text(content)
-    with pytest.raises(RecordError, match=r"grid\.json: ") as caught:
+def test_a_damaged_comparison_file_raises_an_error(tmp_path, content):
+    (tmp_path / "comparison.json").write_text(content)
+    with pytest.raises(RecordError, match=r"comparison\.json: ") as caught:
         read_records(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_grid_without_a_finished_round_raises_an_error(tmp_path):
-    folder = made_up_grid(tmp_path / "grid")
+def test_a_comparison_without_a_finished_round_raises_an_error(tmp_path):
+    folder = made_up_comparison(tmp_path / "comparison")
     shutil.rmtree(folder / "runs")
     with pytest.raises(RecordError, match=r"no round of its 10 runs is finished yet"):
         read_records(folder)

@@ -31,9 +31,9 @@ def test_a_metric_of_a_component_reaches_file_table_tensorboard_and_report(tiny_
 
 
 def test_a_metric_of_a_component_reaches_the_tables_of_a_comparison(tiny_experiment, tmp_path):
-    fedsim.compare({**tiny_experiment, **CLIPPED}, {"seed": [0, 1]}, tmp_path / "grid", jobs=1)
+    fedsim.compare({**tiny_experiment, **CLIPPED}, {"seed": [0, 1]}, tmp_path / "comparison", jobs=1)
     for name, rows in (("results.csv", 2), ("curves.csv", 4)):
-        with (tmp_path / "grid" / name).open() as file:
+        with (tmp_path / "comparison" / name).open() as file:
             assert [row["metrics.clipped_share"] for row in csv.DictReader(file)] == ["1.0"] * rows
 
 

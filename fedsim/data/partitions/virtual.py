@@ -38,7 +38,7 @@ class Virtual:
 
     Args:
         samples: of each worker, at most n.
-        alpha: smaller is more skew; None or inf: no skew. (In a grid use 1e12 instead of inf, so that it can be
+        alpha: smaller is more skew; None or inf: no skew. (In a comparison use 1e12 instead of inf, so that it can be
             resumed.)
 
     Returns [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time and memory for a

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from fedsim import Experiment, ExperimentError, load_experiment
-from fedsim.comparison import ComparisonSettings, plan_grid
+from fedsim.comparison import ComparisonSettings, plan_comparison
 from fedsim.core.input_limits import leaves_of
 
 
-def rules_of(grid):
-    return [run.experiment.aggregate.rule for run in grid.runs]
+def rules_of(plan):
+    return [run.experiment.aggregate.rule for run in plan.runs]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def file(tmp_path):
         [server]
         name = "momentum"
         beta = 0.8
-        [grid]
+        [comparison]
         seed = [0, 1]
         "aggregate.rule" = ["mean", "weighted_mean"]
         local.lr = [0.1, 0.2]
@@ -41,76 +41,81 @@ def file(tmp_path):
         (["seed=0,1", "name=mine"], "mine"),
     ],
 )
-def test_the_default_name_of_a_grid_depends_on_no_axis(words, name):
-    grid = plan_grid({"model": "logistic", "data": "tests.components:tiny"}, words=words)
-    assert grid.name == name
-    assert {run.experiment.name for run in grid.runs} == {name}
+def test_the_default_name_of_a_comparison_depends_on_no_axis(words, name):
+    plan = plan_comparison({"model": "logistic", "data": "tests.components:tiny"}, words=words)
+    assert plan.name == name
+    assert {run.experiment.name for run in plan.runs} == {name}
 
 
 def test_the_last_axis_varies_fastest_and_the_seed_fastest_of_all(file):
-    grid = plan_grid(file)
-    assert list(grid.axes) == ["aggregate.rule", "local.lr", "seed"]
+    plan = plan_comparison(file)
+    assert list(plan.axes) == ["aggregate.rule", "local.lr", "seed"]
     points = [(r, lr, s) for r in ("mean", "weighted_mean") for lr in (0.1, 0.2) for s in (0, 1)]
-    assert [tuple(run.point.values()) for run in grid.runs] == points
-    assert [(e.aggregate.rule, e.local.params["lr"], e.seed) for e in (run.experiment for run in grid.runs)] == points
-    assert [run.id for run in grid.runs][:2] == ["mean-lr0.1-seed0", "mean-lr0.1-seed1"]
-    base = dict(leaves_of(grid.base))
+    assert [tuple(run.point.values()) for run in plan.runs] == points
+    assert [(e.aggregate.rule, e.local.params["lr"], e.seed) for e in (run.experiment for run in plan.runs)] == points
+    assert [run.id for run in plan.runs][:2] == ["mean-lr0.1-seed0", "mean-lr0.1-seed1"]
+    base = dict(leaves_of(plan.base))
     assert (base["rounds"], base["server.beta"], base["workers"]) == (7, 0.8, 4)
     assert not {"seed", "aggregate.rule", "local.lr"} & base.keys()
 
 
 def test_a_list_of_stages_is_a_value_of_an_axis_that_takes_whole_tables(tmp_path):
     path = tmp_path / "rules.toml"
-    path.write_text('[grid]\naggregate = [["nnm", "mean"], "median"]\n')
-    for grid in (plan_grid(path), plan_grid(None, words=['aggregate=["nnm","mean"],median'])):
-        assert rules_of(grid) == [[{"rule": "nnm"}, {"rule": "mean"}], "median"]
-        assert [run.id for run in grid.runs] == ["nnm+mean", "median"]
+    path.write_text('[comparison]\naggregate = [["nnm", "mean"], "median"]\n')
+    for plan in (plan_comparison(path), plan_comparison(None, words=['aggregate=["nnm","mean"],median'])):
+        assert rules_of(plan) == [[{"rule": "nnm"}, {"rule": "mean"}], "median"]
+        assert [run.id for run in plan.runs] == ["nnm+mean", "median"]
     with pytest.raises(ExperimentError, match=r"an axis sets that too"):
-        plan_grid(path, words=["aggregate.rule=mean"])
+        plan_comparison(path, words=["aggregate.rule=mean"])
 
 
 def test_words_and_axes_replace_those_of_the_source(file):
-    assert plan_grid(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
-    grid = plan_grid(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
-    assert grid.axes == {"aggregate.rule": ["mean", "weighted_mean"], "workers": [2, 3], "seed": [5, 6, 7]}
-    assert {run.experiment.local.params["lr"] for run in grid.runs} == {0.3}
-    assert {run.experiment.rounds for run in grid.runs} == {2}
+    assert plan_comparison(file, {"local.lr": [0.5]}).axes["local.lr"] == [0.5]
+    plan = plan_comparison(file, words=["seed=5,6,7", "local.lr=0.3", "rounds=2", "workers=2,3"])
+    assert plan.axes == {"aggregate.rule": ["mean", "weighted_mean"], "workers": [2, 3], "seed": [5, 6, 7]}
+    assert {run.experiment.local.params["lr"] for run in plan.runs} == {0.3}
+    assert {run.experiment.rounds for run in plan.runs} == {2}
 
 
 @pytest.mark.parametrize("key", ["local.algorithm", "local.name"])
 def test_a_word_replaces_the_axis_of_the_component_that_it_names(key):
     """Before PyTorch is imported, too; and so does a key given in Python."""
-    tables = {"grid": {key: ["sgd", "adamm"], "seed": [0, 1]}}
+    tables = {"comparison": {key: ["sgd", "adamm"], "seed": [0, 1]}}
     for word in ("local.algorithm", "local.name"):
-        by_word, by_change = plan_grid(tables, words=[f"{word}=fedprox"]), plan_grid(tables, **{word: "fedprox"})
-        for grid in (by_word, by_change):
-            assert grid.axes == {"seed": [0, 1]}
-            assert {run.experiment.local.algorithm for run in grid.runs} == {"fedprox"}
+        by_word, by_change = (
+            plan_comparison(tables, words=[f"{word}=fedprox"]),
+            plan_comparison(tables, **{word: "fedprox"}),
+        )
+        for plan in (by_word, by_change):
+            assert plan.axes == {"seed": [0, 1]}
+            assert {run.experiment.local.algorithm for run in plan.runs} == {"fedprox"}
 
 
 def test_a_table_on_an_axis_updates_the_table_of_that_name():
     base = {"aggregate": {"weights": "uniform", "rule": "mean"}, "local": {"lr": 0.5, "batch_size": 7}}
-    grid = plan_grid(base, {"aggregate": ["weighted_mean", {"rule": "mean"}], "local": [{}, {"lr": 0.1, "steps": 3}]})
-    assert rules_of(grid) == ["weighted_mean"] * 2 + ["mean"] * 2
-    assert {run.experiment.aggregate.weights for run in grid.runs} == {"uniform"}
-    local = grid.runs[1].experiment.local
+    plan = plan_comparison(
+        base, {"aggregate": ["weighted_mean", {"rule": "mean"}], "local": [{}, {"lr": 0.1, "steps": 3}]}
+    )
+    assert rules_of(plan) == ["weighted_mean"] * 2 + ["mean"] * 2
+    assert {run.experiment.aggregate.weights for run in plan.runs} == {"uniform"}
+    local = plan.runs[1].experiment.local
     assert (local.params["lr"], local.steps, local.epochs, local.batch_size) == (0.1, 3, None, 7)
-    assert [run.id for run in grid.runs[:2]] == ["weighted_mean-base", "weighted_mean-lr=0.1,steps=3"]
+    assert [run.id for run in plan.runs[:2]] == ["weighted_mean-base", "weighted_mean-lr=0.1,steps=3"]
 
 
 @pytest.mark.parametrize("axis", ["server", "server.name"])
 def test_another_component_does_not_get_the_parameters_of_the_one_before(file, axis):
-    grid = plan_grid(file, {axis: ["sgd", "momentum"]})
-    servers = {run.experiment.server.name: run.experiment.server.params for run in grid.runs}
+    plan = plan_comparison(file, {axis: ["sgd", "momentum"]})
+    servers = {run.experiment.server.name: run.experiment.server.params for run in plan.runs}
     assert servers["sgd"] == Experiment().server.params
     assert servers["momentum"]["beta"] == 0.8
 
 
 def test_a_parameter_set_for_all_runs_belongs_to_the_component_that_an_axis_names():
-    grid = plan_grid(
+    plan = plan_comparison(
         None, words=["aggregate.rule=tests.components:clipped_mean,tests.components:clipping", "aggregate.c=2.5"]
     )
-    assert [run.experiment.aggregate.params for run in grid.runs] == [{"c": 2.5}] * 2
+    assert [run.experiment.aggregate.params for run in plan.runs] == [{"c": 2.5}] * 2
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,7 @@ def test_a_parameter_set_for_all_runs_belongs_to_the_component_that_an_axis_name
     ],
 )
 def test_model_and_curve_are_written_only_on_request(source, words, expected):
-    records = plan_grid(source, {"seed": [0, 1]}, words).runs[0].experiment.records
+    records = plan_comparison(source, {"seed": [0, 1]}, words).runs[0].experiment.records
     assert (records.model, records.curve) == expected
 
 
@@ -140,13 +145,13 @@ def test_model_and_curve_are_written_only_on_request(source, words, expected):
         (Experiment(engine="spawn"), [], True),
     ],
 )
-def test_a_grid_records_whether_its_engine_is_chosen(source, words, chosen):
-    assert plan_grid(source, {"seed": [0, 1]}, words).engine_chosen is chosen
+def test_a_comparison_records_whether_its_engine_is_chosen(source, words, chosen):
+    assert plan_comparison(source, {"seed": [0, 1]}, words).engine_chosen is chosen
 
 
 def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
     with pytest.raises(ExperimentError) as caught:
-        plan_grid(None, words=["aggregate.rule=mean,krumm", "local.lr=0.1,-1.0", "workers=2,0", "seed=0,1"])
+        plan_comparison(None, words=["aggregate.rule=mean,krumm", "local.lr=0.1,-1.0", "workers=2,0", "seed=0,1"])
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("aggregate.rule=mean local.lr=0.1 workers=0 seed=0: workers = 0: must be greater than 0")
@@ -158,7 +163,9 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
 def test_each_run_is_the_experiment_that_its_point_describes():
     """Although the runs of a combination are checked once."""
     base = {"data": "tests.components:tiny", "records": {"model": False, "curve": False}}
-    for run in plan_grid(base, {"seed": [3, 1, 2], "local.lr": [0.1, 0.2], "aggregate.rule": ["mean", "krum"]}).runs:
+    for run in plan_comparison(
+        base, {"seed": [3, 1, 2], "local.lr": [0.1, 0.2], "aggregate.rule": ["mean", "krum"]}
+    ).runs:
         alone = Experiment(
             **base, seed=run.point["seed"], local={"lr": run.point["local.lr"]}, name=run.experiment.name
         )
@@ -168,7 +175,7 @@ def test_each_run_is_the_experiment_that_its_point_describes():
 
 def test_a_wrong_seed_is_a_problem_of_all_combinations():
     with pytest.raises(ExperimentError, match=r"^local.lr=0.1 seed=-1: seed = -1: .* \(and 1 more of 4 runs\)$"):
-        plan_grid({"data": "tests.components:tiny"}, {"local.lr": [0.1, 0.2], "seed": [0, -1]})
+        plan_comparison({"data": "tests.components:tiny"}, {"local.lr": [0.1, 0.2], "seed": [0, -1]})
 
 
 @pytest.mark.parametrize(
@@ -187,15 +194,15 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
 )
 def test_words_without_meaning_raise_an_error(words, message):
     with pytest.raises(ExperimentError) as caught:
-        plan_grid(None, words=words)
+        plan_comparison(None, words=words)
     assert message in str(caught.value)
 
 
 def test_ids_differ_even_if_labels_do_not():
     axes = {"aggregate.rule": ["tests.components:clipped_mean"], "aggregate.c": [1.0, 2.0], "name": ["a_b", "A_b"]}
-    ids = [run.id for run in plan_grid(None, axes).runs]
+    ids = [run.id for run in plan_comparison(None, axes).runs]
     assert len({id.lower() for id in ids}) == 4
-    long = plan_grid(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
+    long = plan_comparison(None, {"data.root": ["x" * 300, "x" * 299 + "y"]}).runs
     assert len({run.id for run in long}) == 2
     assert all(len(run.id) < 120 for run in long)
 
@@ -206,7 +213,7 @@ ON_THE_CLOCK = """
     noise = "lognormal"
     [local]
     epochs = 2
-    [grid]
+    [comparison]
     target = 0.9
     seed = [0, 1]
     variant = [
@@ -225,11 +232,11 @@ def variants(tmp_path):
 
 
 def test_variants_differ_in_several_tables_at_once(variants):
-    grid = plan_grid(variants)
-    assert [run.id for run in grid.runs][::2] == [
+    plan = plan_comparison(variants)
+    assert [run.id for run in plan.runs][::2] == [
         f"{name}-sigma{sigma}-seed0" for name in ("sync", "fedbuff") for sigma in (0.1, 0.2)
     ]
-    sync, buffered = grid.runs[0].experiment, grid.runs[-1].experiment
+    sync, buffered = plan.runs[0].experiment, plan.runs[-1].experiment
     assert (sync.sync, sync.policy.name, sync.local.epochs, sync.local.params["lr"]) == ("gradients", "sync", 2, 0.05)
     assert (buffered.sync, buffered.policy.name, buffered.policy.params["k"]) == ("parameters", "fedbuff", 3)
     assert (buffered.local.epochs, buffered.local.steps, buffered.local.params["lr"]) == (None, 5, 0.1)
@@ -250,38 +257,38 @@ def test_a_wrong_variant_raises_an_error_of_one_line(variant, message):
     axes = {"variant": [{"label": "a"}, {"label": "b", **variant}]}
     more = {"workers": [2]} if "workers" in variant else {}
     with pytest.raises(ExperimentError) as caught:
-        plan_grid({"mode": "clock"}, {**axes, **more})
+        plan_comparison({"mode": "clock"}, {**axes, **more})
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_stands_in_the_grid_or_is_given(variants):
-    assert plan_grid(variants).settings.target == 0.9
-    assert plan_grid(variants, {"target": 0.8}).settings.target == 0.8
-    assert plan_grid(variants, settings=ComparisonSettings(target=0.95)).settings.target == 0.95
-    assert plan_grid({}, {"seed": [0], "target": 0.5}).settings.target == 0.5
-    assert plan_grid({}, {"seed": [0]}).settings.target is None
+def test_a_target_stands_in_the_comparison_or_is_given(variants):
+    assert plan_comparison(variants).settings.target == 0.9
+    assert plan_comparison(variants, {"target": 0.8}).settings.target == 0.8
+    assert plan_comparison(variants, settings=ComparisonSettings(target=0.95)).settings.target == 0.95
+    assert plan_comparison({}, {"seed": [0], "target": 0.5}).settings.target == 0.5
+    assert plan_comparison({}, {"seed": [0]}).settings.target is None
 
 
 @pytest.mark.parametrize("target", [97, 0, -0.1, "high", True, [0.9]])
 def test_a_target_is_an_accuracy(target):
     with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy, more than 0 and at most 1$"):
-        plan_grid({}, {"seed": [0], "target": target})
+        plan_comparison({}, {"seed": [0], "target": target})
 
 
-def test_dotted_keys_beside_a_grid_are_kept_and_dotted_keys_of_a_grid_are_added_to_it():
+def test_dotted_keys_beside_a_comparison_are_kept_and_dotted_keys_of_a_comparison_are_added_to_it():
     axes = {"attack": ["alie", "ipm"], "attack.fraction": [0.2, 0.4]}
-    assert len(plan_grid({"rounds": 1, "workers": 5, "grid": axes, "local.lr": 0.1}).runs) == 4
-    source = {"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]}
-    assert plan_grid(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
-    assert source == {"grid": {"seed": [0, 1]}, "grid.local.lr": [0.1, 0.2]}
-    with pytest.raises(ExperimentError, match=r"^grid.seed: is given twice$"):
-        plan_grid({"grid": {"seed": [0, 1]}, "grid.seed": [2, 3]})
+    assert len(plan_comparison({"rounds": 1, "workers": 5, "comparison": axes, "local.lr": 0.1}).runs) == 4
+    source = {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
+    assert plan_comparison(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    assert source == {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
+    with pytest.raises(ExperimentError, match=r"^comparison.seed: is given twice$"):
+        plan_comparison({"comparison": {"seed": [0, 1]}, "comparison.seed": [2, 3]})
 
 
 def test_an_axis_can_be_a_tuple_of_objects():
     rules = (lambda updates: updates.mean(0), lambda updates: updates.median(0).values)
-    assert len(plan_grid({"workers": 3, "grid": {"aggregate.rule": rules}}).runs) == 2
+    assert len(plan_comparison({"workers": 3, "comparison": {"aggregate.rule": rules}}).runs) == 2
 
 
 @pytest.mark.parametrize(
@@ -295,11 +302,11 @@ def test_an_axis_can_be_a_tuple_of_objects():
         [{"label": "a", "server.name": "adam"}, {"label": "b"}],
     ],
 )
-def test_a_grid_is_planned_again_from_its_base_and_axes(variants):
+def test_a_comparison_is_planned_again_from_its_base_and_axes(variants):
     """Also if only some values of an axis set a key, or name another component."""
     tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"name": "momentum"}}
     tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.components:tiny"}
-    grid = plan_grid(tables, {"variant": variants, "seed": [0, 1]})
-    again = plan_grid(grid.base, grid.axes)
-    assert [run.experiment for run in again.runs] == [run.experiment for run in grid.runs]
-    assert again.base == grid.base
+    plan = plan_comparison(tables, {"variant": variants, "seed": [0, 1]})
+    again = plan_comparison(plan.base, plan.axes)
+    assert [run.experiment for run in again.runs] == [run.experiment for run in plan.runs]
+    assert again.base == plan.base

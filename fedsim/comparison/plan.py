@@ -1,4 +1,4 @@
-"""The grid of a comparison: a checked experiment for each combination of the values on its axes, and its settings."""
+"""The plan of a comparison: a checked experiment for each combination of the values on its axes, and its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fedsim.config.experiment import Experiment, default_name
-from fedsim.config.load import GRID, describe, drop_default_name, experiment_of, file_of
+from fedsim.config.load import COMPARISON, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import Change, changes_in, component_table, key_changed, override
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
@@ -49,7 +49,7 @@ KEYS = [metric.key for metric in METRICS if "{}" not in metric.label]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a grid: `id` names its folder, `point` holds its value on each axis."""
+    """One run of a comparison: `id` names its folder, `point` holds its value on each axis."""
 
     id: str
     point: dict[str, Any]
@@ -62,7 +62,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ComparisonPlan:
     """The runs of a comparison.
 
     Attributes:
@@ -92,32 +92,33 @@ class Grid:
         return shape_of(self.axes)
 
 
-def plan_grid(
+def plan_comparison(
     source: Experiment | Mapping[str, Any] | str | Path | None = None,
-    grid: Mapping[str, Any] | None = None,
+    axes: Mapping[str, Any] | None = None,
     words: Iterable[str] = (),
     settings: ComparisonSettings = NO_SETTINGS,
     *,
     file: Path | None = None,
     allow_imports: bool = False,
     **changes: Any,
-) -> Grid:
-    """Plan the runs of the grid that `source` and its table [grid] describe.
+) -> ComparisonPlan:
+    """Plan the runs of the comparison that `source` and its table [comparison] describe.
 
     Args:
-        source: as of `load_experiment`; a file may have a table [grid].
-        grid: axes as in [grid]; they replace the source's axes of the same keys.
+        source: as of `load_experiment`; a file may have a table [comparison].
+        axes: as in [comparison]; they replace the source's axes of the same keys.
         words: as on the command line: `key=v1,v2` is an axis, `key=value` sets one value in all runs; both replace an
             axis of that key.
-        settings: those of `compare`; they replace those of [grid].
-        file: the file from which `source` and `grid` were read, if `source` is not the file itself.
+        settings: those of `compare`; they replace those of [comparison].
+        file: the file from which `source` and `axes` were read, if `source` is not the file itself.
         allow_imports: allow the file to name any import path; see `load_experiment`.
         changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.
 
     Raises ExperimentError, one line per problem, if any of the runs is invalid.
     """
     description = describe(source)
-    axes, given = _axes_and_settings([description.pop(GRID, {}), grid or {}])
+    written = {} if file else axes
+    axes, given = _axes_and_settings([description.pop(COMPARISON, {}), axes or {}])
     settings = ComparisonSettings(**given | settings.given)
     axes, word_axes, in_all = apply_words(axes, words, changes_in(plain(changes)))
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
@@ -126,11 +127,11 @@ def plan_grid(
     count = math.prod(map(len, axes.values()))
     if count > MOST_RUNS:
         sizes = " x ".join(str(len(values)) for values in axes.values())
-        raise ExperimentError(f"grid: its axes have {sizes} = {count:,} combinations; at most {MOST_RUNS:,}")
+        raise ExperimentError(f"comparison: its axes have {sizes} = {count:,} combinations; at most {MOST_RUNS:,}")
     if isinstance(records := description.setdefault("records", {}), dict):
         for name in ("model", "curve"):  # large files, and a comparison has many runs and its own figures
             records.setdefault(name, False)
-    own = [value for _, value in in_all] + [word_axes, {} if file else grid]
+    own = [value for _, value in in_all] + [word_axes, written]
     with untrusted_config(file or file_of(source), own, allowed=allow_imports):
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
@@ -143,11 +144,11 @@ def plan_grid(
     settings = check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
-    return Grid(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
+    return ComparisonPlan(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return the settings from which `plan_grid` makes these runs, as nested tables.
+    """Return the settings from which `plan_comparison` makes these runs, as nested tables.
 
     The value of a key is that of the runs whose point does not set it, if all of these have the same.
     """
@@ -183,7 +184,7 @@ def _naming_key(key: str) -> str | None:
 
 
 def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
-    """Return the axes and the `SETTINGS` of several [grid] tables, of which the later replace the earlier."""
+    """Return the axes and the `SETTINGS` of several [comparison] tables, of which the later replace the earlier."""
     axes: Axes = {}
     settings: dict[str, Any] = {}
     for table in tables:
@@ -200,7 +201,7 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
         if isinstance(value, list) and len(value) > 1:
             key = ".".join(keys)
             return f"{key} has one value, a list; for several values write {key}={','.join(map(label, value))}"
-    return "every key has one value; write several with commas, such as seed=0,1,2, or a table [grid] in a file"
+    return "every key has one value; write several with commas, such as seed=0,1,2, or a table [comparison] in a file"
 
 
 def _experiments(
@@ -307,7 +308,7 @@ def _ids(points: list[dict[str, Any]]) -> list[str]:
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
-    """Return the settings with `by` as `check_number` returns it and axes under the names that the grid uses.
+    """Return the settings with `metric` as `check_number` returns it and axes under the names that the comparison uses.
 
     Raises ExperimentError if the settings do not fit the axes and the experiments.
     """
@@ -320,7 +321,7 @@ def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequen
         _check_target(settings.target, experiments)
     _check_choices(settings, axes, experiments)
     _check_heatmap(settings, axes)
-    return settings if settings.by is None else replace(settings, by=check_number(settings.by, experiments))
+    return settings if settings.metric is None else replace(settings, metric=check_number(settings.metric, experiments))
 
 
 def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterable[Experiment]) -> None:
@@ -339,7 +340,7 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results of the global model, and with "
             f"{algorithm} workers keep a part of it; compare all values of {settings.tune}, without tune, "
-            f"with by={number}"
+            f"with metric={number}"
         )
 
 
@@ -387,15 +388,15 @@ def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
         raise ExperimentError(f"target = {show(target)}: must be a test loss, since a task has no accuracy")
 
 
-def check_number(by: Any, experiments: Sequence[Experiment]) -> str:
+def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
     """Return the number `by`, such as "-metrics.drift", with the sign that a metric of the experiments declares.
 
     Raises ExperimentError if these experiments cannot record the number, or no value of it is better than another.
     """
-    where = f"by = {show(by)}"
-    if not isinstance(by, str):
+    where = f"metric = {show(name)}"
+    if not isinstance(name, str):
         raise ExperimentError(f"{where}: must be the name of a number of a round, such as test_loss")
-    metric = metric_called(by)
+    metric = metric_called(name)
     key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
         own = [f"metrics.{each.component.label}" for experiment in experiments for each in experiment.metrics]
@@ -414,12 +415,12 @@ def check_number(by: Any, experiments: Sequence[Experiment]) -> str:
     label = key.removeprefix("metrics.").removeprefix("validation_")
     found = [each.component for experiment in experiments for each in experiment.metrics]
     declared = next((each.higher_is_better for each in found if each.label == label), None)
-    return by if declared is None or by != key else f"{'+' if declared else '-'}{key}"
+    return name if declared is None or name != key else f"{'+' if declared else '-'}{key}"
 
 
-def require_number(by: str, last: Sequence[RoundRecord]) -> None:
+def require_number(name: str, last: Sequence[RoundRecord]) -> None:
     """Raise ExperimentError if there are last rounds of finished runs, and none of them has the number `by`."""
-    metric = metric_called(by)
+    metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
         hint = nearest(metric.key, [each.key for each in metrics_in(last)])
-        raise ExperimentError(f"by = {show(by)}: no run has recorded this number in its last round; {hint}")
+        raise ExperimentError(f"metric = {show(name)}: no run has recorded this number in its last round; {hint}")

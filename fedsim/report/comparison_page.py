@@ -19,33 +19,33 @@ NOT_SHOWN = ("difference", "best_accuracy", "best_loss")  # columns that the pag
 FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
 
 
-def grid_page(grid: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
+def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML template, and the figures of each chart."""
-    compared, rows, score, test = grid.compared, grid.rows, grid.metric, grid.test
-    labels = {axis: [fmt.label(value) for value in values] for axis, values in grid.axes.items()}
+    compared, rows, score, test = comparison.compared, comparison.rows, comparison.metric, comparison.test
+    labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    runs = [run for run in grid.runs if run.history]
-    charts = {"curves-chart": on_page.grid_curves(grid), "time-chart": [on_page.grid_time(rows)]}
-    over = grid.settings.heat_axes(list(grid.axes))
+    runs = [run for run in comparison.runs if run.history]
+    charts = {"curves-chart": on_page.curves_by_run(comparison), "time-chart": [on_page.time_by_run(rows)]}
+    over = comparison.settings.heat_axes(list(comparison.axes))
     first_two = over or compared[:2]
     heat_keys = [*first_two, *(axis for axis in compared if axis not in first_two)]
     if len(axes) >= 2:
-        charts["heat-map-chart"] = on_page.final_heat_maps(grid, heat_keys)
+        charts["heat-map-chart"] = on_page.final_heat_maps(comparison, heat_keys)
     if over:
-        charts["best-map-chart"] = on_page.best_heat_maps(grid, heat_keys)
-    if against := numeric_axes(grid.axes, compared):
-        charts["values-chart"] = on_page.value_charts(grid)
+        charts["best-map-chart"] = on_page.best_heat_maps(comparison, heat_keys)
+    if against := numeric_axes(comparison.axes, compared):
+        charts["values-chart"] = on_page.value_charts(comparison)
     if any(map(on_page.has_weights, runs)):
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
         charts["partition-chart"] = partitions_of_runs(runs)
-    board, target = leaderboard(grid, fmt.label), grid.settings.target
+    board, target = leaderboard(comparison, fmt.label), comparison.settings.target
     context = {
-        "name": grid.name,
+        "name": comparison.name,
         "title": fmt.comparison_title(compared, score.label),
         "score": score.label.lower(),
         "better": score.better,
-        "answer": answer(grid, fmt.label, fmt.key_name),
+        "answer": answer(comparison, fmt.label, fmt.key_name),
         "bound": "at least that accuracy" if test.share else "at most that loss",
         "axes": axes,
         "heat_axes": [(fmt.key_name(axis), labels[axis]) for axis in heat_keys],
@@ -55,17 +55,17 @@ def grid_page(grid: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
         "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
         "leaderboard": board,
         "leaderboard_notes": leaderboard_notes(board) if board else [],
-        "breaking": breaking_texts(grid),
+        "breaking": breaking_texts(comparison),
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
         "value_menus": _value_menus(compared, against),
-        "notes": notes(grid),
+        "notes": notes(comparison),
         "experiment": shared_settings(runs),
         "environment": fmt.flatten(runs[0].environment),
-        "table": comparison_table(grid),
-        "tune": grid.settings.tune,
-        "worst": grid.settings.worst,
-        "target": None if target is None else target_text(grid),
-        "unfinished": [(run.id, run.state) for run in grid.failed],
+        "table": comparison_table(comparison),
+        "tune": comparison.settings.tune,
+        "worst": comparison.settings.worst,
+        "target": None if target is None else target_text(comparison),
+        "unfinished": [(run.id, run.state) for run in comparison.failed],
         "run_names": [run_name(run) for run in runs],
         "metrics": _first([chart.label for chart in on_page.charts_of(runs)], score.label),
         "scales": on_page.scale_choices(runs),
@@ -122,20 +122,20 @@ def run_name(run: Run) -> str:
     return " · ".join([*values.values(), *seed]) or run.id
 
 
-def notes(grid: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
     """Warnings: runs that are not finished or diverged, and values that could not be chosen."""
-    total, lines = len(grid.runs), list[str]()
-    if missing := len(grid.failed):
+    total, lines = len(comparison.runs), list[str]()
+    if missing := len(comparison.failed):
         lines.append(f"Not finished: {missing} of {total} runs. The table counts only finished runs.")
-    if diverged := grid.diverged:
+    if diverged := comparison.diverged:
         lines.append(f"Diverged: {diverged} of {total} runs. Their results are those of the last finite model.")
-    return [*lines, *undecided(grid)]
+    return [*lines, *undecided(comparison)]
 
 
-def breaking_texts(grid: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
+def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
     """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
     texts = []
-    for key, points in breaking_points(grid).items():
+    for key, points in breaking_points(comparison).items():
         lines = [(on_page.name_of_values(others.values()), point.text) for others, point in points]
         texts.append((fmt.key_name(key), lines))
     return texts
@@ -147,11 +147,11 @@ def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
     return [(key, value) for key, value in first.items() if all(other.get(key) == value for other in others)]
 
 
-def comparison_table(grid: Comparison) -> dict[str, Any]:
+def comparison_table(comparison: Comparison) -> dict[str, Any]:
     """The head of the table and its rows group by group, with the first axis after the others."""
-    rows, found, headings = grid.summary, columns(grid), grid.settings.headings
+    rows, found, headings = comparison.summary, columns(comparison), comparison.settings.headings
     shown = filled(found, [name for name in found if name not in NOT_SHOWN], rows)
-    keys, lines = [*grid.compared[1:], *grid.compared[:1]], []
+    keys, lines = [*comparison.compared[1:], *comparison.compared[:1]], []
     for index, row in enumerate(rows):
         best = row.mark == "*"
         values = [*(row.point[key] for key in keys), *(row.chosen[axis] for axis in headings)]
