@@ -1,7 +1,7 @@
 """An aggregation: attack, screening, rule, server step, buffers.
 
 What ranks send for an aggregation of n rows of d numbers on P ranks depends on the rule (formulas are in
-docs/explanation/scaling.md):
+docs/explanation/performance.md):
 
     linear by weights alone     each rank's weighted sum of its rows is summed over the ranks
     by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
