@@ -76,7 +76,8 @@ class RowModule:
         if loose is not None:
             raise ExperimentError(
                 f"model: replaces the data of {loose} during training, so it is not a view of its row; "
-                "change it in place (p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() in forward)"
+                "change it in place (p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() "
+                "in forward)"
             )
         start, now = dict(self._start.named_parameters()), dict(self.module.named_parameters())
         moved = [name for name in self._frozen if not torch.equal(start[name], now[name])]
