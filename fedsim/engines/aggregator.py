@@ -365,15 +365,15 @@ class Aggregator:
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
-        kept = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
+        row_state = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
                 server.last[block] = update
             if corrects:
-                columns = {name: row[block] for name, row in kept.items()}
+                columns = {name: row[block] for name, row in row_state.items()}
                 algorithm.correct(update, server.algorithm | columns, self._workers, workers)
             task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
-        for row in (server.row, *[server.last] * task.keeps_last, *kept.values()) if not self._complete else ():
+        for row in (server.row, *[server.last] * task.keeps_last, *row_state.values()) if not self._complete else ():
             self._group.complete(row)
         self._result, self._complete, self.has_last = [], False, task.keeps_last
 
@@ -393,9 +393,9 @@ class Aggregator:
             unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
             excluded = unfit.union(excluded)
         if excluded:
-            kept = [place for place, worker in enumerate(workers) if worker not in excluded]
-            workers, buffers = [workers[place] for place in kept], buffers[kept]
-            weights = None if weights is None else weights[kept]
+            counted = [place for place, worker in enumerate(workers) if worker not in excluded]
+            workers, buffers = [workers[place] for place in counted], buffers[counted]
+            weights = None if weights is None else weights[counted]
         if workers and (weights is None or weights.any()):
             shared.server.buffers.copy_(mean(buffers, weights))
 
@@ -418,8 +418,8 @@ class Aggregator:
         """Continue with the states of the rule and of the attack."""
         self._state, self._attack_state = {}, {}
         for name, tensor in state.items() if self._group.computes else ():
-            kept = self._attack_state if name.startswith("attack.") else self._state
-            kept[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
+            target = self._attack_state if name.startswith("attack.") else self._state
+            target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
         """The rows of an aggregation, and the server's own, by slot in the first process."""

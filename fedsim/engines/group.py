@@ -1,4 +1,4 @@
-"""The processes that compute a task together, as each of them sees the others."""
+"""Communication between the processes that compute a task together."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class Group:
         while any(len(parts) != length for parts, length in zip(received, lengths, strict=True)):
             start = len(received[self.index])
             part = data[start : start + SLOT - LENGTH]
-            own: Any = self._boxes[self.index]
-            own[: LENGTH + len(part)] = memoryview(len(data).to_bytes(LENGTH, "little") + part)
+            own_box: Any = self._boxes[self.index]
+            own_box[: LENGTH + len(part)] = memoryview(len(data).to_bytes(LENGTH, "little") + part)
             self.barrier()
             lengths = [int.from_bytes(box[:LENGTH].tobytes(), "little") for box in self._boxes]
             for box, parts, length in zip(self._boxes, received, lengths, strict=True):
@@ -158,7 +158,7 @@ class Group:
         """Give every process all rows of `values`, of which process i has computed rows i, i + count, ..."""
 
     def describe_failure(self) -> str:
-        """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""
+        """Describe the failure in this process for an error message, such as `worker 3 in round 2 failed`."""
         table = self.process.table
         worker = table.worker(self.index)
         return f"{worker} failed" if worker else f"failed {table.activity(self.index)}"

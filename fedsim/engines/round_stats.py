@@ -1,4 +1,4 @@
-"""What the aggregations of a round are about, and the facts about them that reach the record of the round."""
+"""Inputs and statistics of the aggregations of a round."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AggregationContext:
     """Which rows one aggregation combines.
 
     Attributes:
-        slots: their numbers.
-        workers: the worker of each.
+        slots: slot numbers of the rows.
+        workers: worker ID of each row.
         weights: [n], float64 on the CPU; None for equal weights.
         moment: (round,), or (round, step) if every step is a synchronisation: coordinates of random draws.
     """
@@ -35,9 +35,9 @@ class MetricLog(dict[str, list[float | Tensor]]):
         for name, value in values.items():
             self.setdefault(name, []).append(value)
 
-    def extend(self, other: Mapping[str, Sequence[float | Tensor]]) -> None:
+    def extend(self, log: Mapping[str, Sequence[float | Tensor]]) -> None:
         """Add the numbers of another log."""
-        for name, values in other.items():
+        for name, values in log.items():
             self.setdefault(name, []).extend(values)
 
     def on_host(self) -> MetricLog:
@@ -45,7 +45,7 @@ class MetricLog(dict[str, list[float | Tensor]]):
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """The mean for each name; the same to the bit whatever the order of the numbers."""
+        """The mean for each name; bit-identical for any order of the numbers."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 

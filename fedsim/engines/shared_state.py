@@ -211,11 +211,11 @@ class SharedState:
             algorithm=task.algorithm.server_state(row),
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
         )
-        own = len(of_run.root) > 0
+        has_root = len(of_run.root) > 0
         return cls(
             data=of_run,
             server=server,
-            cohort=CohortRows.allocate(task, server, -(-(task.experiment.cohort_size + own) // ranks)),
+            cohort=CohortRows.allocate(task, server, -(-(task.experiment.cohort_size + has_root) // ranks)),
             tests={
                 "test": TestResults.allocate(task, of_run.test, module),
                 "validation": TestResults.allocate(task, of_run.validation, module),
@@ -257,14 +257,14 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
     """The rows of a cohort. Raises ExperimentError if a CPU has no memory for them."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
-    nbytes, what, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
-    require_memory(nbytes, what, instead)
+    nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    require_memory(nbytes, content, instead)
     try:
         return new_rows(n, d, task.dtype, task.device)
     except RuntimeError as error:
         if (reason := describe_os_error(error)) is None:
             raise
-        raise ExperimentError(f"memory: {what} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
+        raise ExperimentError(f"memory: {content} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
 
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:

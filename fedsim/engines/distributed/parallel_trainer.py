@@ -167,8 +167,8 @@ class ParallelTrainer(RowTrainer):
         screen(self._task, context, inputs, positions)
         assert self._task.experiment.gradient_hook is not None
         hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
-        what = f"the mean of the gradients is not finite, though each of them is ({hook})"
-        raise DivergedError(what, "", context.moment[0])
+        message = f"the mean of the gradients is not finite, though each of them is ({hook})"
+        raise DivergedError(message, "", context.moment[0])
 
     def _new_row_module(self) -> RowModule:
         return RowModule(lambda: self._sender.watch(self._dropout.new_module()))

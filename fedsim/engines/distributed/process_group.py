@@ -124,9 +124,9 @@ class RankGroup:
             self._hosts = [host for host, _ in identities]
             gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
             self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
-            own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
-            own = HOST_BACKEND if self.backend == HOST_BACKEND else own
-            self.group = dist.new_group(backend=own, timeout=FOREVER)
+            backends = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
+            backends = HOST_BACKEND if self.backend == HOST_BACKEND else backends
+            self.group = dist.new_group(backend=backends, timeout=FOREVER)
         except FedsimError:
             raise
         except (RuntimeError, ValueError) as error:

@@ -114,8 +114,8 @@ def _address(environ: Mapping[str, str], count: int, local_count: str | None) ->
 
 def first_host(names: str) -> str | None:
     """The first of SLURM's list of hosts: `node03` of `node[03-07,9],other`."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", names)
-    return "".join(part or "" for part in found.groups()) if found else None
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", names)
+    return "".join(part or "" for part in match.groups()) if match else None
 
 
 def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:

@@ -85,7 +85,7 @@ class HeartbeatTable:
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """How far a process is: the barriers that it has crossed, and whether it waits for others."""
+        """Return the number of barriers that a process has crossed, and whether it waits for other processes."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
@@ -94,7 +94,7 @@ class HeartbeatTable:
         return worker if worker >= 0 else None
 
     def consequence(self, index: int) -> str:
-        """What the death of a process may have spoilt, as the end of a sentence."""
+        """Describe the data that may be corrupt after the death of a process, as the end of an error message."""
         return CONSEQUENCES.get(self.read(index, HOLDING), "")
 
     def worker(self, index: int) -> str | None:
@@ -237,9 +237,9 @@ class ProcessContext:
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
-    def holding(self, what: int) -> Iterator[None]:
+    def holding(self, held: int) -> Iterator[None]:
         """Note that a lock is held, or a shared row written. The note stays if a death ends the block."""
-        self.table.write(self.index, HOLDING, what)
+        self.table.write(self.index, HOLDING, held)
         yield
         self.table.write(self.index, HOLDING, NOTHING)
 
