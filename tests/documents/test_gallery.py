@@ -80,7 +80,7 @@ def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):
         "fedsim compare small seed=0\n",
         "](small.png)",
         "](small.svg)",
-        "Best aggregate.rule",
+        "| aggregate.rule | test accuracy |",
         "\nThe notes.\n",
     ):
         assert part in page
