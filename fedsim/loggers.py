@@ -37,7 +37,7 @@ START = 1  # the status of a session that begins at a step: TensorBoard hides la
 ID = "fedsim_id"  # the tag under which MLflow holds the id of a run
 MOST_PARAMETERS = 100  # of a call to MLflow
 
-logger = Registry("logger", given=("run",))
+logger = Registry("logger", inputs=("run",))
 
 Log = Callable[[int, Mapping[str, float]], object]  # called with the round and its numbers, by tag: `test/accuracy`
 

@@ -112,7 +112,11 @@ def _noise(registration: Registration, axes: Any, given: dict[str, Any]) -> bool
     if "path" in registration.parameters.model_fields:  # the factors are in a file
         return False
     axes.plot(
-        registration.target(**registration.given(**inputs), **given), ".-", color=BLUE, linewidth=0.5, markersize=3
+        registration.target(**registration.select_inputs(**inputs), **given),
+        ".-",
+        color=BLUE,
+        linewidth=0.5,
+        markersize=3,
     )
     axes.set(xlabel="step", ylabel="factor of its time", ylim=(0, None))
     return True

@@ -61,8 +61,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 # An imported rule can set the traits as attributes itself.
-rule = Registry("aggregation rule", given=GIVEN, traits=("columnwise", "linear"))
-pre_aggregator = Registry("pre-aggregator", given=GIVEN)
+rule = Registry("aggregation rule", inputs=GIVEN, traits=("columnwise", "linear"))
+pre_aggregator = Registry("pre-aggregator", inputs=GIVEN)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ class DurationNoise(Component):
         return check_factors(place, self.on(given), size, f"unit {{}} of worker {worker}", start)
 
 
-slowdown = Registry("slowdown", given=("n_workers", "rng"), component=SlowdownDistribution)
-noise = Registry("noise", given=("rng", "size", "worker", "start", "n_workers"), component=DurationNoise)
+slowdown = Registry("slowdown", inputs=("n_workers", "rng"), component=SlowdownDistribution)
+noise = Registry("noise", inputs=("rng", "size", "worker", "start", "n_workers"), component=DurationNoise)
 
 Ratio = Annotated[float, Field(ge=1)]
 Sigma = Annotated[float, Field(gt=0, le=10)]  # larger ones only overflow: 10 draws factors of e^80

@@ -150,7 +150,7 @@ class AttackStrategy(Component):
 
 attack_strategy = Registry(
     "attack",
-    given=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
+    inputs=("honest", "own_updates", "n_byzantine", "rng", "draws", "last", "aggregate", "workers", "state"),
     component=AttackStrategy,
 )
 

@@ -22,7 +22,7 @@ from fedsim.errors import ExperimentError, one_line
 
 LARGEST_RATE = torch.finfo(torch.float32).max  # an optimizer fails with a larger one
 
-lr_schedule = Registry("learning-rate schedule", given=("optimizer", "length"))
+lr_schedule = Registry("learning-rate schedule", inputs=("optimizer", "length"))
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]

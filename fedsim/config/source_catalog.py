@@ -20,7 +20,7 @@ from fedsim.synonyms import KEYS
 
 PACKAGE = Path(__file__).parent.parent
 
-DECLARATION = re.compile(r'^(?:(class \w+)|@?(\w+)\("|(\w+) = \w*Registry\(\s*"([^"]+)"(,\s*given=)?)', re.M)
+DECLARATION = re.compile(r'^(?:(class \w+)|@?(\w+)\("|(\w+) = \w*Registry\(\s*"([^"]+)"(,\s*inputs=)?)', re.M)
 NO_PARAMETER = re.compile(r": (ClassVar|KW_ONLY)|init=False")  # in the field of a dataclass
 KIND_OF_KEY = {
     key: kind for kind, (keys, _) in reversed(COMPONENTS.items()) for key in keys.split(", ")

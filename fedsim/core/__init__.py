@@ -1,1 +1,1 @@
-"""Rows, the training step, random draws, and the registry of components."""
+"""Parameter rows, the training step, random draws, and the component registry."""

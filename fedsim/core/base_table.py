@@ -1,7 +1,7 @@
-"""Base classes of the tables of an experiment: strict tables, and tables that name a component.
+"""Base classes for the tables of an experiment.
 
-A table that names a component (`partition.name`, `aggregate.rule`, ...) also holds that component's parameters, which
-are checked against its signature.
+A `Table` is a strict pydantic model. A `ComponentTable` names a component (`partition.name`, `aggregate.rule`, ...) and
+holds the parameters of that component, which are checked against its signature.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Table(BaseModel):
-    """A table of the experiment: strict types, no unknown keys, frozen."""
+    """A table of the experiment: frozen, with strict types and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
     def model_copy(self, **options: Any) -> Self:
-        """A copy without cached properties, since they may depend on what is updated; see `BaseModel.model_copy`."""
+        """Return a copy without cached properties, which may depend on updated fields. See `BaseModel.model_copy`."""
         copied = super().model_copy(**options)
         for name in copied.__dict__.keys() - type(copied).model_fields.keys():
             del copied.__dict__[name]
         return copied
 
     def tables(self) -> Iterator[Table]:
-        """This table and all tables in it."""
+        """Yield this table and all nested tables."""
         yield self
         for value in (getattr(self, name) for name in type(self).model_fields):
             for item in value if isinstance(value, list) else [value]:
@@ -42,16 +42,16 @@ class Table(BaseModel):
 
 
 class ComponentTable(Table):
-    """A table whose key `named_by` names a component; its other keys are parameters of that component.
+    """A table whose key `named_by` names a component. Its other keys include the parameters of the component.
 
-    A name stands for the table with only that name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. In every table
-    the key `name` stands for `named_by`: `{name = "momentum"}` is `{name = "momentum"}`.
+    A name can replace a table that contains only this name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. Every
+    table accepts the key `name` as a synonym of `named_by`: `{name = "krum"}` means `{rule = "krum"}`.
 
     Attributes:
-        place: the dotted key of the table.
-        named_by: the key in it that names the component.
-        registry: the components that it may name.
-        alternatives: keys of which only one may be given.
+        place: dotted key of the table.
+        named_by: key that names the component.
+        registry: components that the table may name.
+        alternatives: mutually exclusive keys.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -71,25 +71,25 @@ class ComponentTable(Table):
             raise ValueError("a name or a table")
         table = with_key(table, cls.named_by, cls.place)
         name = table.get(cls.named_by)
-        if isinstance(name, str) and name.startswith("__main__:"):  # other processes have another __main__
+        if isinstance(name, str) and name.startswith("__main__:"):  # other processes have a different __main__
             table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
         return cls.completed(table)
 
     @classmethod
     def is_name(cls, value: Any) -> bool:
-        """Whether a value has the type of the key `named_by`, so that it can stand for the table."""
+        """Whether `value` can replace the table, because it has the type of the key `named_by`."""
         annotation = cls.model_fields[cls.named_by].annotation
         kinds = get_args(annotation) or (annotation,)
         return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """The table with its defaults, for a subclass whose defaults depend on the other keys."""
+        """Return the table with defaults. Subclasses override this if defaults depend on other keys."""
         return table
 
     @classmethod
     def not_both(cls) -> ExperimentError:
-        """The error for more than one of the `alternatives`."""
+        """Return the error for a table that sets more than one of the `alternatives`."""
         return ExperimentError(both_given_error(cls.place, cls.alternatives))
 
     @model_validator(mode="after")
@@ -98,24 +98,24 @@ class ComponentTable(Table):
         return self
 
     def check_parameters(self) -> None:
-        """Check the component's parameters, and add their defaults."""
-        own = [key for key in type(self).model_fields if key != self.named_by]
-        clash = sorted(({"name", *own} - {self.named_by}) & set(self.registration.parameters.model_fields))
+        """Check the parameters of the component, and add their defaults."""
+        table_keys = [key for key in type(self).model_fields if key != self.named_by]
+        clash = sorted(({"name", *table_keys} - {self.named_by}) & set(self.registration.parameters.model_fields))
         if clash:
             raise ExperimentError(
-                f"{self.place}.{clash[0]}: is a key of every [{self.place}]; give the parameter of "
-                f"{self.registration.name} another name"
+                f"{self.place}.{clash[0]}: is a built-in key of [{self.place}]; rename this parameter of "
+                f"{self.registration.name}"
             )
-        checked = self.registration.check(self.params, self.place, beside=[self.named_by, *own])
+        checked = self.registration.check(self.params, self.place, beside=[self.named_by, *table_keys])
         for name, value in checked.items():
             if value is None and self.registration.parameters.model_fields[name].default is not None:
                 raise ExperimentError(f"{self.place}.{name} = None: TOML cannot express None; omit the key")
-        self.registration.bind(checked)  # the __post_init__ of a dataclass checks combinations of fields
+        self.registration.bind(checked)  # __post_init__ of a dataclass may check combinations of fields
         self.params.update(checked)
 
     @property
     def setting(self) -> str:
-        """The key that names the component, and the name, for messages: `aggregate.rule = "krum"`."""
+        """Key and name of the component for messages: `aggregate.rule = "krum"`."""
         return f"{self.place}.{self.named_by} = {show(getattr(self, self.named_by))}"
 
     @property
@@ -124,10 +124,10 @@ class ComponentTable(Table):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The component's parameters, including defaults."""
+        """Parameters of the component, including defaults."""
         return cast(dict[str, Any], self.__pydantic_extra__)
 
     @cached_property
     def component(self) -> Any:
-        """The component with its parameters, made once."""
+        """The component with its parameters, created once."""
         return self.registry.bind(self.registration, self.params)

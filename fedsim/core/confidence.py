@@ -1,4 +1,4 @@
-"""Means with their 95 percent intervals, and numbers as text."""
+"""Means with 95 % confidence intervals, the quantiles that the intervals need, and numbers as text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from statistics import fmean
 import numpy as np
 
 CONFIDENCE = 0.95
-FEWEST_FOR_BAND = 4  # values from which charts show an interval; that of fewer is too wide
-LOG_FROM = 20  # ratio of the longest line of a chart to the shortest from which its x axis is logarithmic
-DIGITS = 12  # digits of a number before it is rounded; the error of a float sum is smaller
-EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # for every float and its decimals
+FEWEST_FOR_BAND = 4  # minimum number of values for an interval in a chart; with fewer it is too wide
+LOG_FROM = 20  # a chart's x axis is logarithmic if its longest line is this many times its shortest
+DIGITS = 12  # significant digits kept before rounding; errors of float sums are smaller
+EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # enough digits for every float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `values`, and the half width of its interval, which is infinite for one value."""
+    """Mean of `values`, and half-width of its confidence interval (infinite for a single value)."""
 
     mean: float
     half_width: float
@@ -31,33 +31,36 @@ class Estimate:
         return len(self.values)
 
     def includes(self, value: float) -> bool:
-        """Whether the interval includes a value; the interval of a single value includes only that value."""
+        """Whether the interval contains `value`. With a single measurement, whether `value` equals it."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
-        """The text beside the mean: `± 0.0031`; both of two values, since their interval is wide; "" for one."""
+        """Return the text after the mean, such as `± 0.0031`.
+
+        Two values are both listed, because their interval is wide. The text for a single value is empty.
+        """
         if self.n == 2:
             return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
         return f"± {fixed(self.half_width, decimals)}" if self.n > 2 else ""
 
     def text(self, decimals: int = 4, *, sign: bool = False) -> str:
-        """`0.9412 ± 0.0031`; of two values `0.9412 (0.9400, 0.9424)`."""
+        """Return `0.9412 ± 0.0031`, or `0.9412 (0.9400, 0.9424)` for two values."""
         return f"{fixed(self.mean, decimals, sign=sign)} {self.spread(decimals, sign=sign)}".rstrip()
 
     def amount(self) -> str:
-        """The text of a mean that may be of any size, such as virtual seconds."""
+        """Return the text for a mean of any magnitude, such as virtual seconds."""
         return self.text(decimals_of(self.mean))
 
 
 def decimals_of(amount: float) -> int:
-    """How many decimals an amount of any size is shown with."""
+    """Return the number of decimals for showing an amount of any magnitude."""
     return 0 if abs(amount) >= 1000 else 1 if abs(amount) >= 10 else 2
 
 
 def fixed(value: float, decimals: int = 4, *, sign: bool = False) -> str:
-    """A number to so many decimals, a half away from zero: 0.82345 is 0.8235 in every table and picture.
+    """Format a number with a fixed number of decimals. Halves are rounded away from zero: 0.82345 becomes 0.8235.
 
-    `f"{value:.4f}"` would round the float's binary value, so that equal means from different sums may differ.
+    `f"{value:.4f}"` would round the binary value, so equal means of different sums could be shown differently.
     """
     if not math.isfinite(value):
         return str(value)
@@ -66,18 +69,19 @@ def fixed(value: float, decimals: int = 4, *, sign: bool = False) -> str:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of independent values, with the interval mean ± t s / sqrt(n) (Student 1908); None of no values.
+    """Return the mean of independent values with its confidence interval, or None if there are no values.
 
-    s is the standard deviation with n - 1, t the quantile of Student's distribution with n - 1 degrees of freedom.
+    The interval is mean ± t s / sqrt(n) (Student 1908). Here s is the sample standard deviation (divisor n - 1), and t
+    is a quantile of Student's t distribution with n - 1 degrees of freedom.
     """
     if not len(values):
         return None
     _, half_width = mean_and_half_width(np.asarray(values, dtype=float)[:, None])
-    return Estimate(fmean(values), float(half_width[0]), tuple(map(float, values)))  # fmean ignores the order
+    return Estimate(fmean(values), float(half_width[0]), tuple(map(float, values)))  # fmean: independent of the order
 
 
 def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same for each column of values [n, columns]: means [columns] and half widths [columns]."""
+    """Return means [columns] and interval half-widths [columns] for the columns of `values` [n, columns]."""
     n = len(values)
     if n == 1:
         return values[0], np.full(values.shape[1], math.inf)
@@ -86,9 +90,9 @@ def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate n curves (x ascending, y) at the x of all of them: x [points], values [n, points].
+    """Interpolate n curves (x ascending, y) on a common grid. Return x [points] and values [n, points].
 
-    From the latest first x to the earliest last x, where all curves are known.
+    The grid consists of the x values of all curves in the range where every curve is defined.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     every = np.unique(np.concatenate([x for x, _ in curves]))
@@ -97,13 +101,13 @@ def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.
 
 
 EPSILON = 1e-16
-TINY = 1e-300  # in place of 0 in a continued fraction
-GRID = np.linspace(-9.0, 9.0, 4001)  # of a normal variable; beyond, its density is below 1e-18
+TINY = 1e-300  # replaces 0 in a continued fraction
+GRID = np.linspace(-9.0, 9.0, 4001)  # of a standard normal variable, whose density outside is negligible
 
 
 @functools.cache
 def student_quantile(degrees_of_freedom: int, confidence: float = 0.95) -> float:
-    """t such that a Student-distributed value lies within ±t with this probability.
+    """Return t such that a Student-distributed value lies within ±t with probability `confidence`.
 
     >>> round(student_quantile(2), 4)
     4.3027
@@ -116,7 +120,7 @@ def student_quantile(degrees_of_freedom: int, confidence: float = 0.95) -> float
 
 
 def chi_square_tail(x: float, degrees_of_freedom: int) -> float:
-    """The probability of a value above x >= 0 (Abramowitz and Stegun 26.4.4 and 26.4.5).
+    """Return the probability that a chi-square variable exceeds x >= 0 (Abramowitz and Stegun 26.4.4 and 26.4.5).
 
     >>> round(chi_square_tail(3.841, 1), 3)
     0.05
@@ -130,7 +134,7 @@ def chi_square_tail(x: float, degrees_of_freedom: int) -> float:
 
 
 def f_tail(x: float, numerator: int, denominator: int) -> float:
-    """The probability of a value above x >= 0, of Fisher's distribution with these degrees of freedom.
+    """Return the probability that an F-distributed variable with these degrees of freedom exceeds x >= 0.
 
     >>> round(f_tail(4.2565, 2, 9), 4)
     0.05
@@ -144,7 +148,10 @@ def f_tail(x: float, numerator: int, denominator: int) -> float:
 
 @functools.cache
 def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> float:
-    """The quantile of the range of so many standard normal values: of the studentized range, with known variance.
+    """Return the quantile of the range (maximum minus minimum) of `candidates` standard normal values.
+
+    This is the studentized range for a known variance.
+
 
     >>> round(studentized_range_quantile(3), 3)
     3.314
@@ -161,14 +168,14 @@ def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> flo
 
 
 def beta_share(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22).
+    """Return the regularised incomplete beta function I_x(a, b), computed as a continued fraction (DLMF 8.17.22).
 
     >>> round(beta_share(2, 3, 0.5), 4)
     0.6875
     """
     if x <= 0 or x >= 1:
         return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+    if x > (a + 1) / (a + b + 2):  # the fraction converges slowly here
         return 1 - beta_share(b, a, 1 - x)
     log_factor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
@@ -189,7 +196,7 @@ def _not_zero(value: float) -> float:
 
 
 def _solve(increasing: Callable[[float], float]) -> float:
-    """The positive x at which an increasing function is 0, by bisection."""
+    """Return the positive root of an increasing function, found by bisection."""
     low, high = 0.0, 1.0
     while increasing(high) < 0:
         high *= 2

@@ -1,13 +1,13 @@
-"""Import of components by path, and what an experiment file may import: importing a module runs its code.
+"""Import components by path, and decide what an experiment file may import: importing a module runs its code.
 
-Import paths in Python code and on the command line come from the user and are always imported. Within the block
+Import paths in Python code and on the command line come from the user and are always imported. Inside the block
 `untrusted_config(file)`, an import path that only the file contains is imported if
 
 - the user allows it (`--allow-imports`, `allow_imports=True`), or
-- the file lies in the working directory, and the path leads to a function or class that a module of the working
-  directory itself defines: running such a file is like running a script there.
+- the file lies directly in the working directory, and the path leads to a function or class that a module in the
+  working directory defines. Running such a file is like running a script there.
 
-This is checked before anything is imported, and again before an imported object is called.
+These conditions are checked before the import, and again before an imported object is called.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fedsim.core.objects import ObjectName
 from fedsim.errors import ExperimentError, show
 from fedsim.system.packages import import_torchvision
 
-REMEDY = "a file may import this only with --allow-imports (in Python allow_imports=True), since importing runs code"
+REMEDY = "a file may import this only with --allow-imports (in Python: allow_imports=True), because importing runs code"
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class ImportRefusedError(ExperimentError):
-    """An experiment file contains an import path that it may not use."""
+    """An experiment file contains an import path that it is not allowed to use."""
 
 
 @dataclass(frozen=True)
 class UntrustedSource:
-    """The file that is being read, and the strings that the user gave beside it."""
+    """The experiment file being read, and the strings that the user passed in addition to it."""
 
     file: Path
     trusted: frozenset[str]
@@ -50,11 +50,11 @@ _source: ContextVar[UntrustedSource | None] = ContextVar("fedsim_untrusted_sourc
 
 @contextlib.contextmanager
 def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed: bool = False) -> Iterator[None]:
-    """Until the block ends, treat all values as values of a file, except the trusted ones.
+    """Treat all values inside the block as values of an untrusted file, except the trusted values.
 
     Args:
-        file: the file that was read; None if the values come from the user.
-        trusted: values that the user gave beside the file.
+        file: the file that was read; None if all values come from the user.
+        trusted: values that the user passed in addition to the file.
         allowed: whether the user allows all imports.
     """
     source = None if file is None or allowed else UntrustedSource(file, frozenset(_strings(trusted)))
@@ -66,25 +66,28 @@ def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed:
 
 
 def is_untrusted(value: str) -> bool:
-    """Whether a value comes from an untrusted file."""
+    """Whether `value` comes from an untrusted file."""
     source = _source.get()
     return source is not None and value not in source.trusted
 
 
 def import_object(path: str) -> Callable[..., Any]:
-    """The function or class at "package.module:attribute"; modules in the working directory are found.
+    """Import the function or class at "package.module:attribute". Modules in the working directory are found too.
 
-    Raises ImportRefusedError if the path comes from a file that may not import it.
+    Raises ImportRefusedError if the path comes from a file that is not allowed to import it.
     """
     if isinstance(path, ObjectName):
         return path.target
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # console scripts, unlike `python script.py`, start without it
+        sys.path.append(os.getcwd())  # missing in console scripts, unlike in `python script.py`
     untrusted = is_untrusted(path)
     if untrusted and not (IMPORT_PATH.fullmatch(path) and _file_is_here() and _is_local(module)):
         raise ImportRefusedError(REMEDY)
-    if module.partition(".")[0] in ("torchvision", "torchmetrics"):  # the latter imports the former if it is there
+    if module.partition(".")[0] in (
+        "torchvision",
+        "torchmetrics",
+    ):  # torchmetrics may import torchvision
         with contextlib.suppress(ImportError):
             import_torchvision()
     target: Any = importlib.import_module(module)
@@ -104,19 +107,19 @@ def _require_local(target: Any) -> None:
     """
     home = target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", None)
     if not isinstance(home, str) or not _is_local(home):
-        raise ImportRefusedError(f"leads to an object that is defined in {show(home)}; {REMEDY}")
+        raise ImportRefusedError(f"leads to an object defined in {show(home)}; {REMEDY}")
 
 
 def _file_is_here() -> bool:
-    """Whether the untrusted file lies in the working directory; a folder in it may belong to somebody else."""
+    """Whether the untrusted file lies directly in the working directory. Subfolders may belong to other users."""
     source = _source.get()
     return source is not None and source.file.resolve().parent == Path.cwd().resolve()
 
 
 def _is_local(module: str) -> bool:
-    """Whether a module is, or belongs to, a file or package of the working directory.
+    """Whether a module is a file in the working directory or belongs to a package there.
 
-    Only its top-level package is searched for: to find a module in a package is to import that package.
+    Only the top-level package is looked up, because looking up a submodule would import the package.
     """
     top, here = module.partition(".")[0], Path.cwd().resolve()
     try:
@@ -129,7 +132,7 @@ def _is_local(module: str) -> bool:
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:
-    """All strings in values, also in nested lists and tables."""
+    """Yield all strings in `values`, including those in nested lists and tables."""
     waiting = list(values)
     while waiting:
         value = waiting.pop()

@@ -1,17 +1,18 @@
-"""Metrics: numbers besides the loss and the accuracy that each test of the global model records.
+"""Metrics: numbers that each test of the global model records in addition to loss and accuracy.
 
-A metric is a function of the outputs of the model for all test samples, and their targets; its keyword-only parameters
-are its configuration. A class with the methods `update(outputs, targets)` and `compute()`, as those of torchmetrics, is
-a metric too; the arguments of its constructor are its configuration.
+A metric is a function of the model outputs for all test samples and of their targets. Its keyword-only parameters are
+its configuration. A class with the methods `update(outputs, targets)` and `compute()`, such as a torchmetrics class, is
+also a metric. Its configuration consists of the constructor arguments.
 
-    outputs  [n, ...], in the precision of rows; [n] for [n, 1] if targets are [n]
-    targets  [n] or [n, ...], as the data set has them
+    outputs  [n, ...], in the dtype of the model parameters; [n, 1] is passed as [n] if targets are [n]
+    targets  [n] or [n, ...], as stored in the data set
 
-The attribute `higher_is_better` (True or False) of a metric declares which number is better in comparisons. Without it,
-its name decides: a lower number is better if the name holds "loss", "error", "mse", "mae" or "perplexity".
+The attribute `higher_is_better` (True or False) of a metric tells comparisons which values are better. Without this
+attribute, the name of the metric decides: lower is better if the name contains "loss", "error", "mse", "mae" or
+"perplexity".
 
-One process computes the metric, on the device of the outputs. These are kept for all test samples, n times the numbers
-of an output: 400 kB for 10,000 samples of 10 classes in float32.
+One process computes the metric, on the device of the outputs. The outputs for all test samples are kept in memory:
+400 kB for 10,000 samples with 10 classes in float32.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from fedsim.errors import ExperimentError, first_line, show
 
 
 class MetricRegistry(Registry):
-    """A registry of metrics that also accepts classes with `update` and `compute`, such as those of torchmetrics.
+    """Registry of metrics that also accepts classes with `update` and `compute`, such as those of torchmetrics.
 
-    `@metric(name, higher_is_better=False)` sets the attribute of this name of the function or class.
+    `@metric(name, higher_is_better=False)` sets the attribute `higher_is_better` of the function or class.
     """
 
     def _registration(self, name: str, target: Any) -> Registration:
@@ -42,7 +43,7 @@ class MetricRegistry(Registry):
 
 
 def _accumulates(target: Any) -> bool:
-    return isinstance(target, type) and all(callable(getattr(target, each, None)) for each in ("update", "compute"))
+    return isinstance(target, type) and all(callable(getattr(target, name, None)) for name in ("update", "compute"))
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,9 @@ class OutputMetric(Component):
     """A metric with its parameters.
 
     Attributes:
-        label: its name in the records.
-        accumulates: whether `function` makes an object with `update` and `compute`.
-        higher_is_better: the attribute of this name of the function or class, as metrics of torchmetrics have it; None
-            if it has none.
+        label: name in the records.
+        accumulates: whether `function` creates an object with `update` and `compute`.
+        higher_is_better: attribute `higher_is_better` of the function or class, as in torchmetrics; None if missing.
     """
 
     label: str
@@ -64,7 +64,7 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """The metric with checked parameters; by default its label is its name."""
+        """Create the metric from checked parameters. The default label is the name of the component."""
         return super().of(
             registration,
             params,
@@ -74,7 +74,7 @@ class OutputMetric(Component):
         )
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """The metric of all samples. Raises ExperimentError if it fails, or returns anything but one number."""
+        """Return the metric over all samples. Raise ExperimentError unless the function returns one number."""
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         try:
@@ -84,10 +84,10 @@ class OutputMetric(Component):
                     if isinstance(accumulator, torch.nn.Module):
                         accumulator.to(outputs.device)
                     accumulator.update(outputs, targets)
-                    found = accumulator.compute()
+                    value = accumulator.compute()
                 else:
-                    found = self.function(outputs=outputs, targets=targets)
-                return float(found)
+                    value = self.function(outputs=outputs, targets=targets)
+                return float(value)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -96,7 +96,7 @@ class OutputMetric(Component):
 
 metric = MetricRegistry(
     "metric",
-    given=("outputs", "targets"),
+    inputs=("outputs", "targets"),
     traits=("higher_is_better",),
     accepts="a function, or a class with update and compute",
     component=OutputMetric,
@@ -105,13 +105,13 @@ metric = MetricRegistry(
 
 @metric("top_k", higher_is_better=True)
 def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5, ignore: int = -100) -> Tensor:
-    """Share of the targets that are among the k largest outputs (Russakovsky et al. 2015: top-5 accuracy).
+    """Fraction of targets that are among the k largest outputs (top-5 accuracy in Russakovsky et al. 2015).
 
     Args:
         outputs: [..., classes].
         targets: [...], int64.
-        k: must be at least 1, and less than the number of classes.
-        ignore: targets of this value do not count.
+        k: at least 1 and less than the number of classes.
+        ignore: target value that does not count.
 
     >>> outputs = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     >>> fedsim.core.metrics.top_k(outputs, torch.tensor([1, 2]), k=2)
@@ -125,14 +125,15 @@ def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5, ignore: int = -100) -
 
 @metric("macro_f1", higher_is_better=True)
 def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
-    """Mean over the classes of F1, the harmonic mean of precision and recall (scikit-learn's `average="macro"`).
+    """F1 score averaged over classes (scikit-learn's `average="macro"`).
 
-    A class counts if it is a target or an answer of at least one sample.
+    The F1 score of a class is the harmonic mean of its precision and recall. Classes that occur neither in the targets
+    nor in the predictions are left out.
 
     Args:
         outputs: [..., classes], or logits of class 1: [...] or [..., 1].
         targets: [...], int64.
-        ignore: targets of this value do not count.
+        ignore: target value that does not count.
 
     >>> outputs = torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
     >>> fedsim.core.metrics.macro_f1(outputs, torch.tensor([0, 1, 1]))
@@ -153,12 +154,12 @@ def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
 
 @metric("perplexity", higher_is_better=False)
 def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
-    """The exponential of the mean cross entropy (Jelinek et al. 1977).
+    """Exponential of the mean cross entropy (Jelinek et al. 1977).
 
     Args:
         outputs: logits [..., classes], such as [n, length, vocabulary].
         targets: [...], int64.
-        ignore: targets of this value do not count.
+        ignore: target value that does not count.
 
     >>> fedsim.core.metrics.perplexity(torch.zeros(1, 2, 4), torch.tensor([[0, 3]]))
     tensor(4.)
@@ -168,10 +169,10 @@ def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tenso
 
 @metric("mse", higher_is_better=False)
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error, over all numbers of all samples.
+    """Mean squared error over all values of all samples.
 
     Args:
-        outputs, targets: with as many numbers.
+        outputs, targets: tensors with the same number of elements.
 
     >>> fedsim.core.metrics.mse(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.0]))
     tensor(2.)
@@ -181,10 +182,10 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @metric("mae", higher_is_better=False)
 def mae(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean absolute error, over all numbers of all samples.
+    """Mean absolute error over all values of all samples.
 
     Args:
-        outputs, targets: with as many numbers.
+        outputs, targets: tensors with the same number of elements.
 
     >>> fedsim.core.metrics.mae(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.0]))
     tensor(1.)
@@ -196,10 +197,11 @@ def mae(outputs: Tensor, targets: Tensor) -> Tensor:
 def r2(outputs: Tensor, targets: Tensor) -> Tensor:
     """Coefficient of determination: 1 - mean squared error / variance of the targets (Wright 1921).
 
-    Of several outputs the mean, as scikit-learn's `r2_score`. If the targets are all equal, 1 without an error, else 0.
+    Several outputs are averaged, as in scikit-learn's `r2_score`. If all targets are equal, the value is 1 for perfect
+    outputs and 0 otherwise.
 
     Args:
-        outputs, targets: [n] or [n, outputs]; outputs [n, 1] stand for [n].
+        outputs, targets: [n] or [n, outputs]; outputs [n, 1] are accepted for targets [n].
 
     >>> fedsim.core.metrics.r2(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
     tensor(0.5000)
@@ -211,18 +213,19 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """The outputs [m, classes] and the targets [m] that are not ignored, of outputs [..., classes]."""
+    """Return the outputs [m, classes] and the targets [m] without ignored targets."""
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise ExperimentError(
-            f"needs outputs [..., classes] for whole numbers [...], not {list(outputs.shape)} for {targets.dtype} "
-            f"{list(targets.shape)}"
+            f"needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} and targets "
+            f"{targets.dtype} {list(targets.shape)}"
         )
-    kept = targets != ignore
-    return outputs[kept], targets[kept]
+    counts = targets != ignore
+    return outputs[counts], targets[counts]
 
 
 def _differences(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Outputs minus targets, without broadcasting."""
+    """Return outputs minus targets, without broadcasting."""
     if outputs.numel() != targets.numel():
-        raise ExperimentError(f"needs one output for each target, not {list(outputs.shape)} for {list(targets.shape)}")
+        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
+        raise ExperimentError(f"needs one output per target, not {shapes}")
     return outputs.reshape(targets.shape) - targets

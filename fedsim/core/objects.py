@@ -1,7 +1,7 @@
 """Objects in the experiments of Python programs: functions, classes, modules, pairs of data sets.
 
-An experiment holds a name for each object, since TOML, JSON and comparisons need text: its import path if it has one,
-otherwise a note such as `<MyNet>`. In Python the name has the object as an attribute.
+An experiment stores a name for each object, because TOML, JSON and comparisons need text. The name is the import path
+of the object if there is one, otherwise a note such as `<MyNet>`. In Python the name has the object as an attribute.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fedsim.errors import ExperimentError, one_line, show
 
 Value = TypeVar("Value")
 
-LONGEST_NOTE = 60  # characters
+LONGEST_NOTE = 60  # maximum number of characters
 NUMBER = re.compile(r" \d+(?=>$)")
 
 
 class ObjectName(str):
-    """The name of an object: a str with the object as an attribute.
+    """Name of an object: a str that has the object as an attribute.
 
     Attributes:
         target: the object, or a callable that returns it.
@@ -53,7 +53,7 @@ class ObjectName(str):
         return _unpickled, (
             str(self),
             cloudpickle.dumps(self.target),
-        )  # tensors by value too, since the user may change them
+        )  # copies tensors too, because the user may change them
 
     def __deepcopy__(self, memo: object) -> ObjectName:
         return self
@@ -63,12 +63,12 @@ def _unpickled(text: str, target: bytes) -> ObjectName:
     return ObjectName(text, pickle.loads(target))
 
 
-# A field of an experiment that names a component: a string, or the name of an object.
+# Type of a field that names a component: a string or the name of an object.
 Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name, ObjectName) else check(name))]
 
 
 def name_of(target: Any) -> ObjectName:
-    """The name of an object. Within a process, different objects have different names: `<MyNet>`, `<MyNet 2>`."""
+    """Return the name of an object. In one process, different objects have different names: `<MyNet>`, `<MyNet 2>`."""
     if path := _import_path(target):
         return ObjectName(path, target)
     parts = target if isinstance(target, tuple) else (target,)
@@ -78,12 +78,12 @@ def name_of(target: Any) -> ObjectName:
         text = ", ".join(map(_word_for, parts))[:LONGEST_NOTE]
         number = next(_numbers[text])
         note = f"<{text}>" if number == 1 else f"<{text} {number}>"
-        with contextlib.suppress(TypeError):  # without weak references, as a list: it gets a new name each time
+        with contextlib.suppress(TypeError):  # no weak references (a list, for example): a new name for each call
             for part in parts:
                 weakref.finalize(part, _notes.pop, key, None).atexit = False
             _notes[key] = note
     if isinstance(target, nn.Module):
-        return ObjectName(note, lambda: copy.deepcopy(target))  # with the parameters of the instance
+        return ObjectName(note, lambda: copy.deepcopy(target))  # keeps the parameters of the instance
     return ObjectName(note, (lambda: target) if isinstance(target, tuple) else target)
 
 
@@ -92,50 +92,50 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(
 
 
 def plain(value: Any) -> Any:
-    """A value as a file would hold it: dicts, lists, Python's numbers, and names of objects.
+    """Convert a value to what a file can hold: dicts, lists, Python numbers, and names of objects.
 
-    NumPy arrays and tensors become numbers or lists of numbers, a Mapping a dict, a Sequence a list. A tuple of two
-    data sets is one object: objects that are not callable, pairs (inputs, targets), or lists of samples. Other values
-    stay as they are.
+    NumPy arrays and tensors become numbers or lists of numbers, a Mapping becomes a dict, and a Sequence becomes a
+    list. A tuple of two data sets becomes the name of one object. Each data set is an object that is not callable, a
+    pair (inputs, targets), or a list of samples. Other values are returned unchanged.
 
     >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
     {'seed': 3, 'weights': [1.0, 1.0]}
     """
-    if type(value) in (str, int, float, bool):  # the usual case, many times for each run of a comparison
+    if type(value) in (str, int, float, bool):  # fast path for the most frequent case
         return value
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and len(value) == 2 and all(map(_is_data, value)):
         return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, torch.device):
         return str(value)
     return name_of(value) if _is_object(value) else value
 
 
 def names_in(value: Any) -> Iterator[ObjectName]:
-    """The names of objects in nested tables and lists."""
+    """Yield the names of objects in nested tables and lists."""
     if isinstance(value, ObjectName):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from names_in(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from names_in(item)
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether a value is or contains an object, which a file cannot hold."""
+    """Whether a value is or contains an object that a file cannot hold."""
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
     return _is_object(value)
 
 
 def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
-    """Nested tables from a file, with the objects of these names in place of their notes, such as `<MyNet>`.
+    """Replace notes such as `<MyNet>` in nested tables from a file by the object names that they stand for.
 
-    The numbers in notes are ignored unless two objects differ only in them.
+    The number in a note is ignored unless two notes differ only in this number.
     """
     named = {str(name): name for name in names}
     unnumbered = [NUMBER.sub("", name) for name in named]
@@ -143,9 +143,9 @@ def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
 
     def replaced(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: replaced(each) for key, each in value.items()}
+            return {key: replaced(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [replaced(each) for each in value]
+            return [replaced(item) for item in value]
         if isinstance(value, str) and NOTE.fullmatch(value):
             return named.get(value, named.get(NUMBER.sub("", value), value))
         return value
@@ -154,7 +154,7 @@ def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
 
 
 def own_copy(value: Value) -> Value:
-    """A deep copy with copies of the objects in it, so that what they keep belongs to one run.
+    """Return a deep copy that includes the objects in `value`, so that their state belongs to one run.
 
     Raises ExperimentError if an object cannot be copied.
     """
@@ -162,13 +162,13 @@ def own_copy(value: Value) -> Value:
         return copy.deepcopy(value)
     except Exception as error:
         raise ExperimentError(
-            f"an object of the experiment cannot be copied ({one_line(error)}), and each run works with a copy; give a "
-            "function that calls it"
+            f"an object in the experiment cannot be copied ({one_line(error)}), but each run needs its own copy; pass "
+            "a function that calls the object"
         ) from error
 
 
 def why_unsendable(names: Iterable[ObjectName]) -> str | None:
-    """The reason why one of these objects cannot be sent to another process; None if all can be sent."""
+    """Return why one of these objects cannot be sent to another process, or None if all can be sent."""
     for name in names:
         try:
             pickle.dumps(name)
@@ -181,12 +181,14 @@ def _is_object(value: Any) -> bool:
     """Whether a value may be a component: a function, a class, or an instance of a class outside Python's own types."""
     if callable(value):
         return True
-    own = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))
-    return not own and not isinstance(value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor))
+    is_builtin = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))
+    return not is_builtin and not isinstance(
+        value, (BaseModel, enum.Enum, Path, Mapping, np.generic, np.ndarray, Tensor)
+    )
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value may be a data set: an object, inputs and targets in arrays, or a list of samples."""
+    """Whether a value may be a data set: an object, a pair of arrays (inputs, targets), or a list of samples."""
     if not isinstance(value, (tuple, list)):
         return _is_object(value) and not callable(value)
     arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)
@@ -196,14 +198,14 @@ def _is_data(value: Any) -> bool:
 
 
 def _import_path(target: Any) -> str | None:
-    """`module:name`, if this path gives the same object in every process; otherwise None."""
+    """Return `module:name` if this path leads to the same object in every process, otherwise None."""
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module in ("__main__", "__mp_main__"):
         return None
-    found = sys.modules.get(module)
+    resolved = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return f"{module}:{name}" if found is target else None
+        resolved = getattr(resolved, part, None)
+    return f"{module}:{name}" if resolved is target else None
 
 
 def _word_for(target: Any) -> str:

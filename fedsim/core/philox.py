@@ -1,13 +1,13 @@
-"""Philox 4x32-10, a counter-based random number generator, in integer arithmetic of PyTorch.
+"""Philox 4x32-10, a counter-based random number generator, in PyTorch integer arithmetic.
 
-Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". A block of four 32-bit words is a
-function of a 64-bit key and a 128-bit counter alone: any block can be computed at any time, with the same result on
-every device. Words are kept in int64 tensors, since PyTorch does not multiply unsigned integers of 32 bits. A key
-stands for (seed, purpose, coordinates), see `fedsim.core.randomness.draw_key`; the counter is
+Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". A block of four 32-bit words depends
+only on a 64-bit key and a 128-bit counter. Any block can therefore be computed at any time, with the same result on
+every device. Words are stored in int64 tensors, because PyTorch cannot multiply unsigned 32-bit integers. The key is a
+hash of (seed, purpose, coordinates), see `fedsim.core.randomness.draw_key`. The counter is
 
-    (number of the block, step, layer, 0)
+    (block number, step, layer, 0)
 
-`step` and `layer` are two numbers below 2^32 that distinguish streams of one key; the caller chooses their meaning.
+`step` and `layer` are integers below 2^32 that distinguish the streams of one key. The caller chooses their meaning.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MASK = 0xFFFFFFFF  # of 32 bits
+MASK = 0xFFFFFFFF  # 32 bits
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
-BLOCKS_AT_ONCE = 1 << 15  # on a CPU: they stay in cache, and the calls cost little beside the arithmetic
-BLOCKS_AT_ONCE_ON_GPU = 1 << 22  # 32 MiB for each of some ten tensors
+BLOCKS_AT_ONCE = 1 << 15  # on a CPU: small enough for the cache, large enough to hide the call overhead
+BLOCKS_AT_ONCE_ON_GPU = 1 << 22  # 32 MiB for each of about ten tensors
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """The addresses of streams of random words. All fields broadcast against each other.
+    """Addresses of streams of random words. All fields broadcast against each other.
 
     Attributes:
         keys: int64 [...], 64 bits each.
@@ -44,11 +44,11 @@ class Stream(NamedTuple):
 
 
 def blocks(counter: Words, keys: Tensor) -> Words:
-    """The four words of each block, int64 from 0 to 2^32 - 1; counter words and 64-bit keys are broadcast."""
+    """Return the four words of each block, int64 from 0 to 2^32 - 1. Counter words and 64-bit keys broadcast."""
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, (keys >> 32) & MASK
     for round in range(ROUNDS):
-        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # modulo 2^64, whose upper half the mask keeps
+        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # modulo 2^64; `>> 32` and MASK select the upper half
         c0 = ((second >> 32) ^ c1 ^ (low + round * KEY_STEPS[0])) & MASK
         c2 = ((first >> 32) ^ c3 ^ (high + round * KEY_STEPS[1])) & MASK
         c1, c3 = second, first
@@ -56,18 +56,18 @@ def blocks(counter: Words, keys: Tensor) -> Words:
 
 
 def words(stream: Stream, count: int) -> Tensor:
-    """The first `count` words of each stream, int64 [..., count], from 0 to 2^32 - 1, on the device of the keys.
+    """Return the first `count` words of each stream, int64 [..., count], from 0 to 2^32 - 1, on the device of the keys.
 
-    More words of a stream begin with the same ones. Cost: about 5 ns a word on a CPU core; 100 kernels on a GPU.
+    The words do not depend on `count`. Cost: about 5 ns per word on one CPU core; about 100 kernels on a GPU.
     """
     return converted(stream, count, lambda words: words)[..., :count]
 
 
 def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """The result of `convert` on the first words of each stream, at least `count` of them: a multiple of four.
+    """Apply `convert` to the first words of each stream: `count` words, rounded up to a multiple of four.
 
-    `convert` maps words [..., 4 m] to numbers [..., m k], with k the same for all m. It is called on one part of the
-    words after another, so that the words of a long stream are never all in memory.
+    `convert` maps words [..., 4 m] to numbers [..., m k] with a constant k. Long streams are converted in parts, so
+    their words are never all in memory.
     """
     numbers = torch.arange(-(-count // 4), device=stream.keys.device)
     parts = [convert(torch.stack(part, -1).flatten(-2)) for _, part in _in_parts(stream, numbers)]
@@ -75,10 +75,10 @@ def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -
 
 
 def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[float]) -> list[Tensor]:
-    """Booleans that are true with a probability, [..., count]: one tensor for each count, from consecutive layers.
+    """Draw Booleans [..., count] that are true with the given probabilities: one tensor per count.
 
-    The first is drawn from `stream.layer`, the next from the layer after it. A boolean is true if its word is below
-    round(probability * 2^32), so 0 and 1 are exact. Nothing is copied from the host.
+    The first tensor is drawn from `stream.layer`, and each further tensor from the next layer. A Boolean is true if its
+    word is below round(probability * 2^32), so the probabilities 0 and 1 are exact. No data is copied from the host.
     """
     sizes, device = [-(-count // 4) for count in counts], stream.keys.device
 
@@ -91,8 +91,8 @@ def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[flo
         torch.stack([word < bounds[some] for word in part], -1).flatten(-2)
         for some, part in _in_parts(stream, numbers, layers)
     ]
-    found = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).split([4 * size for size in sizes], -1)
-    return [part[..., :count] for part, count in zip(found, counts, strict=True)]
+    padded = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).split([4 * size for size in sizes], -1)
+    return [part[..., :count] for part, count in zip(padded, counts, strict=True)]
 
 
 def words_per_uniform(dtype: torch.dtype) -> int:
@@ -100,9 +100,9 @@ def words_per_uniform(dtype: torch.dtype) -> int:
 
 
 def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers from [0, 1) with as many bits as the type holds: multiples of 2^-24 in float32.
+    """Convert words to uniform numbers in [0, 1) with all bits that the dtype can hold.
 
-    One of each word, or in float64, with multiples of 2^-53, one of two words.
+    In float32, each word gives one multiple of 2^-24. In float64, each pair of words gives one multiple of 2^-53.
     """
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     if words_per_uniform(dtype) == 2:
@@ -112,9 +112,10 @@ def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two standard normal numbers of two words, by the method of Box and Muller; at most 6.7 in size.
+    """Convert pairs of words to pairs of standard normal numbers (Box-Muller), at most 6.7 in absolute value.
 
-    Computed in float64 for float64, else in float32. Devices differ only in the rounding of logarithm, sine and cosine.
+    float64 is computed in float64, every other dtype in float32. Devices differ only in the rounding of logarithm, sine
+    and cosine.
     """
     first, second = (word.to(torch.promote_types(dtype, torch.float32)) for word in _pairs(words))
     radius = first.add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
@@ -123,21 +124,21 @@ def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_integers(words: Tensor, high: int) -> Tensor:
-    """Integers from 0 to high - 1, for 1 <= high <= 2^31, one of two words: floor(x high / 2^64) of their 64 bits x."""
+    """Convert pairs of words, as 64-bit numbers x, to floor(x high / 2^64) in 0..high - 1, for 1 <= high <= 2^31."""
     first, second = _pairs(words)
     return (first * high + (second * high >> 32)) >> 32
 
 
 def to_keys(words: Tensor) -> Tensor:
-    """Integers of 63 bits, for sorting, one of two words."""
+    """Convert pairs of words to 63-bit integers that serve as sort keys."""
     first, second = _pairs(words)
     return (first << 31) | (second >> 1)
 
 
 def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
-    """A permutation of range(size) for each stream, int64 [..., longest]; behind it are the numbers up to `longest`.
+    """Return a permutation of range(size) for each stream, followed by size..longest - 1: int64 [..., longest].
 
-    `sizes` is int64 [...]. The numbers are sorted by random keys of 63 bits. Cost: O(longest log longest) a stream.
+    `sizes` is int64 [...]. The numbers are sorted by random 63-bit keys. Cost: O(longest log longest) per stream.
     """
     order = to_keys(words(stream, 2 * longest))
     beyond = torch.arange(longest, device=order.device) >= sizes.unsqueeze(-1)
@@ -149,18 +150,19 @@ def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
-    """Permutations of range(size), one for each stream, in one tensor: the same as those of `permutations`.
+    """Return one permutation of range(size) per stream, concatenated. The permutations equal those of `permutations`.
 
-    If sizes differ, this computes fewer unused words. All work is done on the device of the keys.
+    If sizes differ, this function computes fewer unused words than `permutations`. All work is done on the device of
+    the keys.
 
     Args:
-        stream: its keys and steps are [streams].
+        stream: keys and steps of shape [streams].
         sizes: int64 [streams], on the device of the keys.
-        begins: the sum of ceil(size / 2) over the streams before each, int64 [streams], on the same device.
-        n_blocks: that sum over all streams.
+        begins: sum of ceil(size / 2) over all previous streams, int64 [streams], on the same device.
+        n_blocks: sum of ceil(size / 2) over all streams.
 
-    Returns the permutations, int64 [2 n_blocks], and the number of the stream of each of their entries. A permutation
-    of odd size is followed by one more entry, the size.
+    Returns the permutations, int64 [2 n_blocks], and the stream number of each entry. A permutation of odd size is
+    followed by one extra entry, whose value is the size.
     """
     device, keys, step, layer = sizes.device, *(_tensor(part, sizes.device).expand(sizes.shape) for part in stream)
     numbers = torch.arange(n_blocks, device=device)
@@ -183,9 +185,9 @@ def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tu
 
 
 def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> Iterator[tuple[slice, Words]]:
-    """The words of the blocks with these numbers [n] of each stream, [..., some] for some of the blocks at a time.
+    """Yield the words of the blocks `numbers` [n] of each stream, in parts: a slice of blocks, and their words.
 
-    `layers` [n], if given, are added to the layer of the stream.
+    `layers` [n] is added to the layer of the stream unless it is None.
     """
     keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)

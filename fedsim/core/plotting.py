@@ -1,4 +1,4 @@
-"""The style and the files of all matplotlib figures."""
+"""Style and file formats of all matplotlib figures."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Those of Okabe and Ito, which differ for colour-blind readers; dashes and markers differ in grey too.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish. Dashes and markers also differ in greyscale.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-MARKS = 8  # about this number of markers on a line; lines have them at different points
+MARKS = 8  # approximate number of markers per line; their positions differ between lines
 DPI = 130
-LOG_FROM = 10  # an axis of values is logarithmic if the largest is so many times the smallest
-UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same figure is the same file
+LOG_FROM = 10  # an axis is logarithmic if its largest value is at least this many times its smallest
+UNDATED = {
+    "png": {},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}  # gives reproducible files
 
 
 @dataclass(frozen=True)
 class FigureStyle:
-    """How a figure is laid out.
+    """Layout of a figure.
 
     Attributes:
-        file: matplotlib's style file; None: the settings of the user.
-        titled: whether it has a title; a figure of a paper has a caption instead.
-        dpi: of a PNG.
-        widths: in inches, of a figure of one panel and of several, whose legend is then above the panels; None: as
-            wide as the panels and the legend beside them.
+        file: matplotlib style file; None: the user's settings.
+        titled: whether the figure has a title; a figure in a paper has a caption instead.
+        dpi: resolution of PNG files.
+        widths: widths in inches of a figure with one panel and of a figure with several panels; the legend is then
+            above the panels. None: wide enough for the panels and a legend beside them.
     """
 
     file: Path | None = None
@@ -44,14 +48,14 @@ class FigureStyle:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Figures that the block draws and saves have the fonts and lines of the style."""
+        """Apply the fonts and lines of the style to figures drawn and saved inside the block."""
         import matplotlib.style
 
         with matplotlib.style.context(self.file) if self.file else contextlib.nullcontext():
             yield
 
     def describe(self, figure: Figure, title: str, remark: str, fontsize: str = "medium") -> None:
-        """Put the title over the figure; its label is the caption."""
+        """Set the title of the figure, and use its label for the caption."""
         figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
         if self.titled:
             figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
@@ -63,7 +67,7 @@ STYLES = {"paper": PAPER, "screen": SCREEN}
 
 
 def line_style(index: int, points: int = 1) -> dict[str, Any]:
-    """Colour, dashes and markers of line `index` with so many points, as keywords of `Axes.plot`."""
+    """Return colour, dashes and markers of line number `index` as keyword arguments of `Axes.plot`."""
     from matplotlib import rcParams
 
     every = -(-points // MARKS)
@@ -78,7 +82,7 @@ def line_style(index: int, points: int = 1) -> dict[str, Any]:
 
 
 def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
-    """Grid and ticks; on an x axis of rounds or updates, ticks at whole numbers only."""
+    """Set grid and ticks. With `whole_numbers` (rounds, updates), ticks on the x axis are integers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.grid(alpha=0.3)
@@ -87,12 +91,12 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
 
 
 def far_apart(values: Collection[float]) -> bool:
-    """Whether an axis of these values is logarithmic."""
+    """Whether an axis with these values should be logarithmic."""
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Ticks on the x axis at the values of a setting, by their labels; logarithmic if they are positive and far apart.
+    """Put a labelled tick on the x axis at each value of a setting. Use a log scale for distant positive values.
 
     >>> from matplotlib.figure import Figure
     >>> axes = Figure().subplots()
@@ -107,7 +111,7 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
 
 
 def grid_shape(count: int, most: int) -> tuple[int, int]:
-    """Rows and columns, at most `most`, of a nearly square grid for `count` panels that leaves few places empty.
+    """Return rows and columns (at most `most`) of a nearly square grid for `count` panels with few empty cells.
 
     >>> [grid_shape(count, 5) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
     [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 3), (2, 4), (2, 4)]
@@ -118,29 +122,29 @@ def grid_shape(count: int, most: int) -> tuple[int, int]:
 
 
 def show_dollars(figure: Figure) -> None:
-    """Let the texts of a figure show dollar signs, between which matplotlib would read a formula.
+    """Escape dollar signs in the texts of a figure, because matplotlib would read formulas between them.
 
-    Labels and names are the user's, and matplotlib raises an error for what is no formula, such as `$x^{$`.
+    Users choose labels and names, and matplotlib raises an error for an invalid formula such as `$x^{$`.
     """
     from matplotlib.axis import Axis
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter
 
     for text in figure.findobj(Text):
-        if re.search(r"(?<!\\)\$", text.get_text()):  # those of ticks are made again
+        if re.search(r"(?<!\\)\$", text.get_text()):  # tick labels are created again, see below
             text.set_text(re.sub(r"(?<!\\)\$", r"\$", text.get_text()))
     for axis in figure.findobj(Axis):
-        if isinstance(axis.get_major_formatter(), FuncFormatter):  # given labels, no numbers such as 10^3
+        if isinstance(axis.get_major_formatter(), FuncFormatter):  # fixed labels, not numbers such as 10^3
             for tick in axis.get_majorticklabels():
                 tick.set_parse_math(False)
 
 
 def encode(figure: Figure, format: str, dpi: int = DPI) -> bytes:
-    """A figure as the bytes of a file: "png", "svg" or "pdf"."""
+    """Return the figure as the content of a "png", "svg" or "pdf" file."""
     import matplotlib
 
     show_dollars(figure)
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedsim"}):  # else the ids in an SVG are drawn at random
+    with matplotlib.rc_context({"svg.hashsalt": "fedsim"}):  # otherwise the ids in an SVG are random
         figure.savefig(buffer, format=format, dpi=dpi, metadata=UNDATED[format])
     return buffer.getvalue()

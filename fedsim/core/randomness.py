@@ -1,11 +1,12 @@
 """Random draws that are pure functions of (seed, purpose, coordinates).
 
-`Draws` makes tensors that are the same on every device; `numpy_generator` makes a few numbers on the host.
+`Draws` creates tensors that are the same on every device, except for the rounding of normal numbers. `numpy_generator`
+is for a few numbers on the host.
 
-Nothing in fedsim draws from a shared stream. Every draw has a purpose ("cohort", "batches", "dropout", ...) and
-coordinates (usually round and worker), and its generator is seeded by a hash of these alone. So the order of workers
-does not matter, a worker can be run again with the same result, and two runs that differ in one setting have the same
-cohorts, batches and initial model.
+fedsim never draws from a shared stream. Every draw has a purpose ("cohort", "batches", "dropout", ...) and coordinates
+(usually round and worker), and its generator is seeded by a hash of seed, purpose and coordinates. The order in which
+workers are processed therefore does not matter, and a worker can be repeated with the same result. Two runs that differ
+in one setting have the same cohorts, batches and initial model, unless that setting changes them.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ from torch import Tensor
 
 from fedsim.core import philox
 
-STEPS_AHEAD = 32  # drawn at once, since a call for few words takes as long as one for 2^15
-WORDS_AHEAD = 1 << 15  # at most
-SPARSE = 64  # n / count from which `choice` draws the chosen numbers themselves
-LARGEST = 1 << 31  # range of `Draws.integers` and `Draws.choice`
+STEPS_AHEAD = 32  # steps per call, because drawing a few words takes as long as drawing 2^15
+WORDS_AHEAD = 1 << 15  # maximum number of words drawn ahead per call
+SPARSE = 64  # `choice` draws the chosen numbers directly if n / count is at least this
+LARGEST = 1 << 31  # limit of the range of `Draws.integers` and `Draws.choice`
 
 
 def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
-    """A 63-bit integer that depends on all arguments; equal arguments give equal keys on every machine."""
+    """Return a 63-bit hash of all arguments. Equal arguments give equal keys on every machine."""
     text = "/".join([str(seed), purpose, *map(str, coordinates)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def numpy_generator(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
-    """A new NumPy generator for one draw, or for a short sequence of draws."""
+    """Return a new NumPy generator for one draw or a short sequence of draws."""
     return np.random.default_rng(draw_key(seed, purpose, *coordinates))
 
 
 def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """A new PyTorch generator on the CPU."""
+    """Return a new PyTorch generator on the CPU."""
     return torch.Generator().manual_seed(draw_key(seed, purpose, *coordinates))
 
 
 class Draws:
-    """Random tensors on one device: a pure function of (seed, purpose, coordinates), a step and the number of the call.
+    """Random tensors on one device, which depend only on (seed, purpose, coordinates), a step and a call number.
 
         draws = Draws.of(seed, "noise", round, worker, device="cuda")
-        noise, kept = draws.normal(10, 784), draws.uniform(10) < 0.5
+        noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
 
-    Each call of a method takes the next stream of random words, so two calls give independent numbers, and the same
-    calls in the same order give the same numbers: on every device and in every process, but for rounding in `normal`.
-    The words are those of `fedsim.core.philox` for the key (seed, purpose, coordinates), the step, and the number of
-    the call as layer. No draw makes the host wait for the device.
+    Each method call uses the next stream of random words, so two calls give independent numbers. The same calls in the
+    same order give the same numbers on every device and in every process, except for rounding in `normal`. The words
+    come from `fedsim.core.philox`, with the key of (seed, purpose, coordinates), the step, and the call number as
+    layer. No draw makes the host wait for the device.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:
@@ -63,58 +64,58 @@ class Draws:
 
     @classmethod
     def of(cls, seed: int, purpose: str, *coordinates: int, device: torch.device | str = "cpu") -> Draws:
-        """Draws of (seed, purpose, coordinates), on this device, from the first call on."""
+        """Return the draws for (seed, purpose, coordinates) on `device`, starting with the first call."""
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
     def on(self, device: torch.device) -> Draws:
-        """A copy of these draws on a device; it continues with the next call."""
-        other = Draws(self._key.to(device), self._step)
-        other._calls = self._calls
-        return other
+        """Return a copy of these draws on another device. The copy continues with the next call."""
+        moved = Draws(self._key.to(device), self._step)
+        moved._calls = self._calls
+        return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """A function that gives the draws of a step >= 0, from the first call on.
+        """Return a function that maps a step >= 0 to the draws of this step, starting with the first call.
 
-        They do not depend on other steps. If few words are needed, those of the next steps are drawn in the same call,
-        since a call for many words takes little longer.
+        The draws do not depend on the steps before. If few words are needed, words for the next steps are drawn in the
+        same call, because drawing many words takes little longer.
         """
         ahead: dict[int, tuple[int, Tensor]] = {}
         return lambda step: Draws(self._key, step, ahead)
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Numbers from [0, 1), with as many bits as the type holds. Without `dtype`, PyTorch's default type."""
+        """Draw uniform numbers in [0, 1) with all bits that `dtype` can hold. Default: PyTorch's default dtype."""
         dtype = dtype or torch.get_default_dtype()
         count = math.prod(shape) * philox.words_per_uniform(dtype)
         return self._drawn(count, lambda words: philox.to_uniform(words, dtype), shape)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers. Without `dtype`, PyTorch's default type.
+        """Draw standard normal numbers. Default dtype: PyTorch's default dtype.
 
-        They are computed in float32, or for float64 in float64 of the same words.
+        float64 is computed in float64 from the same words, every other dtype in float32.
         """
         dtype = dtype or torch.get_default_dtype()
         return self._drawn(math.prod(shape), lambda words: philox.to_normal(words, dtype), shape)
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        """Integers from 0 to high - 1, int64. Raises ValueError unless 1 <= high <= 2^31."""
+        """Draw integers from 0 to high - 1, int64. Raise ValueError unless 1 <= high <= 2^31."""
         if not 1 <= high <= LARGEST:
-            raise ValueError(f"high = {high}: must be from 1 to 2^31")
+            raise ValueError(f"high = {high}: must be between 1 and 2^31")
         return self._drawn(2 * math.prod(shape), lambda words: philox.to_integers(words, high), shape)
 
     def permutation(self, n: int) -> Tensor:
-        """The numbers from 0 to n - 1 in random order, int64 [n]. Cost: that of sorting n numbers."""
+        """Return the numbers from 0 to n - 1 in random order, int64 [n]. Cost: sorting n numbers."""
         return self._drawn(2 * n, philox.to_keys, (n,)).sort(stable=True).indices
 
     def choice(self, n: int, count: int) -> Tensor:
-        """`count` of the numbers from 0 to n - 1 without replacement, ascending, int64 [count].
+        """Draw `count` of the numbers from 0 to n - 1 without replacement; ascending, int64 [count].
 
-        Cost: n words, and finding the least `count` of them. If n is large, 64 count or more: 4 count + 128 words, and
+        Cost: drawing n words and selecting the `count` smallest. If n >= 64 count: drawing 4 count + 128 words and
         sorting half as many numbers. Nothing is drawn if count = n.
 
         Raises ValueError unless 0 <= count <= n <= 2^31.
         """
         if not 0 <= count <= n <= LARGEST:
-            raise ValueError(f"count = {count}: must be from 0 to n = {n}, and n at most 2^31")
+            raise ValueError(f"count = {count}: must be between 0 and n = {n}, and n must be at most 2^31")
         if count == n:
             return torch.arange(n, device=self._key.device)
         if count * SPARSE <= n:  # the probability of fewer distinct numbers than `count` is below 64^-64
@@ -122,11 +123,11 @@ class Draws:
             places[1:].masked_fill_(values[1:] == values[:-1], len(places))  # repeated numbers
             return values[places.topk(count, largest=False, sorted=False).indices].sort().values
         keys = self._drawn(n, lambda words: words * LARGEST, (n,))
-        keys += torch.arange(n, device=keys.device)  # so no two are equal, and each holds its number
+        keys += torch.arange(n, device=keys.device)  # makes keys unique; each key modulo LARGEST is its number
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values
 
     def _drawn(self, count: int, convert: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """The result of `convert` on the first `count` words of the next stream, in this shape."""
+        """Apply `convert` to the first `count` words of the next stream, and return the result in `shape`."""
         layer, self._calls = self._calls, self._calls + 1
         if self._ahead is None or 2 * count > WORDS_AHEAD:
             numbers = philox.converted(philox.Stream(self._key, self._step, layer), count, convert)
@@ -145,15 +146,15 @@ class Draws:
 
 
 def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Tensor:
-    """The order of the samples of a worker in an epoch (from 0) of a round: a permutation, int64 [size]."""
+    """Return the order of a worker's samples in one epoch (from 0) of a round: a permutation, int64 [size]."""
     stream = philox.Stream(torch.tensor(draw_key(seed, "batches", round, worker)), epoch)
     return philox.permutations(stream, torch.tensor(size), size)
 
 
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
-    """Seed all global generators that a model may draw from: PyTorch's on `device`, NumPy's and Python's.
+    """Seed all global generators that a model may use: PyTorch's for `device`, NumPy's and Python's.
 
-    `torch.manual_seed` seeds every backend, which takes a hundred times longer: too long for each step.
+    `torch.manual_seed` seeds every backend and takes about a hundred times longer, too long for each step.
     """
     key = draw_key(seed, purpose, *coordinates)
     random.seed(key)
@@ -162,7 +163,7 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
 
 
 def global_states(device: torch.device) -> list[object]:
-    """The states of these generators as values that can be compared: equal before and after code that draws nothing."""
+    """Return the states of the global generators for comparison: code that draws nothing does not change them."""
     numpy_state = np.random.get_state(legacy=False)
     key, position = numpy_state["state"].values()
     generators = torch.default_generator, _default_generator(device)
@@ -181,7 +182,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of the global generators at the end of the block."""
+    """Restore the states of the global generators when the block ends."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     if device.type == "cpu":
         torch_state = torch.random.fork_rng(devices=[])
@@ -196,14 +197,15 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:
-    """The workers that take part in a round: `size` of `n_workers` without replacement, ascending, int64 [size]."""
+    """Draw the cohort of a round: `size` of `n_workers` workers without replacement; ascending, int64 [size]."""
     return sample_workers(numpy_generator(seed, "cohort", round), n_workers, size)
 
 
 def sample_workers(rng: np.random.Generator, n_workers: int, size: int) -> np.ndarray:
-    """`size` of `n_workers` without replacement, ascending, int64 [size]; nothing is drawn if size = n_workers.
+    """Draw `size` of `n_workers` workers without replacement; ascending, int64 [size].
 
-    Cost: O(size log size); from size = n_workers / 20 on, `choice` makes a list of all workers.
+    Nothing is drawn if size = n_workers. Cost: O(size log size). If size is at least n_workers / 20, NumPy's `choice`
+    also creates an array of all workers.
     """
     if size == n_workers:
         return np.arange(n_workers)

@@ -1,4 +1,4 @@
-"""The features of a model: what its last layers classify."""
+"""The features of a model, which are the inputs of its final layers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fedsim.errors import ExperimentError
 
 
 class RecordedFeatures:
-    """The features of one forward pass, once it has ended."""
+    """Features of one forward pass, available after the pass."""
 
     def __init__(self) -> None:
-        self.found: list[Tensor] = []
+        self.tensors: list[Tensor] = []
 
     def of(self, samples: int) -> Tensor:
-        """The features [samples, f]. Raises ExperimentError if the forward pass computed none of that shape."""
-        if not self.found:
+        """Return the features [samples, f]. Raise ExperimentError if there are none, or if their shape is wrong."""
+        if not self.tensors:
             raise ExperimentError(
-                "model: has no features; its forward must call a method or module `features`, or an nn.Linear"
+                "model: has no features; `forward` must call a method or module `features`, or an nn.Linear"
             )
-        features = self.found[-1]
+        features = self.tensors[-1]
         if features.ndim < 2 or len(features) != samples:
             shape = tuple(features.shape)
             raise ExperimentError(f"model: the features of {samples} samples must be [{samples}, ...], not {shape}")
@@ -32,10 +32,10 @@ class RecordedFeatures:
 
 @contextlib.contextmanager
 def recorded_features(module: nn.Module) -> Iterator[RecordedFeatures]:
-    """Record the features of the forward pass in the block.
+    """Record the features of the forward pass inside the block.
 
-    They are what `module.features` returns, a method or a module that forward calls. A module without it has the input
-    of the last nn.Linear that forward calls.
+    The features are the output of `module.features`, a method or module that `forward` calls. If there is no
+    `module.features`, they are the input of the last nn.Linear that `forward` calls.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
     >>> with fedsim.core.recorded_features.recorded_features(model) as recorded:
@@ -43,21 +43,21 @@ def recorded_features(module: nn.Module) -> Iterator[RecordedFeatures]:
     >>> recorded.of(4).shape
     torch.Size([4, 5])
     """
-    recorded, own = RecordedFeatures(), getattr(module, "features", None)
+    recorded, attribute = RecordedFeatures(), getattr(module, "features", None)
 
     def keep(_: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> None:
-        recorded.found.append(inputs[0] if output is None else output)
+        recorded.tensors.append(inputs[0] if output is None else output)
 
     with contextlib.ExitStack() as stack:
-        if isinstance(own, nn.Module):
-            stack.callback(own.register_forward_hook(keep).remove)
-        elif callable(own):
+        if isinstance(attribute, nn.Module):
+            stack.callback(attribute.register_forward_hook(keep).remove)
+        elif callable(attribute):
 
             def features(*args: Any, **kwargs: Any) -> Any:
-                recorded.found.append(own(*args, **kwargs))
-                return recorded.found[-1]
+                recorded.tensors.append(attribute(*args, **kwargs))
+                return recorded.tensors[-1]
 
-            vars(module)["features"] = features  # before the method of the class
+            vars(module)["features"] = features  # hides the method of the class
             stack.callback(vars(module).pop, "features")
         else:
             for part in module.modules():

@@ -1,14 +1,14 @@
-"""Components: the functions and dataclasses that an experiment names.
+"""Components: the functions and dataclasses that an experiment refers to by name.
 
 A component is registered under its standard name in the literature. Its keyword parameters are its configuration:
 
     @rule("krum")
     def krum(updates, weights, *, f: int) -> Tensor: ...
 
-An experiment with `aggregate.rule = "krum"` and `aggregate.f = 2` is checked against that signature. A name
-"package.module:attribute" imports a component instead, so components of users need no registration.
-`fedsim.core.import_policy` decides which modules a file may import. In Python a name may be the function or class
-itself (`fedsim.core.objects`).
+An experiment with `aggregate.rule = "krum"` and `aggregate.f = 2` is checked against that signature. A name of the form
+"package.module:attribute" imports the component, so users do not need to register their components.
+`fedsim.core.import_policy` decides which modules a file may import. In Python the function or class itself can replace
+the name (`fedsim.core.objects`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Registration:
     """A registered or imported callable, with the parameters that configure it.
 
     Attributes:
-        kind: what the component is, for errors: `aggregation rule`.
-        name: its registered name, or its import path.
-        target: the function, the class, or the instance of a dataclass.
-        takes: the names of the inputs that the simulator passes to it, and whether it requires each of them.
-        siblings: all registered components of its kind.
+        kind: kind of component for error messages, such as `aggregation rule`.
+        name: registered name or import path.
+        target: function, class, or instance of a dataclass.
+        takes: inputs that the simulator passes; the value of each name says whether the input is required.
+        siblings: all registered components of the same kind.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Registration:
 
     @functools.cached_property
     def parameters(self) -> type[BaseModel]:
-        """A pydantic model of the configuration, made when it is first used."""
+        """Pydantic model of the configuration, created on first use."""
         return _parameters(self.target, () if dataclasses.is_dataclass(self.target) else self.takes)
 
     @property
@@ -65,23 +65,23 @@ class Registration:
 
     @property
     def accepts_any(self) -> bool:
-        """Whether it has a parameter `**params`."""
+        """Whether the component has a parameter `**params`."""
         return self.parameters.model_config.get("extra") == "allow"
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring."""
+        """First line of the docstring."""
         return (inspect.getdoc(self.target) or "").split("\n", 1)[0]
 
     def check(self, values: dict[str, Any], place: str = "", beside: Iterable[str] = ()) -> dict[str, Any]:
-        """Check values of parameters against the signature, and add the defaults that a file can hold.
+        """Check parameter values against the signature, and add the defaults that a file can hold.
 
         Args:
-            values: the parameters by name.
-            place: the table of the experiment that holds them, for errors.
-            beside: the other keys of that table, for hints.
+            values: parameters by name.
+            place: table of the experiment that holds the parameters, for error messages.
+            beside: other keys of that table, for suggestions.
 
-        Raises ExperimentError, one line per unknown name, missing parameter or invalid value.
+        Raises ExperimentError with one line per unknown name, missing parameter or invalid value.
         """
         values, fields = plain(values), self.parameters.model_fields
         where = f"{place}." if place else ""
@@ -89,7 +89,7 @@ class Registration:
         objects = [name for name, value in values.items() if any(names_in(value)) and name not in unknown]
         lines = [
             f"{where}{name} = {show(values[name])}: a parameter cannot be an object; "
-            f"give the {self.kind} as a function that sets it"
+            f"pass the {self.kind} as a function that sets this parameter"
             for name in objects
         ]
         lines += parameter_errors({k: values[k] for k in unknown}, [self], self.kind, self.siblings, place, beside)
@@ -106,32 +106,32 @@ class Registration:
         try:
             return self.parameters(**values)
         except ValidationError as error:
-            try:  # as JSON does, accept arrays as tuples, and strings as paths and enumerations
+            try:  # JSON rules: arrays become tuples, strings become paths or enumeration members
                 return self.parameters.model_validate_json(json.dumps(values, default=_as_json))
             except (TypeError, ValueError):
                 raise error from None
 
     def bind(self, params: dict[str, Any]) -> Any:
-        """The component with its parameters, which can be pickled: an instance if the component is a dataclass."""
+        """Return the component with its parameters, which can be pickled. A dataclass gives an instance."""
         if dataclasses.is_dataclass(self.target):
             return self.target(**params) if isinstance(self.target, type) else self.target
         if isinstance(self.name, ObjectName) or ":" in self.name:
             return Imported(self.name, params)
         return functools.partial(self.target, **params)
 
-    def given(self, **inputs: Any) -> dict[str, Any]:
-        """The inputs that this component takes."""
+    def select_inputs(self, **inputs: Any) -> dict[str, Any]:
+        """Return only the inputs that this component takes."""
         return {name: inputs[name] for name in self.takes}
 
 
 @dataclass(frozen=True)
 class Component:
-    """A component with its parameters, which takes inputs from the simulator when it is called. It can be pickled.
+    """A component with its parameters. The simulator calls it with inputs. It can be pickled.
 
     Attributes:
-        function: the function with its parameters, or the instance of the dataclass.
-        name: of the component.
-        accepts: the names of its inputs, and whether it requires each of them.
+        function: function with its parameters, or instance of a dataclass.
+        name: name of the component.
+        accepts: inputs of the component; the value of each name says whether the input is required.
     """
 
     function: Callable[..., Any]
@@ -140,26 +140,26 @@ class Component:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> Self:
-        """The component with checked parameters; `settings` are further fields of the class."""
+        """Create the component from checked parameters. `settings` are further fields of the class."""
         return cls(registration.bind(params), registration.name, registration.takes, **settings)
 
     def on(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the function with those of the inputs that it takes."""
+        """Call the function with the inputs that it takes."""
         return self.function(**{name: inputs[name] for name in self.accepts})
 
 
 class Imported:
-    """A component given by its import path, or as an object, with its parameters.
+    """A component from an import path or an object, with its parameters.
 
-    When it is unpickled, the path is imported again; an object is pickled with its name.
+    Unpickling imports the path again. An object is pickled together with its name.
     """
 
     def __init__(self, path: str, params: dict[str, Any]) -> None:
         self._path, self._params = path, params
         self._target = import_object(path)
 
-    def __call__(self, **given: Any) -> Any:
-        return self._target(**{**self._params, **given})
+    def __call__(self, **inputs: Any) -> Any:
+        return self._target(**{**self._params, **inputs})
 
     def __repr__(self) -> str:
         return f"Imported({self._path!r}, {self._params!r})"
@@ -177,19 +177,19 @@ class Imported:
 class Registry:
     """All components of one kind, by name.
 
-    A component declares the inputs that it takes as positional parameters; its keyword-only parameters are its
-    configuration. If the simulator gives no inputs (models, client algorithms), all parameters are configuration. The
-    fields of a dataclass are its configuration; it takes inputs when it is called.
+    The positional parameters of a component are its inputs, and its keyword-only parameters are its configuration. If
+    the simulator passes no inputs (models, client algorithms), all parameters are configuration. The fields of a
+    dataclass are its configuration, and the dataclass takes inputs when it is called.
 
     Args:
-        kind: what the components are, for errors: `aggregation rule`.
-        given: the names of the inputs that the simulator can pass.
+        kind: kind of component for error messages, such as `aggregation rule`.
+        inputs: names of the inputs that the simulator can pass.
         traits: attributes of a component that the decorator can set, such as `columnwise` of a rule.
-        accepts: the objects that can be a component, for errors.
-        base: the class that components must derive from, as dataclasses; None: any callable.
-        component: the class of a component with its parameters; None: what `Registration.bind` returns.
+        accepts: objects that can be a component, for error messages.
+        base: base class of all components, which must be dataclasses; None: any callable is accepted.
+        component: class of a component with its parameters; None: the result of `Registration.bind`.
 
-    >>> rule = Registry("aggregation rule", given=("updates", "weights"))
+    >>> rule = Registry("aggregation rule", inputs=("updates", "weights"))
     >>> @rule("first")
     ... def first(updates, *, index: int = 0): return updates[index]
     >>> rule.get("first").check({"index": 2})
@@ -198,7 +198,7 @@ class Registry:
 
     kind: str
     _: KW_ONLY
-    given: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     traits: tuple[str, ...] = ()
     accepts: str = "a function or a class"
     base: type | None = None
@@ -206,7 +206,7 @@ class Registry:
     _components: dict[str, Registration] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str, **traits: Any) -> Callable[[Callable[..., Any]], Any]:
-        """Decorator that registers a function or class under `name`, sets its `traits`, and returns it."""
+        """Return a decorator that registers a function or class under `name` and sets its `traits`."""
         if unknown := traits.keys() - self.traits:
             raise TypeError(f"the {self.kind} {name!r} has no trait {', '.join(unknown)}; allowed: {self.traits}")
 
@@ -227,9 +227,10 @@ class Registry:
         return list(self._components)
 
     def get(self, name: Any, place: str = "") -> Registration:
-        """The component that is registered as `name`, or that an import path or an object gives.
+        """Return the registration of a registered name, an import path or an object.
 
-        Raises ExperimentError, with the nearest right name, if there is none. `place` is the key of the experiment.
+        `place` is the key of the experiment, for error messages. Raises ExperimentError, with the most similar valid
+        name, if there is no such component.
         """
         name = plain(name)
         where = f"{place or self.kind} = {show(name)}"
@@ -255,7 +256,7 @@ class Registry:
             raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
 
     def bind(self, registration: Registration, params: dict[str, Any], **settings: Any) -> Any:
-        """A component with checked parameters, as the simulator uses it; `settings` belong to the class `component`."""
+        """Create a component from checked parameters. `settings` are further fields of the class `component`."""
         return self.component.of(registration, params, **settings) if self.component else registration.bind(params)
 
     def _registration(self, name: str, target: Any) -> Registration:
@@ -264,23 +265,23 @@ class Registry:
             package = self.base.__module__.rpartition(".")[0]
             raise TypeError(f"must be a dataclass that derives from {package}.{self.base.__name__}")
         is_dataclass = dataclasses.is_dataclass(target)
-        if not callable(target) and (self.given or not is_dataclass):
-            raise TypeError(f"a {type(target).__name__} is not {self.accepts}")
+        if not callable(target) and (self.inputs or not is_dataclass):
+            raise TypeError(f"its type is {type(target).__name__}; must be {self.accepts}")
         if not _has_signature(target):
-            raise TypeError(f"has no signature; write a function of ({', '.join(self.given)}) that calls it")
+            raise TypeError(f"has no signature; write a function of ({', '.join(self.inputs)}) that calls it")
         takes = {}
-        if self.given:
-            takes = taken_by_name(target.__call__ if is_dataclass else target, self.given)
+        if self.inputs:
+            takes = taken_by_name(target.__call__ if is_dataclass else target, self.inputs)
         return Registration(self.kind, name, target, takes, self)
 
 
 def _as_json(value: Any) -> Any:
-    """An enumeration's value, or a path as a string. Raises TypeError for other types."""
+    """Return the value of an enumeration member, or a path as a string. Raise TypeError for other types."""
     return value.value if isinstance(value, enum.Enum) else os.fspath(value)
 
 
 def _has_signature(target: Callable[..., Any]) -> bool:
-    """Whether Python knows the parameters of a function; of some functions in C it does not."""
+    """Whether Python knows the parameters of a callable, which is not the case for some C functions."""
     try:
         inspect.signature(target)
     except (TypeError, ValueError):
@@ -288,23 +289,23 @@ def _has_signature(target: Callable[..., Any]) -> bool:
     return True
 
 
-def taken_by_name(target: Callable[..., Any], given: Sequence[str]) -> dict[str, bool]:
-    """The positional parameters of a function, and whether each is required.
+def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str, bool]:
+    """Return the positional parameters of a function, and whether each is required.
 
-    Raises TypeError if one of them is not in `given`.
+    Raises TypeError if a positional parameter is not in `inputs`.
     """
     parameters = inspect.signature(target).parameters.values()
     takes = {p.name: p.default is p.empty for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
-    if unknown := [name for name in takes if name not in given]:
+    if unknown := [name for name in takes if name not in inputs]:
         raise TypeError(
-            f"the argument {unknown[0]} is not one that fedsim passes ({', '.join(given)}); "
-            "parameters that configure it come after *"
+            f"fedsim does not pass the argument {unknown[0]}, only {', '.join(inputs)}; "
+            "put parameters for configuration after *"
         )
     return takes
 
 
 def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
-    """A pydantic model of the parameters of `target` other than its inputs; an instance of a dataclass has none."""
+    """Return a pydantic model of all parameters except inputs. An instance of a dataclass has no parameters."""
     fields: dict[str, Any] = {}
     extra: Literal["allow", "forbid"] = "forbid"
     is_dataclass = dataclasses.is_dataclass(target)
@@ -312,8 +313,8 @@ def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[Bas
     parameters = [] if is_instance else inspect.signature(target, eval_str=not is_dataclass).parameters.values()
     hints: dict[str, Any] = {}
     if isinstance(target, type) and is_dataclass:
-        for each in reversed(target.__mro__):  # annotations of a base class are evaluated in its own module
-            hints |= inspect.get_annotations(each, eval_str=True)  # get_type_hints fails at KW_ONLY in Python 3.10
+        for base in reversed(target.__mro__):  # evaluates annotations of a base class in the module of that class
+            hints |= inspect.get_annotations(base, eval_str=True)  # get_type_hints fails at KW_ONLY in Python 3.10
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = "allow"

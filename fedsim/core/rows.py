@@ -1,8 +1,8 @@
-"""A worker is a row: models as rows of one matrix, and modules as views of a row.
+"""Rows: the model of each worker is one flat parameter vector, and all models together are the rows of one matrix.
 
-`Layout` knows where each parameter of a module lies in a flat row of d numbers. `bind` makes a module's parameters
-views of a row and their gradients views of another, so that training the module moves the row in place, an optimizer
-step is one operation over a flat vector, and averaging N models is arithmetic on an [N, d] matrix.
+A `Layout` stores the position of each module parameter in a row of d numbers. `bind` makes the parameters of a module
+views of one row, and their gradients views of another row. Training the module then changes the row in place, an
+optimizer step is one operation on a flat vector, and averaging N models is arithmetic on an [N, d] matrix.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from fedsim.errors import DivergedError
 
-ALIGNMENT = 64  # bytes; every row starts on a cache line, so a row's results do not depend on its place in the matrix
+ALIGNMENT = 64  # bytes; rows start on a cache line, so results do not depend on the position in the matrix
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter or buffer: its name in the module, its shape, and where it lies in the row."""
+    """One parameter or buffer: its name in the module, its shape, and its offset in the row."""
 
     name: str
     shape: torch.Size
@@ -37,8 +37,8 @@ class Entry:
 class Layout:
     """Names, shapes and offsets of a module's trainable parameters and of its persistent buffers.
 
-    Parameters that do not require gradients are constants of the module and not part of the row; a parameter that
-    two layers share is one entry. Buffers (BatchNorm statistics and the like) have a row of their own, in float64.
+    Parameters that do not require gradients are constants of the module and not part of the row. A parameter shared by
+    two layers is one entry. Buffers (such as BatchNorm statistics) have a separate row in float64.
     """
 
     parameters: tuple[Entry, ...]
@@ -48,8 +48,8 @@ class Layout:
     def of(cls, module: nn.Module) -> Layout:
         persistent = module.state_dict(keep_vars=True).keys()
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        kept = [(name, b) for name, b in module.named_buffers() if name in persistent]
-        return cls(_entries(trainable), _entries(kept))
+        buffers = [(name, b) for name, b in module.named_buffers() if name in persistent]
+        return cls(_entries(trainable), _entries(buffers))
 
     @property
     def d(self) -> int:
@@ -62,21 +62,21 @@ class Layout:
         return _length(self.buffers)
 
     def read(self, module: nn.Module) -> Tensor:
-        """A new row [d] with the module's parameters."""
+        """Return the module's parameters as a new row [d]."""
         values = dict(module.named_parameters())
         return _flat([values[entry.name] for entry in self.parameters])
 
     def write(self, row: Tensor, module: nn.Module) -> None:
-        """Copy a row [d] into the module's parameters, which do not become views of it."""
+        """Copy a row [d] into the module's parameters, which do not become views of the row."""
         values = dict(module.named_parameters())
         with torch.no_grad():
             for entry in self.parameters:
                 values[entry.name].copy_(row[entry.span].view(entry.shape))
 
     def read_buffers(self, module: nn.Module, out: Tensor | None = None) -> Tensor:
-        """The module's buffers as a row, into `out` or else a new one of float64.
+        """Copy the module's buffers into the row `out` (default: a new float64 row), and return it.
 
-        float64 holds float32 exactly, and integers up to 2^53.
+        float64 represents every float32 number and integers up to 2^53 exactly.
         """
         if out is None:
             out = torch.zeros(self.n_buffer_values, dtype=torch.double)
@@ -86,7 +86,7 @@ class Layout:
         return out
 
     def write_buffers(self, row: Tensor, module: nn.Module) -> None:
-        """Copy a buffer row into the module; integer buffers are rounded."""
+        """Copy a buffer row into the module. Values of integer buffers are rounded."""
         if not self.buffers:
             return
         values = dict(module.named_buffers())
@@ -96,9 +96,9 @@ class Layout:
                 buffer.copy_(source if buffer.is_floating_point() else source.round())
 
     def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
-        """Make the module's parameters views of `row` [d] and their `.grad` views of `grad_row` [d]: no copies.
+        """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d], without copies.
 
-        Backward adds to `grad_row`, so the caller sets it to zero. A second call binds the module to other rows.
+        `backward` adds to `grad_row`, so the caller must set it to zero. A second call binds the module to other rows.
         """
         for row_or_grad in (row, grad_row):
             if row_or_grad.shape != (self.d,):
@@ -106,12 +106,12 @@ class Layout:
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]
-            parameter.grad = None  # otherwise PyTorch refuses data of another dtype or device
+            parameter.grad = None  # otherwise PyTorch refuses data with a different dtype or device
             parameter.data = row[entry.span].view(entry.shape)
             parameter.grad = grad_row[entry.span].view(entry.shape)
 
     def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
-        """The name of a parameter that is not, or whose `.grad` is not, a view of these rows; None if all are."""
+        """Return the name of a parameter that is not a view of `row`, or its `.grad` of `grad_row`; None if all are."""
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]
@@ -124,7 +124,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ColumnSpans:
-    """Some columns of rows, as spans (start, stop) that ascend.
+    """A selection of row columns, as ascending spans (start, stop).
 
     >>> columns = fedsim.core.rows.ColumnSpans(((0, 1), (3, 5)))
     >>> columns.of(torch.arange(5))
@@ -135,7 +135,7 @@ class ColumnSpans:
 
     @classmethod
     def of_entries(cls, entries: Iterable[Entry]) -> ColumnSpans:
-        """The columns of entries of a layout, in their order."""
+        """Return the columns of these layout entries, in the same order."""
         spans: list[tuple[int, int]] = []
         for span in (entry.span for entry in entries):
             start = spans.pop()[0] if spans and spans[-1][1] == span.start else span.start
@@ -144,20 +144,20 @@ class ColumnSpans:
 
     @property
     def width(self) -> int:
-        """How many columns these are."""
+        """Number of selected columns."""
         return sum(stop - start for start, stop in self.spans)
 
     def others(self, d: int) -> ColumnSpans:
-        """The other columns of rows [..., d]."""
+        """Return the columns of rows [..., d] that are not selected."""
         cuts = [0, *(cut for span in self.spans for cut in span), d]
         return ColumnSpans(tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a < b))
 
     def of(self, rows: Tensor) -> Tensor:
-        """A copy [..., width] of these columns of rows [..., d]."""
+        """Return a copy [..., width] of the selected columns of rows [..., d]."""
         return torch.cat([rows[..., :0], *(rows[..., start:stop] for start, stop in self.spans)], -1)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Set these columns of rows [..., d] to values [..., width]."""
+        """Set the selected columns of rows [..., d] to values [..., width]."""
         done = 0
         for start, stop in self.spans:
             rows[..., start:stop] = values[..., done : done + stop - start]
@@ -165,26 +165,26 @@ class ColumnSpans:
 
 
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:
-    """Bind a module to rows, as `Layout.bind`; returns the layout."""
+    """Bind a module to rows with `Layout.bind`, and return the layout."""
     layout = Layout.of(module)
     layout.bind(module, row, grad_row)
     return layout
 
 
 def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """A zero matrix [n, d] whose rows all start on a cache line (its row stride may exceed d)."""
+    """Return a zero matrix [n, d] whose rows start on cache lines (the row stride may exceed d)."""
     per_line = ALIGNMENT // dtype.itemsize
     stride = max(1, math.ceil(d / per_line)) * per_line
     return torch.zeros(n, stride, dtype=dtype, device=device)[:, :d]
 
 
 def require_finite(global_row: Tensor, round: int) -> None:
-    """Raise DivergedError, with the round, if the global row holds NaN or infinity."""
+    """Raise DivergedError, with the round, if the global row contains NaN or infinity."""
     finite = global_row.isfinite()
     if not bool(finite.all()):
-        lost = f"{int((~finite).sum()):,} of its {len(finite):,} numbers are NaN or infinite"
-        remedy = "reduce local.lr or server.lr, or continue with aggregate.nonfinite=keep"
-        raise DivergedError(f"the global row has diverged ({lost})", remedy, round)
+        lost = f"{int((~finite).sum()):,} of {len(finite):,} numbers are NaN or infinite"
+        remedy = "reduce local.lr or server.lr, or set aggregate.nonfinite=keep to continue"
+        raise DivergedError(f"the global model has diverged ({lost})", remedy, round)
 
 
 def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, round: int) -> None:
@@ -192,23 +192,23 @@ def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, roun
 
     Args:
         global_buffers: [b].
-        finite_at_start: bool [b]; a model may start with infinite buffers, such as attention masks.
+        finite_at_start: bool [b]; initial buffers may be infinite, for example attention masks.
     """
     finite = global_buffers.isfinite() | ~finite_at_start
     if not bool(finite.all()):
-        lost = f"{int((~finite).sum()):,} of their {len(finite):,} numbers are NaN or infinite"
-        what = f"the global buffers (such as BatchNorm statistics) have diverged ({lost})"
-        remedy = "check the inputs for NaN and infinity; aggregate.nonfinite=keep continues all the same"
-        raise DivergedError(what, remedy, round)
+        lost = f"{int((~finite).sum()):,} of {len(finite):,} numbers are NaN or infinite"
+        problem = f"the global buffers (such as BatchNorm statistics) have diverged ({lost})"
+        remedy = "check the inputs for NaN and infinity, or set aggregate.nonfinite=keep to continue"
+        raise DivergedError(problem, remedy, round)
 
 
 def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(None)) -> None:
-    """Copy the global row to the rows of workers: rows[index] = global_row, in one operation.
+    """Copy the global row to rows of workers (rows[index] = global_row) in one operation.
 
     Args:
         global_row: [d].
         rows: [n, d] (or one row [d]), overwritten.
-        index: which of the rows; see `index_of`.
+        index: rows to overwrite; see `index_of`.
     """
     rows[index] = global_row
 
@@ -218,7 +218,7 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
 
     Args:
         gradients: [..., d].
-        max_norm: > 0; None: leave them as they are.
+        max_norm: maximum norm, > 0; None: do not clip.
 
     >>> from fedsim.core.rows import clip_rows
     >>> rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
@@ -233,9 +233,10 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
 
 
 def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """The index of these rows of a matrix on `device`: a slice, which selects a view, if they ascend in equal steps.
+    """Return an index for rows of a matrix on `device`: a slice, which selects a view, if the slots have
+    a constant positive step.
 
-    Otherwise int64 [n] on the device, because an index on the host would be copied there at each use.
+    Otherwise the index is int64 [n] on the device, because an index on the host would be copied at each use.
     """
     if not slots:
         return slice(0, 0)

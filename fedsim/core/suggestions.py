@@ -1,6 +1,6 @@
-"""The error lines for wrong keys and names, and the hint at their end: the nearest right name, or the allowed names.
+"""Error lines for wrong keys and names, which end with a hint: the most similar valid name, or all allowed names.
 
-The check of an experiment uses them, and the earlier one without PyTorch.
+Both the check of an experiment and the early check without PyTorch use these lines.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, Protocol
 from fedsim.errors import MAX_NAME, MAX_PROBLEMS, ExperimentError, cut, show
 from fedsim.synonyms import KEYS, NAMES, NOTES
 
-MOST_IN_RANGE = 100  # numbers that a hint writes for 0..99
-SHORT = 4  # characters: below, one wrong letter is a large part of a name
-CERTAIN = 0.85  # difflib's ratio from which the nearest name is the only guess
-CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib's ratio from which a name counts as a misspelling
+MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
+SHORT = 4  # characters; in shorter names one wrong letter matters more
+CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggested
+CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib ratio from which a name counts as a misspelling
 
 LISTS = ("metrics", "data.augment", "processors", "records.loggers")  # keys whose values are lists of names
-FIRST_STAGE = ", before a rule"  # after the key of pre-aggregators
+FIRST_STAGE = ", before a rule"  # follows the key of pre-aggregators
 
-NOTE = re.compile(r"<[\w, ]+>")  # the name of an object without an import path
+NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
 
-KeyFinder = Callable[[str], list[str]]  # from a name to dotted keys of experiments
+KeyFinder = Callable[[str], list[str]]  # maps a name to dotted keys of an experiment
 
 
 @dataclass
 class Vocabulary:
-    """The keys and components of experiments, for hints; `fedsim.config.source_catalog` sets both functions.
+    """Keys and components of an experiment, for hints. `fedsim.config.source_catalog` sets both functions.
 
     Attributes:
-        keys_called: the dotted keys that a name may mean.
-        keys_of_component: the dotted keys whose value may be the component of this name.
+        keys_called: returns the dotted keys that a name may mean.
+        keys_of_component: returns the dotted keys whose value may be the component with this name.
     """
 
     keys_called: KeyFinder = lambda name: list(KEYS.get(name, ()))
@@ -47,9 +47,9 @@ VOCABULARY = Vocabulary()
 
 
 def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
-    """The hint for a name that is not allowed: `did you mean "x"?`, or else the allowed names.
+    """Return the hint for a name that is not allowed: `did you mean "x"?`, or the list of allowed names.
 
-    `is_component`: the name is that of a component, so a component of another kind may be meant.
+    `is_component`: whether the name should be a component; then components of other kinds are suggested too.
     """
     allowed = list(allowed)
     known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
@@ -59,20 +59,20 @@ def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) ->
 def nearest_key(
     name: str, allowed: Iterable[str], place: str = "", elsewhere: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """The hint for an unknown key.
+    """Return the hint for an unknown key.
 
     Args:
-        name: the key.
-        allowed: the keys of its table.
-        place: the table, such as `local`; "" for top-level keys.
+        name: unknown key.
+        allowed: keys of the table.
+        place: table that contains the key, such as `local`; "" for top-level keys.
         elsewhere: keys of other tables, each with the dotted keys to suggest.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
     known = VOCABULARY.keys_called(form) if place else list(KEYS.get(form, ())) if elsewhere else []
     if place and known == [form]:
-        return f"{form} is a top-level key: in a file it stands above the first [table]"
+        return f"{form} is a top-level key; in a file write it above the first [table]"
     if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
-        known = [each for each in here if each in allowed]  # a key of another component is no help
+        known = [each for each in here if each in allowed]  # not keys of other components
     candidates = {**(elsewhere or {}), **{each: [each] for each in allowed}}
     return _hint(name, known, candidates, allowed, may_be_component=form not in candidates)
 
@@ -85,9 +85,9 @@ def _hint(
     *,
     may_be_component: bool,
 ) -> str:
-    """A hint from, in this order: known synonyms, notes, components, the closest candidates, all that is allowed."""
+    """Return the first hint found among synonyms, notes, components, similar candidates, and all allowed names."""
     if "," in name:
-        return f"for several values use fedsim compare, for a list write {cut(as_list(name))}"
+        return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
     if not known and normalized(name) in NOTES:
         return NOTES[normalized(name)]
     if not known and may_be_component and (settings := _settings_of_component(normalized(name))):
@@ -98,7 +98,7 @@ def _hint(
 
 
 def _settings_of_component(name: str) -> list[str]:
-    """How an experiment names a component, for each key that may name it: `local.algorithm=scaffold`."""
+    """Return how to select a component, for each key that can name it: `local.algorithm=scaffold`."""
     settings: dict[str, str] = {}
     for text in VOCABULARY.keys_of_component(name):
         for key in text.removesuffix(FIRST_STAGE).split(", "):
@@ -108,54 +108,55 @@ def _settings_of_component(name: str) -> list[str]:
 
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
-    """The one or two allowed names that `name` may mean.
+    """Return at most two allowed names that `name` may mean.
 
-    They are equal but for - and _, have it as initials, begin with it, contain it, or are the nearest by spelling.
+    A name matches if it differs only in - and _, if `name` is its initials (or the reverse), if it starts with `name`
+    or contains it after an underscore, or if the spelling is similar.
     """
     forms = {normalized(each): each for each in allowed}
     form = normalized(name)
     if form in forms:
         return [forms[form]]
-    found = [each for each in forms if _initials(each) == form or _initials(form) == each]
-    if not found and len(form) >= SHORT:
-        found = [each for each in forms if each.startswith(form)] or [each for each in forms if f"_{form}" in each]
+    matches = [each for each in forms if _initials(each) == form or _initials(form) == each]
+    if not matches and len(form) >= SHORT:
+        matches = [each for each in forms if each.startswith(form)] or [each for each in forms if f"_{form}" in each]
     cutoff = CUTOFF if len(form) >= SHORT else CUTOFF_SHORT
-    found = found or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # MyNet is not net
-    found = difflib.get_close_matches(form, found, n=2, cutoff=0.0)
-    is_certain = found and difflib.SequenceMatcher(None, found[0], form).ratio() >= CERTAIN
-    return [forms[each] for each in (found[:1] if is_certain else found)]
+    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # not MyNet: net
+    matches = difflib.get_close_matches(form, matches, n=2, cutoff=0.0)
+    is_certain = matches and difflib.SequenceMatcher(None, matches[0], form).ratio() >= CERTAIN
+    return [forms[each] for each in (matches[:1] if is_certain else matches)]
 
 
 def has_words(search: str, *texts: str) -> bool:
-    """Whether each word of `search` is in one of the texts, in upper or lower case; True for no words."""
+    """Whether every word of `search` occurs in the texts, ignoring case. True if there are no words."""
     return all(word in "\n".join(texts).lower() for word in search.lower().split())
 
 
 def normalized(name: str) -> str:
-    """A name in lower case with underscores, for comparison."""
+    """Return a name in lower case with underscores, for comparisons."""
     return re.sub(r"[\s-]", "_", name.strip().lower())
 
 
 def _initials(name: str) -> str | None:
-    """`bs` for `batch_size`; None for a single word."""
+    """Return `bs` for `batch_size`, and None for a single word."""
     return "".join(word[:1] for word in name.split("_")) if "_" in name else None
 
 
 def as_range(text: str) -> str | None:
-    """`0,1,2` for `0..2`; None for other texts, and for more than MOST_IN_RANGE numbers."""
+    """Return `0,1,2` for `0..2`, and None for other texts or more than MOST_IN_RANGE numbers."""
     ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
     return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
 
 
 def as_list(text: str) -> str:
-    """`[0,1]` for `0,1`; names get quotes."""
+    """Return `[0,1]` for `0,1`. Names are quoted."""
     pieces = (piece.strip() for piece in text.split(","))
     return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 
 
 class Configurable(Protocol):
-    """A component whose parameters are known."""
+    """A component with known parameters."""
 
     @property
     def name(self) -> str: ...
@@ -168,31 +169,31 @@ class Configurable(Protocol):
 
 
 def unknown_key_error(key: str, value: Any, hint: str) -> str:
-    """The error line for a dotted key that no table has."""
+    """Return the error line for an unknown dotted key."""
     return f"{key} = {show(value)}: unknown key; {hint}"
 
 
 def component_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> str | None:
-    """The error line for a name that is neither a registered component nor an import path; None for an import path.
+    """Return the error line for a name that is not registered, or None if the name is an import path.
 
     Args:
-        kind: what the component is: `aggregation rule`.
-        name: the name, which is not registered.
-        where: the key and the name, at the beginning of the line.
-        names: of the registered components.
+        kind: kind of component, such as `aggregation rule`.
+        name: unregistered name.
+        where: start of the line: the key and the name.
+        names: names of the registered components.
     """
     if path := _as_import_path(name):
         return f"{where}: write {cut(path)}"
     if NOTE.fullmatch(name):
         return (
-            f"{where}: stands for an object of a Python program, which a file cannot hold; use Python and give the "
-            "object: fedsim.run(experiment, folder, resume=True)"
+            f"{where}: stands for an object of a Python program, which a file cannot contain; resume the run in "
+            "Python, with this object in the experiment: fedsim.run(experiment, folder, resume=True)"
         )
     if ":" in name:
         return None
     hint = nearest(name, sorted(names), is_component=True)
     if hint.startswith("allowed"):
-        hint = f'{hint}, or your own as "package.module:name"'
+        hint = f'{hint}, or the import path of your own, "package.module:name"'
     return f"{where}: no such {kind}; {hint}"
 
 
@@ -204,15 +205,15 @@ def parameter_errors(
     place: str = "",
     beside: Iterable[str] = (),
 ) -> list[str]:
-    """The error lines for parameters that no component has.
+    """Return the error lines for unknown parameters.
 
     Args:
-        values: the parameters by name.
-        components: those that are configured.
-        kind: what they are: `aggregation rule`.
-        siblings: all registered components of their kind, for hints.
-        place: the table of the experiment that holds the parameters.
-        beside: the other keys of that table, for hints.
+        values: parameters by name.
+        components: components that the parameters configure.
+        kind: kind of the components, such as `aggregation rule`.
+        siblings: all registered components of this kind, for hints.
+        place: table of the experiment that holds the parameters.
+        beside: other keys of that table, for hints.
     """
     known = {name for registration in components for name in registration.parameter_names}
     unknown = (
@@ -224,19 +225,19 @@ def parameter_errors(
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = f"{name} goes with {', '.join(owners)}" if owners else nearest_key(name, keys, place)
+        hint = f"{name} is a parameter of {', '.join(owners)}" if owners else nearest_key(name, keys, place)
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines
 
 
 def both_given_error(place: str, alternatives: Iterable[str]) -> str:
-    """The error line for a table with more than one of these keys."""
-    return f"{place}: give {' or '.join(alternatives)}, not both"
+    """Return the error line for a table that sets more than one of these keys."""
+    return f"{place}: set {' or '.join(alternatives)}, not both"
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
-    """A table that names a component by the key `named_by`, where it may have the key `name` instead.
+    """Return a component table in which the key `name`, if present, is replaced by its synonym `named_by`.
 
     Raises ExperimentError if the table has both keys.
     """
@@ -244,23 +245,24 @@ def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]
         return table
     if named_by in table:
         raise ExperimentError(
-            f"{place}.name = {show(table['name'])}: stands for {place}.{named_by}, which is given too; omit one of them"
+            f"{place}.name = {show(table['name'])}: is a synonym of {place}.{named_by}, which is also set; "
+            "remove one of the two"
         )
     return {named_by if key == "name" else key: value for key, value in table.items()}
 
 
 def _as_import_path(name: str) -> str | None:
-    """Return the import path that a file path or a dotted name stands for, with a remark. None for other names."""
+    """Return the import path that a file path or dotted name stands for, with a remark; None for other names."""
     file, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         file, attribute = name, "NAME"
     if ":" not in name and "." in name and not re.search(r"[/\\]|\.py$", name):
         module, _, attribute = name.rpartition(".")
-        return f"{module}:{attribute}, with a colon"
+        return f"{module}:{attribute} (with a colon)"
     if not re.search(r"[/\\]|\.py$", file):
         return None
-    path = PureWindowsPath(file)  # accepts slashes of both kinds
+    path = PureWindowsPath(file)  # accepts both kinds of slashes
     inside = PurePosixPath(os.path.relpath(path.as_posix()))
     if path.drive or ".." in inside.parts:
-        return f"{path.stem}:{attribute}, and start fedsim in {path.parent.as_posix()} or add that folder to PYTHONPATH"
-    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute}, without slashes and .py"
+        return f"{path.stem}:{attribute}, and start fedsim in {path.parent.as_posix()} or add this folder to PYTHONPATH"
+    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute} (without slashes and .py)"

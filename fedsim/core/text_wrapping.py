@@ -1,4 +1,4 @@
-"""Long text on narrow terminals."""
+"""Wrap long text for narrow terminals."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import shutil
 import sys
 import textwrap
 
-MIN_COLUMNS = 20  # for text, however narrow the terminal
-NO_BREAK = "\N{NO-BREAK SPACE}"  # where textwrap does not break a line
-NOTE_COLUMNS = 79  # of notes below a table
+MIN_COLUMNS = 20  # minimum width of the text column, even on narrower terminals
+NO_BREAK = "\N{NO-BREAK SPACE}"  # textwrap does not break lines here
+NOTE_COLUMNS = 79  # width of notes below a table
 
 
 def terminal_columns() -> int | None:
-    """The width of the terminal; None if stdout is no terminal."""
+    """Return the width of the terminal, or None if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def hang(head: str, text: str, columns: int | None) -> str:
-    """`head` and `text` on one line, or with the text wrapped in a column behind the head.
+    """Join `head` and `text` on one line, or wrap the text in a column to the right of the head.
 
-    Brackets stay on the line of the word before them.
+    No line is broken before an opening bracket.
 
     >>> print(hang("name: ", "one two three (3)", 26))
     name: one two three (3)
@@ -35,5 +35,5 @@ def hang(head: str, text: str, columns: int | None) -> str:
 
 
 def note(text: str) -> str:
-    """A sentence below a table, with its further lines indented."""
+    """Wrap a note below a table. All lines except the first are indented."""
     return textwrap.fill(text, NOTE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

@@ -1,4 +1,4 @@
-"""The seconds of each phase of a round."""
+"""Measures the seconds spent in each phase of a round."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 class PhaseTimer:
-    """Adds up seconds by phase: `with clock("train"): ...`."""
+    """Total seconds per phase, measured with `with timer("train"): ...`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start again from zero, with a new dict: an earlier `seconds` keeps its values."""
+        """Start again from zero with a new dict, so earlier references to `seconds` keep their values."""
         self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The training step and the test, for every engine and for any PyTorch module."""
+"""Training step and test of any PyTorch module, used by all engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_LOSS: Loss = CLASSIFICATION.loss
 
 
 class Optimizer(Protocol):
-    """The methods that a training step calls: any `torch.optim.Optimizer`, or `fedsim.clients.RowOptimizer`."""
+    """Methods that a training step calls, as in `torch.optim.Optimizer` and `fedsim.clients.RowOptimizer`."""
 
     def zero_grad(self) -> None: ...
 
@@ -29,9 +29,9 @@ class Optimizer(Protocol):
 
 
 class MetricSums(NamedTuple):
-    """Sums over batches: the loss, the correct answers (counted by `test` only), and the number of samples or answers.
+    """Sums over batches: loss, correct answers (counted only by `test`), and number of samples or answers.
 
-    The sums are 0-dimensional tensors on the device of the model, so that the host never waits for the device.
+    The sums are 0-dimensional tensors on the device of the model, so that adding a batch does not wait for the device.
     """
 
     loss_sum: Tensor
@@ -45,7 +45,7 @@ class MetricSums(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean loss per sample."""
+        """Mean loss per sample or answer."""
         return self.loss_sum.item() / int(self.samples) if self.samples else float("nan")
 
     @property
@@ -56,7 +56,7 @@ class MetricSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of training: the mean loss of a task on a batch, with outputs computed in a precision."""
+    """Training objective: the mean loss of a task on a batch, with model outputs computed in a given precision."""
 
     precision: Precision = FULL
     task: LearningTask = CLASSIFICATION
@@ -67,11 +67,14 @@ class Objective:
         return self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The loss for outputs that the model has computed in this precision."""
+        """Return the loss of outputs that the model has computed in this precision."""
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Losses [k, batch] whose sums by `weights`, which sum to 1 for each of k batches, are the mean losses."""
+        """Return losses [k, batch] for k batches, scaled so that sums weighted by `weights` are the mean losses.
+
+        `weights` [k, batch] sums to 1 over each batch.
+        """
         targets = targets.flatten(0, 1)
         losses, counts = self.loss(outputs.flatten(0, 1), targets, "none").view(weights.shape), counts_of(self.task)
         if counts is None:
@@ -81,7 +84,7 @@ class Objective:
 
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:
-    """Add the gradient of the loss on one batch to the parameters' `.grad`; returns the loss, detached."""
+    """Add the gradient of the loss on one batch to the parameters' `.grad`, and return the detached loss."""
     value = loss(model(inputs), targets)
     value.backward()
     return value.detach()
@@ -100,10 +103,10 @@ def train_epoch(
         model: any module that maps inputs [batch, ...] to logits or log-probabilities [batch, classes].
         batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
         optimizer: any `torch.optim.Optimizer` over the model's parameters.
-        loss: mean loss of (outputs, targets); the default fits logits and log-probabilities.
-        backward: computes the gradients, as the function `backward` does.
+        loss: mean loss as a function of (outputs, targets); the default is for logits or log-probabilities.
+        backward: function that computes the gradients, by default `fedsim.core.training.backward`.
 
-    Returns the sum of the losses before each step; `.loss` is their mean.
+    Returns sums of the losses before each step; `.loss` is the mean loss.
     """
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
@@ -124,13 +127,13 @@ def test(
     correct: Correct | None = CLASSIFICATION.correct,  # noqa: PT028
     counts: Counts | None = None,  # noqa: PT028
 ) -> MetricSums:
-    """Loss and accuracy of `model` on all batches: `.loss`, `.accuracy`. Leaves the model in evaluation mode.
+    """Compute `.loss` and `.accuracy` of `model` over all batches. Leaves the model in evaluation mode.
 
     Args:
         model, batches, loss: as in `train_epoch`.
-        correct: which answers are correct, a tensor of booleans, of (outputs, targets); None: none is.
-        counts: the number of answers of each sample, [batch], of the targets, if samples have several; the mean loss of
-            a batch is that of its answers.
+        correct: function of (outputs, targets) that returns a Boolean tensor of correct answers; None: count none.
+        counts: function of the targets that returns the number of answers per sample [batch]; `loss` is then a mean
+            over answers. None: each sample has one answer.
     """
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
@@ -157,12 +160,12 @@ test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not c
 def check_outputs(
     model: nn.Module, inputs: Tensor, targets: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0
 ) -> Tensor:
-    """Check what a model returns for a few inputs in evaluation mode, and return it.
+    """Check and return the outputs of a model for a few inputs in evaluation mode.
 
-    Raises ExperimentError if the task cannot use it, and DataError if it cannot use the targets.
+    Raises ExperimentError if the task cannot use the outputs, and DataError if it cannot use the targets.
 
     Args:
-        classes: integer targets of the whole data set are below it.
+        classes: upper limit (exclusive) of integer targets in the data set.
     """
     was_training = model.training
     model.eval()

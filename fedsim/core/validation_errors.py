@@ -1,4 +1,4 @@
-"""From pydantic's validation errors to error lines in the words of experiment files."""
+"""Translate pydantic validation errors into error lines in the terms of experiment files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def explain(
     place: str = "",
     elsewhere: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """One line per problem.
+    """Return one error line per problem.
 
     Args:
-        error: what pydantic found.
-        model: the model that was validated.
-        place: the table of the experiment that holds the model's keys.
+        error: validation error from pydantic.
+        model: pydantic model that was validated.
+        place: table of the experiment that holds the keys of the model.
         elsewhere: keys of other tables, for hints; see `nearest_key`.
     """
     lines: list[str] = []
-    requirements: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and the alternatives that it may be
+    requirements: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and the allowed alternatives
     table_keys: dict[str, list[str]] = {}  # by place
     for problem in error.errors(include_url=False)[:MAX_PROBLEMS]:
         kind, value, cause = problem["type"], problem["input"], problem.get("ctx", {}).get("error")
@@ -35,7 +35,7 @@ def explain(
         path = [part for part in path if not _is_union_member(part)]
         location = path if kind != "extra_forbidden" and _is_union_member(last) else [*path, last]
         where = _dotted([place, *location])
-        if isinstance(cause, ExperimentError):  # from a validator of fedsim: complete but for the indices of lists
+        if isinstance(cause, ExperimentError):  # from a fedsim validator: complete except for list indices
             unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
         elif kind == "extra_forbidden":
@@ -51,7 +51,7 @@ def explain(
             if kind == "model_type":
                 table_keys[where] = _keys_at(model, location)
     for where, (value, wanted) in requirements.items():
-        if not any(other.startswith((f"{where}.", f"{where}[")) for other in requirements):  # the inner line says more
+        if not any(key.startswith((f"{where}.", f"{where}[")) for key in requirements):  # inner keys are more specific
             hint = f"; its keys are {', '.join(table_keys[where])}" if where in table_keys else _hint(value, wanted)
             lines.append(f"{where} = {show(value)}: must be {' or '.join(wanted)}{hint}")
     more = error.error_count() - MAX_PROBLEMS
@@ -59,13 +59,11 @@ def explain(
 
 
 def _hint(value: Any, wanted: Sequence[str]) -> str:
-    """What to write instead of a value that was meant to be a list, or several values."""
+    """Return what to write instead of a value that was meant as a list or as several values."""
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return (
-            f"; write {cut(as_list(str(value)))} (in a shell within single quotes)"
-            if isinstance(value, (str, int))
-            else ""
+            f"; write {cut(as_list(str(value)))} (in single quotes in a shell)" if isinstance(value, (str, int)) else ""
         )
     if isinstance(value, str) and (numbers := as_range(value)):
         return f"; with fedsim compare write {numbers}"
@@ -73,18 +71,18 @@ def _hint(value: Any, wanted: Sequence[str]) -> str:
 
 
 def _is_union_member(part: int | str) -> bool:
-    """Whether a part of pydantic's location names a member type of a union instead of a key."""
+    """Whether a part of a pydantic location is a member type of a union instead of a key."""
     return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
 def _dotted(parts: Iterable[int | str]) -> str:
-    """`data.augment[0].pixels`; empty parts are left out."""
+    """Return `data.augment[0].pixels` for its parts. Empty parts are left out."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "")
     return text.removeprefix(".")
 
 
 def _requirement(message: str) -> str:
-    """What pydantic's message asks for, in the words of experiment files, without "must be"."""
+    """Return the requirement in a pydantic message, in the terms of experiment files and without "must be"."""
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
@@ -93,7 +91,7 @@ def _requirement(message: str) -> str:
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys of the (sub)table of `model` at `location`."""
+    """Return the keys of the (sub)table of `model` at `location`."""
     for part in (part for part in location if part and isinstance(part, str)):
         annotation = model.model_fields[part].annotation
         models = (each for each in (annotation, *get_args(annotation)) if isinstance(each, type))

@@ -25,7 +25,7 @@ from fedsim.errors import ExperimentError
 
 GIVEN = "images", "draws", "generator"
 
-augmentation = Registry("augmentation", given=GIVEN)
+augmentation = Registry("augmentation", inputs=GIVEN)
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 

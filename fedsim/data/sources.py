@@ -21,7 +21,7 @@ from fedsim.system.files import is_file
 
 dataset = Registry(
     "data set",
-    given=("root",),
+    inputs=("root",),
     accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
@@ -68,7 +68,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     params = registration.check(params, "data", beside=["name", "root"])
     try:
         folder = Path(root).expanduser() if root else default_root()
-        train, test = registration.target(**registration.given(root=folder), **params)
+        train, test = registration.target(**registration.select_inputs(root=folder), **params)
         train, test = (_read(part, name) for part in (train, test))
     except FedsimError:
         raise

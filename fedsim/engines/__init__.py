@@ -8,7 +8,7 @@ from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask, Schedule
 
-engine = Registry("engine", given=("processes", "threads", "timeout", "start_method"))
+engine = Registry("engine", inputs=("processes", "threads", "timeout", "start_method"))
 engine("serial")(SerialEngine)
 engine("spawn")(SpawnEngine)
 engine("batched")(BatchedEngine)

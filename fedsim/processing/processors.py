@@ -53,7 +53,7 @@ class UpdateProcessor(Component):
         return update, nbytes
 
 
-processor = Registry("processor", given=("update", "draws", "metrics"), component=UpdateProcessor)
+processor = Registry("processor", inputs=("update", "draws", "metrics"), component=UpdateProcessor)
 
 
 def initial_residuals(chain: Sequence[UpdateProcessor], row: Tensor) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ class CohortStrategy(Component):
         return chosen[order].tolist(), known[order].tolist()
 
 
-sampling_strategy = Registry("cohort strategy", given=INPUTS, component=CohortStrategy)
+sampling_strategy = Registry("cohort strategy", inputs=INPUTS, component=CohortStrategy)
 
 
 @dataclass(frozen=True)

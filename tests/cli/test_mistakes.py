@@ -19,7 +19,7 @@ WORDS = [
     ("roundz=3", 'roundz = 3: unknown key; did you mean "rounds"?'),
     ("wandb=true", """unknown key; write records.loggers='["wandb"]'"""),
     ("nnm=true", """unknown key; write aggregate.rule='["nnm","mean"]'"""),
-    ("partition.alpha=0.1", "alpha goes with dirichlet, dirichlet_workers, virtual"),
+    ("partition.alpha=0.1", "alpha is a parameter of dirichlet, dirichlet_workers, virtual"),
     ("optimizer=adam", 'did you mean "local.algorithm" or "server.name"?'),
     ("byzantine=2", "write attack.fraction=0.2 or attack.workers=[0,1]"),
     ("local.workers=8", "workers is a top-level key"),
@@ -29,7 +29,7 @@ WORDS = [
     ("aggregate.rule=medain", 'no such aggregation rule; did you mean "median"?'),
     ("aggregate=fedbuff", "no such aggregation rule; write policy.name=fedbuff"),
     ("partition=noniid", 'did you mean "dirichlet"?'),
-    ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or your own as "package.module:name"'),
+    ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or the import path of your own, "package.module:name"'),
     # options that are keys
     ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),
     ("--lr=0.1", "--lr: no such option; did you mean local.lr=0.1 or server.lr=0.1?"),
@@ -45,15 +45,15 @@ WORDS = [
     ("seed=0, 1, 2", '"1,": expected key=value; several values are written seed=0,1,2'),
     ("seed=0..3", "must be a valid integer; with fedsim compare write 0,1,2,3"),
     ("mode=hogwild", "mode=race policy=hogwild"),
-    ("aggregate.rule=nnm,median", 'for several values use fedsim compare, for a list write ["nnm","median"]'),
+    ("aggregate.rule=nnm,median", 'for several values use fedsim compare; for a list write ["nnm","median"]'),
     ("data.augment=flip,shift", 'must be a list; write ["flip","shift"]'),
     # components of one's own
-    ("model=./my_model.py:Net", "write my_model:Net, without slashes and .py"),
-    ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add that folder to PYTHONPATH"),
-    ("model=my_model.Net", "write my_model:Net, with a colon"),
+    ("model=./my_model.py:Net", "write my_model:Net (without slashes and .py)"),
+    ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add this folder to PYTHONPATH"),
+    ("model=my_model.Net", "write my_model:Net (with a colon)"),
     (
         "aggregate=tests.components:misplaced",
-        "the argument value is not one that fedsim passes (updates, weights, gram,",
+        "fedsim does not pass the argument value, only updates, weights, gram,",
     ),
     ("nothere.toml", "no such file"),
     ("a.toml b.toml", '"b.toml": expected key=value; the experiment is "a.toml" already'),
@@ -67,7 +67,7 @@ FILES = [
         '(at line 2, column 10): "model = 2nn  # small"; write key = value, text',
     ),
     ("rounds = 3\nrounds = 4", 'Cannot overwrite a value (at end of document): "rounds = 4"'),
-    ("[local]\nlr = 0.1\nworkers = 8", "workers is a top-level key: in a file it stands above the first [table]"),
+    ("[local]\nlr = 0.1\nworkers = 8", "workers is a top-level key; in a file write it above the first [table]"),
 ]
 
 

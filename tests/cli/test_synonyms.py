@@ -31,7 +31,7 @@ def settings_in(hint):
 def problems_of(settings):
     """Error lines that say that a key does not exist, or that its value is no name for it."""
     lines = {setting: line_of(setting.replace("'", "")) for setting in settings}
-    wrong = {key: line for key, line in lines.items() if "unknown key" in line and "goes with" not in line}
+    wrong = {key: line for key, line in lines.items() if "unknown key" in line and "is a parameter of" not in line}
     return {**wrong, **{key: line for key, line in lines.items() if "no such" in line}}
 
 

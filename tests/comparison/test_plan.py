@@ -247,8 +247,11 @@ def test_variants_differ_in_several_tables_at_once(variants):
     ("variant", "message"),
     [
         ({"polcy": "asgd"}, 'variant=b: polcy = "asgd": unknown key; did you mean "policy"?'),
-        ({"policy": {"name": "ssp", "k": 3}}, "variant=b: policy.k = 3: unknown key (the policy is ssp); k goes with"),
-        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: give epochs or steps, not both"),
+        (
+            {"policy": {"name": "ssp", "k": 3}},
+            "variant=b: policy.k = 3: unknown key (the policy is ssp); k is a parameter of",
+        ),
+        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set epochs or steps, not both"),
         ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
         ({"workers": 3}, "variant=b workers=2: workers: is set by two axes"),
     ],

@@ -48,7 +48,7 @@ WRONG = [
     ("policy=asgd", 'policy.name = "asgd": needs mode=clock or mode=race'),
     ("mode=race policy=hogwild aggregate.nonfinite=stop", 'aggregate.nonfinite = "stop": a race has no model'),
     ("mode=race", 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
-    ("policy.name=asgd policy.k=2 mode=clock", "policy.k = 2: unknown key (the policy is asgd); k goes with "),
+    ("policy.name=asgd policy.k=2 mode=clock", "policy.k = 2: unknown key (the policy is asgd); k is a parameter of "),
     (
         "clock.slowdown=fast mode=clock",
         'clock.slowdown.name = "fast": no such slowdown; allowed: equal, geometric, linear',

@@ -247,7 +247,7 @@ def test_what_an_object_keeps_belongs_to_one_run(short, engine):
 def test_an_object_that_cannot_be_copied_is_one_line(short):
     rule = Remembering()
     rule.last = threading.Lock()
-    with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; give a function that calls it$"):
+    with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; pass a function that calls the object$"):
         fedsim.run({**short, "aggregate": rule})
 
 
@@ -286,7 +286,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
             {"local": {"algorithm": torch.optim.SGD}},
             r'local.algorithm = ".*:SGD": cannot be used: is an opt.* did you mean "sgd"',
         ),
-        ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* is not a function or a class$'),
+        ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* must be a function or a class$'),
         ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     ],
 )

@@ -124,8 +124,8 @@ def test_a_choice_is_distinct_ascending_and_uniform(n, expected):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda draws: draws.integers(0, 2), "high = 0: must be from 1 to 2.31"),
-        (lambda draws: draws.choice(3, 4), "count = 4: must be from 0 to n = 3"),
+        (lambda draws: draws.integers(0, 2), "high = 0: must be between 1 and 2.31"),
+        (lambda draws: draws.choice(3, 4), "count = 4: must be between 0 and n = 3"),
     ],
 )
 def test_a_wrong_range_is_an_error(call, message):

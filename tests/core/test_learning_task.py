@@ -187,7 +187,7 @@ def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch
     [
         (
             lambda outputs, targets: F.mse_loss(outputs, targets),
-            r"must return a loss for each sample, \[batch\] .*\(\)$",
+            r"must return one loss per sample, \[batch\] .*\(\)$",
         ),
         (nn.CosineEmbeddingLoss(), "the loss <CosineEmbeddingLoss.*> fails for outputs .8. and targets float32 .8.: "),
         (nn.MSELoss(reduction="sum"), 'task.name = .*MSELoss.*: has the reduction "sum"; must be "mean" or "none"'),
@@ -261,7 +261,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
             ExperimentError,
             "has no accuracy; use stop.m",
         ),
-        ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is a parameter of task.loss = huber"),
+        ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is only used with task.loss=huber"),
     ],
 )
 def test_what_does_not_fit_is_refused(tables, error, words):

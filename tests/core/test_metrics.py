@@ -118,7 +118,7 @@ def test_metrics_leave_ignored_targets_out():
     ("wrong", "words"),
     [
         (["top_k", {"name": "top_k", "k": 1}], "label"),
-        (["mse"], "one output for each target"),
+        (["mse"], "one output per target"),
         (["tests.core.test_metrics:one_for_each_sample"], "one_for_each_sample"),
     ],
 )

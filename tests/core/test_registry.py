@@ -27,7 +27,7 @@ class Tamed(Hogwild):
 
 @pytest.fixture
 def registry():
-    registry = Registry("gadget", given=("value",))
+    registry = Registry("gadget", inputs=("value",))
 
     @registry("double")
     def double(value, *, times: Annotated[int, Field(ge=1)], loud: bool = False):
@@ -51,7 +51,7 @@ def test_keyword_only_parameters_are_the_configuration(registry):
     ("values", "message"),
     [
         ({"times": 1, "lound": True}, r'x.lound = true: unknown key \(the gadget is double\); did you mean "loud"\?'),
-        ({"times": 1, "lots": 1}, r"x.lots = 1: unknown key \(the gadget is double\); lots goes with other"),
+        ({"times": 1, "lots": 1}, r"x.lots = 1: unknown key \(the gadget is double\); lots is a parameter of other"),
         ({"times": 0}, "x.times = 0: must be greater than or equal to 1"),
         ({}, "x.times: is required"),
     ],
@@ -103,11 +103,11 @@ def test_a_name_with_a_colon_imports(registry):
 
 
 def test_a_component_takes_only_the_inputs_that_it_declares():
-    registry = Registry("gadget", given=("value", "other", "third"))
+    registry = Registry("gadget", inputs=("value", "other", "third"))
     registry("two")(lambda third, value=1, *, c=2: (value, third, c))
     registration = registry.get("two")
     assert registration.takes == {"third": True, "value": False}
-    assert registration.target(**registration.given(value=5, other=6, third=7)) == (5, 7, 2)
+    assert registration.target(**registration.select_inputs(value=5, other=6, third=7)) == (5, 7, 2)
 
 
 def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(registry):
@@ -124,7 +124,7 @@ def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(regis
     [
         *((f"tests.components:{name}", "") for name in ("missing", "TINY_TEST", "")),
         *((path, "") for path in ("no.such.module:f", ":f")),
-        ("tests.components:misplaced", r": the argument factor is not one that fedsim passes \(value\)"),
+        ("tests.components:misplaced", r": fedsim does not pass the argument factor, only value"),
     ],
 )
 def test_a_failed_import_is_one_clear_line(registry, path, reason):
@@ -169,7 +169,7 @@ def test_the_parameters_are_checked_and_filled_in_with_the_components_defaults()
     ("keys", "line"),
     [
         ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
-        ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a key of every [bake]; give the parameter of"),
+        ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a built-in key of [bake]; rename this parameter of"),
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )

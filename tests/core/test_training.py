@@ -52,7 +52,7 @@ def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
         (torch.nn.Identity(), None),
         (torch.nn.LogSoftmax(dim=1), None),
         (torch.nn.Flatten(0), "must return a tensor"),
-        (torch.nn.LSTM(10, 3), "not tuple"),
+        (torch.nn.LSTM(10, 3), "it returned tuple"),
     ],
     ids=["probabilities", "logits", "log-probabilities", "flat", "tuple"],
 )

@@ -71,7 +71,7 @@ def test_a_file_names_no_import_path(here, kind, name):
         fedsim.load_experiment(write(here / "sub" / "x.toml", NAMED[kind], name))
     (line,) = caught.value.lines
     assert line.startswith(f"{here}/sub/x.toml: {key.partition('.')[0]}")
-    assert f'"{name}": a file may import this only with --allow-imports (in Python allow_imports=True)' in line
+    assert f'"{name}": a file may import this only with --allow-imports (in Python: allow_imports=True)' in line
     assert "canary" not in sys.modules
 
 

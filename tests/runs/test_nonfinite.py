@@ -119,7 +119,7 @@ def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(
     loud = {**in_mode(clean, mode), "local": {"batch_size": 16, "lr": 1e38}}
     described = (tmp_path / "run" / "experiment.toml").read_text()
     (tmp_path / "run" / "experiment.toml").write_text(described.replace("lr = 0.05", "lr = 1e38"))
-    with pytest.raises(fedsim.ExperimentError, match=r"round \d: (the global row has diverged|.* NaN)"):
+    with pytest.raises(fedsim.ExperimentError, match=r"round \d: (the global model has diverged|.* NaN)"):
         fedsim.run(loud, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "error.txt").read_text().startswith("round ")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

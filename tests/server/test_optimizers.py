@@ -307,7 +307,7 @@ def test_other_classes_are_an_error(name):
         (
             "adagrad",
             {"beta2": 0.9},
-            "beta2 = 0.9: unknown key (the server optimizer is adagrad); beta2 goes with adam, ",
+            "beta2 = 0.9: unknown key (the server optimizer is adagrad); beta2 is a parameter of adam, ",
         ),
         ("yogi", {"bias_correction": True, "v0": 1.0}, "server.bias_correction = true: "),
     ],

@@ -30,7 +30,7 @@ from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
 from fedsim.errors import ExperimentError, show
 
-partition_strategy = Registry("partition strategy", given=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
+partition_strategy = Registry("partition strategy", inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
 
 Transform = Callable[..., Tensor]  # like an augmentation, of images [batch, ...] and `draws` or `generator`
 
@@ -112,7 +112,7 @@ def partition_shards(
     values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
-    shards = registration.bind(params)(**registration.given(**values))
+    shards = registration.bind(params)(**registration.select_inputs(**values))
     shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
     _check_cover(shards, len(labels), n_workers, strategy)
     return ListedShards.of_arrays(shards)

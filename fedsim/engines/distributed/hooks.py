@@ -74,7 +74,7 @@ class CommunicationHook(Component):
         return partial(self.function, self.function.start(process_group, seed) if self.keeps else process_group)
 
 
-hook = Registry("communication hook", given=("state", "bucket"), component=CommunicationHook)
+hook = Registry("communication hook", inputs=("state", "bucket"), component=CommunicationHook)
 
 
 @hook("allreduce")
