@@ -121,10 +121,10 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
     if not isinstance(updates, (list, tuple)) or not updates or not has_tensors(updates[0]):
         return updates, MatrixForm(is_array=False)
     form = like if isinstance(like, NestedForm) else _form_of(updates[0], f"{place}[0]")
-    each = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
+    all_entries = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
     if form is not like and isinstance(updates[0], Mapping):  # gradients in a list may share memory by chance
-        form = replace(form, shared=_shared(each))
-    return torch.stack([form.flat(entries) for entries in each]), form
+        form = replace(form, shared=_shared(all_entries))
+    return torch.stack([form.flat(entries) for entries in all_entries]), form
 
 
 def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, NestedForm]:
@@ -145,8 +145,8 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
     """The result of `as_rows` without its gradient. Raises ExperimentError unless it is a floating tensor [n, d]."""
     if isinstance(updates, Tensor) and updates.ndim == 2 and len(updates) and updates.is_floating_point():
         return updates.detach()
-    found = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
-    raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {found}")
+    actual = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
+    raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {actual}")
 
 
 def has_tensors(value: Any) -> bool:
@@ -206,14 +206,14 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
     return entries
 
 
-def _shared(each: list[Entries]) -> dict[str, str]:
+def _shared(all_entries: list[Entries]) -> dict[str, str]:
     """The entries that share the memory of an earlier entry in all updates, and that one."""
     seen: dict[Any, str] = {}
-    pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in each[0].items()}
+    pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in all_entries[0].items()}
     return {
         where: earlier
         for where, earlier in pairs.items()
-        if where != earlier and all(_memory(entries[where]) == _memory(entries[earlier]) for entries in each)
+        if where != earlier and all(_memory(entries[where]) == _memory(entries[earlier]) for entries in all_entries)
     }
 
 

@@ -155,7 +155,7 @@ def screened(
             'nonfinite = "exclude" leaves such rows out',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]
-    kept = replace(
+    finite_inputs = replace(
         inputs,
         updates=inputs.updates[good],
         weights=None if inputs.weights is None else inputs.weights[good],
@@ -164,4 +164,4 @@ def screened(
         excluded=inputs.excluded + len(bad),
         gram=None,
     )
-    return kept, bad
+    return finite_inputs, bad

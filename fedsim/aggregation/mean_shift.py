@@ -32,10 +32,10 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
     bandwidth *= 1 + ROUNDING
     cells = np.unique(np.round(points / bandwidth), axis=0)
     seeds = points if len(cells) == len(points) else cells * bandwidth
-    found = [ended for seed in seeds if (ended := _climb(points, seed, bandwidth)) is not None]
-    found.sort(key=lambda ended: (ended[0], tuple(ended[1])), reverse=True)
+    modes = [ended for seed in seeds if (ended := _climb(points, seed, bandwidth)) is not None]
+    modes.sort(key=lambda ended: (ended[0], tuple(ended[1])), reverse=True)
     centres: list[np.ndarray] = []
-    for _, centre in found:
+    for _, centre in modes:
         if not centres or _distances(centre[None], np.array(centres)).min() > bandwidth:
             centres.append(centre)
     if not centres:

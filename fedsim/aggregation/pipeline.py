@@ -188,8 +188,8 @@ def check_result(
     """The result of a stage. Raises ResultError unless it is a tensor of that shape."""
     if isinstance(result, Tensor) and result.shape == tuple(shape):
         return result
-    found = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    actual = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     raise ResultError(
         f"{stage.name}: for updates [n, d] = {list(rows.shape)} it must return {expected}, here a tensor of shape "
-        f"{list(shape)}; it returned {found}"
+        f"{list(shape)}; it returned {actual}"
     )

@@ -114,8 +114,8 @@ class RuleStage(Component):
 
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
         """Call the function with `value_of(name)` for each input, and with another `f` if it is not None."""
-        given = {name: value_of(name) for name in self.accepts}
-        return self.function(**given) if f is None else self.function(**given, f=f)
+        inputs = {name: value_of(name) for name in self.accepts}
+        return self.function(**inputs) if f is None else self.function(**inputs, f=f)
 
 
 def average_of(chosen: Tensor, n: int) -> LinearCombination:

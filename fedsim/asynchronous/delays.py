@@ -84,9 +84,9 @@ class DurationNoise(Component):
         Raises ExperimentError unless the component returns `size` finite factors of at least 0.
         """
         rng = numpy_generator(seed, "delay", worker, start // size)
-        given = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
+        inputs = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
         place = f"clock.noise.name = {show(self.name)}"
-        return check_factors(place, self.on(given), size, f"unit {{}} of worker {worker}", start)
+        return check_factors(place, self.on(inputs), size, f"unit {{}} of worker {worker}", start)
 
 
 slowdown = Registry("slowdown", inputs=("n_workers", "rng"), component=SlowdownDistribution)

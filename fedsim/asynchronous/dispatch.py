@@ -167,10 +167,10 @@ class RoundStats:
         """Mean training loss per sample; NaN if all work was excluded."""
         return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
-    def add(self, other: RoundStats) -> None:
+    def add(self, stats: RoundStats) -> None:
         """Add the counts of another process."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))
 
 
 class DispatcherState(CheckpointModel):
@@ -293,7 +293,7 @@ class Dispatcher:
         self.stats.excluded.append(item.worker)
 
 
-def nonfinite_error(round: int, what: str) -> DivergedError:
+def nonfinite_error(round: int, place: str) -> DivergedError:
     """The error for a result that holds NaN or infinity."""
     remedy = "reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
-    return DivergedError(f"{what} holds NaN or infinity", remedy, round)
+    return DivergedError(f"{place} holds NaN or infinity", remedy, round)

@@ -200,13 +200,13 @@ class ServerState:
     @property
     def own_tensors(self) -> dict[str, Tensor]:
         """The server's tensors by name, without the engine's memory."""
-        own = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
+        tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
         states = {
             "shared": self.step_state,
             "private": self.worker_step_states,
             "policy_state": self.policy_state,
         }
-        return own | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
+        return tensors | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ class Poison(Protocol):
     device of the inputs, and a NumPy generator `rng`; both are functions of (seed, round, worker, step).
     """
 
-    def __call__(self, **given: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Poisoned (inputs, targets). The given tensors stay unchanged and may be returned."""
 
 

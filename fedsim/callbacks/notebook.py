@@ -46,11 +46,11 @@ def progress_html(done: int, total: int, text: str) -> str:
     return f'<div><progress value="{done}" max="{total}" aria-label="{label}"></progress> {label}</div>'
 
 
-def figure_html(figure: Figure, what: str) -> str:
+def figure_html(figure: Figure, description: str) -> str:
     """A figure as a picture within the page; `what` says in words what it shows."""
     data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
     width = round(figure.get_figwidth() * 96)
-    return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(what)}">'
+    return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(description)}">'
 
 
 class CellOutput:

@@ -260,10 +260,10 @@ class ClientAlgorithm:
         which must not; `workers` and `population` as in `receive`, which comes before.
         """
 
-    def send_gradients(self, gradients: Tensor, kept: State) -> None:
+    def send_gradients(self, gradients: Tensor, worker_state: State) -> None:
         """Change what workers send at a step of a round of gradients, [..., d], and what they keep, in place."""
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         """The personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
 
         They are tested with the buffers that the workers keep for them, and else with those of the global model.
@@ -327,10 +327,12 @@ def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> 
     return ({PERSONAL_BUFFERS: personal} if len(personal) else {}) | algorithm.worker_state(row)
 
 
-def personal_model(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, kept: State) -> tuple[Tensor, Tensor]:
+def personal_model(
+    algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, worker_state: State
+) -> tuple[Tensor, Tensor]:
     """The row [d] and the buffers [b] of a worker's personal model, from those of the global one and what it keeps."""
-    of_algorithm = {name: tensor for name, tensor in kept.items() if name != PERSONAL_BUFFERS}
-    if PERSONAL_BUFFERS in kept:
+    of_algorithm = {name: tensor for name, tensor in worker_state.items() if name != PERSONAL_BUFFERS}
+    if PERSONAL_BUFFERS in worker_state:
         buffers = buffers.clone()
-        algorithm.buffers_kept(len(buffers)).write(buffers, kept[PERSONAL_BUFFERS])
+        algorithm.buffers_kept(len(buffers)).write(buffers, worker_state[PERSONAL_BUFFERS])
     return algorithm.personal_rows(row, of_algorithm), buffers

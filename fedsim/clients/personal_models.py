@@ -73,9 +73,9 @@ class APFL(LocalSGD):
         worker.kept.update({name: state[name] for name in worker.kept})
         return {}
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        alpha = kept.get("alpha", self.alpha)
-        return alpha * kept["personal"] + (1 - alpha) * rows
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        alpha = worker_state.get("alpha", self.alpha)
+        return alpha * worker_state["personal"] + (1 - alpha) * rows
 
 
 @client_algorithm("ditto")
@@ -139,8 +139,8 @@ class Ditto(LocalSGD):
         worker.kept["personal"] = state["personal"]
         return {}
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        return kept["personal"]
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        return worker_state["personal"]
 
 
 @client_algorithm("per_fedavg")
@@ -269,5 +269,5 @@ class PFedMe(ClientAlgorithm):
     def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
         update.mul_(self.beta)
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        return kept["theta"]
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        return worker_state["theta"]

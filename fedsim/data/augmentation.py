@@ -44,9 +44,9 @@ class ImageTransform(NamedTuple):
         except TypeError as error:
             raise ExperimentError(f"partition.name: a transform of it cannot be used: {error}") from None
 
-    def __call__(self, images: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Transform images; `given` holds its other inputs."""
-        return self.function(images=images, **{name: given[name] for name in self.takes if name != "images"})
+        return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 
 @augmentation("flip")

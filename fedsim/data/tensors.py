@@ -183,13 +183,13 @@ def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
         inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
         if len(inputs) == len(targets) == 1:
             return sample[inputs[0]], sample[targets[0]]
-        found, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
+        problem, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
         convert = f'[(sample["{first}"], sample["{last}"]) for sample in data]'
     elif isinstance(sample, (tuple, list)) and len(sample) > 1:
         return sample[0], sample[1]
     else:
-        found, convert = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
-    raise DataError(f"sample {index} {found}; a sample must be (input, target), as in {convert}")
+        problem, convert = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
+    raise DataError(f"sample {index} {problem}; a sample must be (input, target), as in {convert}")
 
 
 def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
@@ -209,10 +209,10 @@ def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(inputs: list[Tensor]) -> Tensor:
-    for index, each in enumerate(inputs):
-        if each.shape != inputs[0].shape:
+    for index, sample_input in enumerate(inputs):
+        if sample_input.shape != inputs[0].shape:
             raise DataError(
-                f"the input of sample {index} has the shape {list(each.shape)}, and that of sample 0 "
+                f"the input of sample {index} has the shape {list(sample_input.shape)}, and that of sample 0 "
                 f"{list(inputs[0].shape)}; all must have one shape: pad them by "
                 f"torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True) and give {PAIRS}; "
                 "with a collate_fn that pads: data=(collate_fn(list(train)), collate_fn(list(test)))"

@@ -72,8 +72,8 @@ class Strategy(FedAvg):
         params = {name: value for name, value in options.items() if name not in OF_FEDAVG}
         super().__init__(**{name: value for name, value in options.items() if name in OF_FEDAVG})
         self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite)
-        for key, name, given in (("root", "root", root), ("loss_key", "losses", loss_key)):
-            if given is None and self.rule.pipeline.accepts(name):
+        for key, name, argument in (("root", "root", root), ("loss_key", "losses", loss_key)):
+            if argument is None and self.rule.pipeline.accepts(name):
                 raise ExperimentError(f"{key}: is required by the rule {self.rule.pipeline.name}")
         self.server, self.root, self.loss_key = server, root, loss_key
         self._global = self._sent = ArrayRecord()

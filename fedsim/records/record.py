@@ -351,12 +351,12 @@ def metric_called(name: str) -> Metric:
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:
     """The metrics of which at least one record has a finite value, in the order of their declaration."""
     records = list(records)
-    found: list[Metric] = []
+    present: list[Metric] = []
     for metric in METRICS:
         if "{}" in metric.label:
             names = dict.fromkeys(name for record in records for name in record[metric.path[0]])
-            each = [metric.named(name) for name in names]
+            candidates = [metric.named(name) for name in names]
         else:
-            each = [metric]
-        found += [metric for metric in each if any(metric.read(record) is not None for record in records)]
-    return found
+            candidates = [metric]
+        present += [metric for metric in candidates if any(metric.read(record) is not None for record in records)]
+    return present

@@ -125,12 +125,12 @@ class Row:
             return -math.inf
         return self.metric.sign * mean.mean
 
-    def difference_to(self, other: Row) -> Estimate | None:
+    def difference_to(self, row: Row) -> Estimate | None:
         """The mean over seeds of the score minus that of another row, over the seeds that both have.
 
         Runs of one seed share their start, cohorts and batches, so the difference varies less than either score.
         """
-        ours, theirs = self._scores, other._scores
+        ours, theirs = self._scores, row._scores
         return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
     @cached_property
@@ -243,7 +243,7 @@ def is_numeric(values: Sequence[Any]) -> bool:
     (True, False, False, False)
     """
     return all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) < math.inf for each in values
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf for value in values
     )
 
 

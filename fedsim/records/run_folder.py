@@ -179,13 +179,13 @@ class RunFolder:
         sample = {} if workers is None else {"population": population, "workers": workers}
         self.write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
 
-    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
+    def updates(self, round: int, tensors: dict[str, Tensor]) -> None:
         """Write the inputs of the rule in a round, for `fedsim replay`.
 
         updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] if the rule
         takes them.
         """
-        self.write(UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
+        self.write(UPDATES.format(round=round), save(tensors, metadata={"round": str(round)}))
 
     def model(self, model: nn.Module) -> None:
         """Write the tensors of the model's state dict: parameters and buffers."""
@@ -252,11 +252,11 @@ def _describe_process() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     for name in ("torchvision", "numpy", "pydantic", "safetensors"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _git_commit() -> str | None:

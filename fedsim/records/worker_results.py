@@ -42,8 +42,8 @@ def read_csv(path: Path) -> WorkerResults:
         head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
         values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
         loss, accuracy = (
-            {model: values[f"{model}_{what}"] for model in LABELS if f"{model}_{what}" in values}
-            for what in ("loss", "accuracy")
+            {model: values[f"{model}_{quantity}"] for model in LABELS if f"{model}_{quantity}" in values}
+            for quantity in ("loss", "accuracy")
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
     except (ValueError, IndexError, KeyError, csv.Error):
@@ -64,10 +64,10 @@ def _round_of(path: Path) -> int:
 
 def workers_line(results: WorkerResults) -> str:
     """`4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)`."""
-    figures, what = results.metrics(), results.score_name
+    figures, score = results.metrics(), results.score_name
     parts = [
-        f"{LABELS[model]} {figures[f'{model}_worker_{what}_mean']:.4f} "
-        f"(worst 10 percent {figures[f'{model}_worker_{what}_worst10']:.4f})"
+        f"{LABELS[model]} {figures[f'{model}_worker_{score}_mean']:.4f} "
+        f"(worst 10 percent {figures[f'{model}_worker_{score}_worst10']:.4f})"
         for model in results.scores
     ]
     return f"{plural(len(results.workers), 'worker')}: {', '.join(parts)}"
@@ -78,8 +78,8 @@ def draw_workers(results: WorkerResults, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    what = f"{results.score_name} on the workers' own test samples"
-    figure.suptitle(f"{title}: {what}, round {results.round}", fontsize="medium")
+    heading = f"{results.score_name} on the workers' own test samples"
+    figure.suptitle(f"{title}: {heading}, round {results.round}", fontsize="medium")
     axes = figure.subplots()
     n = len(results.workers)
     share = 100 * (np.arange(n) + 0.5) / n

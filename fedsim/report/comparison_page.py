@@ -149,8 +149,8 @@ def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def comparison_table(comparison: Comparison) -> dict[str, Any]:
     """The head of the table and its rows group by group, with the first axis after the others."""
-    rows, found, headings = comparison.summary, columns(comparison), comparison.settings.headings
-    shown = filled(found, [name for name in found if name not in NOT_SHOWN], rows)
+    rows, available, headings = comparison.summary, columns(comparison), comparison.settings.headings
+    shown = filled(available, [name for name in available if name not in NOT_SHOWN], rows)
     keys, lines = [*comparison.compared[1:], *comparison.compared[:1]], []
     for index, row in enumerate(rows):
         best = row.mark == "*"
@@ -160,7 +160,7 @@ def comparison_table(comparison: Comparison) -> dict[str, Any]:
         lines.append({"labels": [*map(fmt.label, values)], "cells": cells, "best": best, "starts_group": starts_group})
     return {
         "axes": [*map(fmt.key_name, keys), *headings.values()],
-        "head": [found[name].heading for name in shown],
+        "head": [available[name].heading for name in shown],
         "rows": lines,
         "differences": "to_best" in shown,
     }

@@ -76,12 +76,12 @@ def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
 
 def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
     """The charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
-    found = metrics_in(records_of(runs))
+    available = metrics_in(records_of(runs))
     charts = []
-    for metric in [metric for metric in found if metric.chart] or METRICS[:1]:
-        summands = [part for part in found if parts and part.path[0] in PARTS.get(metric.key, ())]
+    for metric in [metric for metric in available if metric.chart] or METRICS[:1]:
+        summands = [part for part in available if parts and part.path[0] in PARTS.get(metric.key, ())]
         charts.append(Chart(metric.label, (metric, *summands)))
-    losses = tuple(metric for metric in found if metric.key in BOTH_LOSSES)
+    losses = tuple(metric for metric in available if metric.key in BOTH_LOSSES)
     if len(losses) == len(BOTH_LOSSES):
         place = next(index for index, chart in enumerate(charts) if chart.lines[0] == losses[-1])
         charts.insert(place + 1, Chart("Test and train loss", losses))
@@ -101,8 +101,8 @@ def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
     Virtual seconds are selected if all runs have them, else rounds.
     """
     timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
-    found = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
-    return [(ROUNDS, "rounds", not timed), *found] if found else []
+    choices = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
+    return [(ROUNDS, "rounds", not timed), *choices] if choices else []
 
 
 def line_name(metric: Metric) -> str:

@@ -97,12 +97,12 @@ class ReportCheck:
             self._reasons[n, weightless] = self._reason(n, weightless)
         if reason := self._reasons[n, weightless]:
             instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
-            what, remedy = f"the cohort has {n} workers", instead
+            problem, remedy = f"the cohort has {n} workers", instead
             if cohort.dropped:
                 dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
-                what = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
+                problem = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
                 remedy = f"a lower sampling.client_dropout, {instead}"
-            raise ExperimentError(f"round {round}: {what}; {reason}; use {remedy} or another aggregate.rule")
+            raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
         """Why n rows cannot be aggregated; empty if they can."""

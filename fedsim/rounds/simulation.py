@@ -261,9 +261,11 @@ class Simulation(Executor):
                 residuals = {name: kept[member.slot] for name, kept in self.shared.cohort.residuals.items()}
                 wholes = [rows[member.slot], *residuals.values()]
                 parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
-                given = dict(zip(residuals, parts[1:], strict=True))
+                residuals_of_row = dict(zip(residuals, parts[1:], strict=True))
                 coordinates = (*context.moment, member.worker)
-                nbytes = apply_chain(task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, given)
+                nbytes = apply_chain(
+                    task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, residuals_of_row
+                )
                 if task.experiment.nonfinite != "keep":
                     for residual in parts[1:]:  # NaN that the update has left out would be in later ones
                         parts[0] += (residual * 0).sum()

@@ -105,8 +105,10 @@ def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
     """The number of rows [d] in the files of a run."""
     rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
     if experiment.checkpoint.every != 0:
-        each = 1 if experiment.in_rounds else experiment.cohort_size
+        rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size
         if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:
-            each += how["ranks"]
-        rows += (experiment.checkpoint.keep + 1) * each  # the oldest is removed after the newest is written
+            rows_per_checkpoint += how["ranks"]
+        rows += (
+            experiment.checkpoint.keep + 1
+        ) * rows_per_checkpoint  # the oldest is removed after the newest is written
     return rows

@@ -72,7 +72,7 @@ class RecoveringLoop:
         self.state()
         self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
-    def _repeated(self, call: Callable[[], T], what: str, round: int, then: str = "") -> T:
+    def _repeated(self, call: Callable[[], T], action: str, round: int, then: str = "") -> T:
         """The result of `call`, repeated after a loss on new processes and from the state before; see `retried`."""
 
         def attempt(number: int) -> T:
@@ -86,5 +86,5 @@ class RecoveringLoop:
             attempt,
             self._retries,
             lambda loss, number: announce(loss, number, self._retries, self._note, round=round, then=then),
-            what,
+            action,
         )

@@ -167,9 +167,9 @@ def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
     except (ValueError, SafetensorError) as error:
         raise RecordError(f"{path}: is damaged: {one_line(error)}") from None
     module = task_of(experiment, torch.device("cpu")).new_module()
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    for name in dict.fromkeys([*own, *stored]):
-        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (stored, own)]
+    module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    for name in dict.fromkeys([*module_tensors, *stored]):
+        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (stored, module_tensors)]
         if shapes[0] != shapes[1]:
             raise RecordError(f"{path}: {show(name)} is {shapes[0]} there, and {shapes[1]} in the model")
     module.load_state_dict(stored, strict=False)

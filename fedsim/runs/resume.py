@@ -70,8 +70,8 @@ class ResumeState:
     def restore(self, rounds: Rounds) -> int:
         """Restore the run from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
         start = rounds.loop.state()
-        while (found := rounds.engine.broadcast(self.newest())) is not None:
-            round, state = found
+        while (checkpoint := rounds.engine.broadcast(self.newest())) is not None:
+            round, state = checkpoint
             try:
                 rounds.loop.resume(state)
             except UNFIT as error:
@@ -127,10 +127,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> None:
-    file, own = folder.path / EXPERIMENT, experiment.resolved()
-    with untrusted_config(file, [own]):
+    file, settings = folder.path / EXPERIMENT, experiment.resolved()
+    with untrusted_config(file, [settings]):
         there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
-    lines = differences_of(there.resolved(), own, (*NO_EFFECT, *LENGTH))
+    lines = differences_of(there.resolved(), settings, (*NO_EFFECT, *LENGTH))
     if experiment.rounds < max(rounds, there.rounds):
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
     if lines:

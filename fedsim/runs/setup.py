@@ -119,9 +119,9 @@ def _with_data(
 
 def task_of(experiment: Experiment, device: torch.device) -> RunTask:
     """The experiment as every process needs it. Raises ExperimentError if the model cannot be built."""
-    own = experiment.own()
-    algorithm = GradientOnly() if own.sends_gradients else as_algorithm(own.local.component)
-    task = RunTask(own, device, algorithm, Attackers(frozenset(experiment.byzantine)))
+    local_experiment = experiment.own()
+    algorithm = GradientOnly() if local_experiment.sends_gradients else as_algorithm(local_experiment.local.component)
+    task = RunTask(local_experiment, device, algorithm, Attackers(frozenset(experiment.byzantine)))
     checks.check_model(task)
     task = replace(task, algorithm=algorithm.for_model(task.new_module()))
     checks.check_client_algorithm(task)
@@ -162,8 +162,8 @@ def processes_of(experiment: Experiment, device: torch.device) -> int:
         default = min(most, MOST_RACING)
     else:
         default = engine.traits.default_processes(device, most, experiment.threads_per_process)
-    given = experiment.processes if "processes" in engine.traits.settings(most) else None
-    processes = min(most, given or default)
+    requested = experiment.processes if "processes" in engine.traits.settings(most) else None
+    processes = min(most, requested or default)
     # Data reaches the processes as tensors, whatever the data set is.
     reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"name"}})))
     if reason and engine.traits.may_lose_processes(processes):

@@ -301,8 +301,8 @@ class PowerOfChoice:
         losses: Callable[[Sequence[int]], np.ndarray],
     ) -> np.ndarray:
         drawn = np.sort(by_size(n_workers, self.candidates, rng, samples)[0])
-        found = losses(drawn.tolist())
-        return drawn[np.argsort(-np.where(np.isnan(found), np.inf, found), kind="stable")[:size]]
+        drawn_losses = losses(drawn.tolist())
+        return drawn[np.argsort(-np.where(np.isnan(drawn_losses), np.inf, drawn_losses), kind="stable")[:size]]
 
     def check(self, n_workers: int, size: int) -> None:
         """Raise ExperimentError unless there are at least `size` candidates, and as many workers."""

@@ -33,7 +33,7 @@ class KeepsItsRow(SGD):
         worker.kept["last"].copy_(rows)
         return {}
 
-    def personal_rows(self, rows, kept):
+    def personal_rows(self, rows, worker_state):
         return kept["last"].clone()
 
 

@@ -135,9 +135,9 @@ class Gram:
     def squared_distances(self) -> Tensor:
         """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
         offsets = self._basis.numpy()[:-1, :-1] if self._mixing is None else self._products_from(0)
-        own = offsets.diagonal()
+        squared_norms = offsets.diagonal()
         with np.errstate(all="ignore"):
-            scale = own + own[:, None]
+            scale = squared_norms + squared_norms[:, None]
             result = np.maximum(scale - 2 * offsets, 0)
             np.fill_diagonal(result, 0)
             inexact = result <= CANCELLED * scale
@@ -155,8 +155,8 @@ class Gram:
     def distances_to(self, coefficients: np.ndarray) -> np.ndarray:
         """Distances [m] of all rows from the point sum_i a_i z_i; the coefficients a [m] sum to one."""
         pulled = times(self.offsets, coefficients)
-        own = self.offsets.numpy().diagonal()
-        return np.sqrt(np.maximum(own - 2 * pulled + coefficients @ pulled, 0))
+        squared_norms = self.offsets.numpy().diagonal()
+        return np.sqrt(np.maximum(squared_norms - 2 * pulled + coefficients @ pulled, 0))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
         """Compute the squared distances of these pairs from differences; equal rows get equal distances."""

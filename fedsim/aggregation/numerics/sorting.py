@@ -71,10 +71,10 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
     comparators: list[Comparator] = []
     at, free = list(range(n)), n
     for low, high, lesser, greater in reversed(pairs):
-        one, other = at[low], at[high]
+        first, second = at[low], at[high]
         if lesser and greater:
-            at[low], free = free, one
-        comparators.append((one, other, at[low] if lesser else None, other if greater else None))
+            at[low], free = free, first
+        comparators.append((first, second, at[low] if lesser else None, second if greater else None))
     return tuple(comparators), [at[place] for place in needed]
 
 
@@ -102,11 +102,11 @@ def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
     room[:n] = values
     rows = list(room)
     comparators, places = network(n, needed)
-    for one, other, lesser, greater in comparators:
+    for first, second, lesser, greater in comparators:
         if lesser is not None:
-            np.minimum(rows[one], rows[other], out=rows[lesser])
+            np.minimum(rows[first], rows[second], out=rows[lesser])
         if greater is not None:
-            np.maximum(rows[one], rows[other], out=rows[greater])
+            np.maximum(rows[first], rows[second], out=rows[greater])
     return room[places]
 
 

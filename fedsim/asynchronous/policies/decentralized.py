@@ -150,15 +150,15 @@ class Pairwise(OwnModels):
 
     def average(self, server: ServerState, arrival: Arrival) -> None:
         """Average the models and buffers of a worker and its partner."""
-        slot, other = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
+        slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:
             buffers[slot] = server.shared.cohort.buffers[slot]
-        if other is not None:
-            mine, theirs = server.models[slot], server.models[other]
+        if partner is not None:
+            mine, theirs = server.models[slot], server.models[partner]
             theirs.copy_(mine.add_(theirs).mul_(0.5))
             if server.has_buffers and server.buffers == "average":
-                buffers[[slot, other]] = buffers[[slot, other]].mean(0)
+                buffers[[slot, partner]] = buffers[[slot, partner]].mean(0)
         server.increment_version()
 
     def publish(self, server: ServerState) -> None:

@@ -88,8 +88,8 @@ class LoggedOrder:
         else:
             dispatcher.receive(slot)
 
-    def _compare(self, event: Event, what: str, version: int, here: int) -> None:
-        self._require(version == here, event, f"{what} version {version}, and here it is {here}")
+    def _compare(self, event: Event, action: str, version: int, here: int) -> None:
+        self._require(version == here, event, f"{action} version {version}, and here it is {here}")
 
     def _require(self, holds: bool, event: Event, problem: str) -> None:
         if not holds:

@@ -142,9 +142,9 @@ class Measures:
     held_back: int = 0
     seconds: float = 0.0
 
-    def add(self, other: Measures) -> None:
+    def add(self, measures: Measures) -> None:
         """Add the measurements of another process or run."""
-        longest = max(self.seconds, other.seconds)
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        longest = max(self.seconds, measures.seconds)
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(measures, count.name))
         self.seconds = longest

@@ -37,11 +37,11 @@ class ProcessResult:
     measures: Measures = field(default_factory=Measures)
     entries: list[LogEntry] = field(default_factory=list)
 
-    def add(self, other: ProcessResult) -> None:
+    def add(self, result: ProcessResult) -> None:
         """Add the result of another process."""
-        self.stats.add(other.stats)
-        self.measures.add(other.measures)
-        self.entries += other.entries
+        self.stats.add(result.stats)
+        self.measures.add(result.measures)
+        self.entries += result.entries
 
 
 class RaceWorker(ABC):
@@ -153,11 +153,11 @@ class LockedRaceWorker(RaceWorker):
             return True
         if self._any_progress():
             return False
-        for other in np.flatnonzero((status == FINISHED) & (server.alive_mask == 1)).tolist():
-            if policy.may_start(server, other):  # else the others do not wait for it
-                server.alive_mask[other] = 0
+        for finished in np.flatnonzero((status == FINISHED) & (server.alive_mask == 1)).tolist():
+            if policy.may_start(server, finished):  # else the others do not wait for it
+                server.alive_mask[finished] = 0
                 policy.on_departure(server)
-                self._log(LEFT, WorkItem(other, other, self._round), self._event())
+                self._log(LEFT, WorkItem(finished, finished, self._round), self._event())
         if not self._any_progress():
             status[slot] = HELD_BACK
             self._measures.held_back += 1

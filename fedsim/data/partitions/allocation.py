@@ -69,7 +69,7 @@ def assign_samples(by_class: Sequence[np.ndarray], counts: np.ndarray, rng: np.r
 
 
 def draw_until_large_enough(
-    draw: Callable[[], np.ndarray], min_size: int, n_samples: int, n_workers: int, given: str, less_skew: str
+    draw: Callable[[], np.ndarray], min_size: int, n_samples: int, n_workers: int, parameters: str, less_skew: str
 ) -> np.ndarray:
     """The first counts [n_workers, ...] that `draw` returns with at least min_size samples for every worker.
 
@@ -89,7 +89,7 @@ def draw_until_large_enough(
             return counts
         best = max(best, smallest)
     raise ExperimentError(
-        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {given} for {n_workers} workers and "
+        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {parameters} for {n_workers} workers and "
         f"{n_samples} samples: the smallest shard had {best} at best; take a smaller min_size, {less_skew} or fewer "
         "workers"
     )

@@ -106,8 +106,8 @@ def partition_shards(
             f"{described(np.asarray(labels))}; use a strategy that needs none, such as iid or contiguous"
         )
     if virtual:
-        kept = labels if isinstance(labels, Tensor) else np.asarray(labels)
-        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, kept, ids)
+        label_array = labels if isinstance(labels, Tensor) else np.asarray(labels)
+        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, label_array, ids)
     labels = np.asarray(labels)
     values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in registration.takes:

@@ -158,9 +158,9 @@ class RaceLoop:
         if run == self._current:
             return
         tensors = self._tensors().values()
-        for saved, other, tensor in zip(self._states[self._current], self._states[run], tensors, strict=True):
+        for saved, next_state, tensor in zip(self._states[self._current], self._states[run], tensors, strict=True):
             saved.copy_(tensor)
-            tensor.copy_(other)
+            tensor.copy_(next_state)
         self._current = run
 
     def _tensors(self) -> dict[str, Tensor]:
