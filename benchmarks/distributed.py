@@ -209,8 +209,10 @@ def main() -> None:
     figures |= seconds_of_gradients(counts, options.rounds)
     with own_network() as inside:
         if inside is not None:
-            figures |= (found := bytes_of_all([count for count in counts if count > 1], inside))
-            shares = {name: found[name] for name in found if name.endswith("_of_formula") and "powersgd" not in name}
+            figures |= (counted := bytes_of_all([count for count in counts if count > 1], inside))
+            shares = {
+                name: counted[name] for name in counted if name.endswith("_of_formula") and "powersgd" not in name
+            }
             figures["holds"] &= all(abs(share - 1) <= EXACT for each in shares.values() for share in each.values())
     report("distributed", **figures)
 

@@ -151,9 +151,9 @@ def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
     client, entities = package.MlflowClient(), package.entities
     known = client.get_experiment_by_name(experiment)
     place = known.experiment_id if known else client.create_experiment(experiment)
-    found = client.search_runs([place], f"tags.{ID} = '{run.id}'", max_results=1) if run.resumed else []
-    if found:
-        name = found[0].info.run_id
+    runs = client.search_runs([place], f"tags.{ID} = '{run.id}'", max_results=1) if run.resumed else []
+    if runs:
+        name = runs[0].info.run_id
         client.update_run(name, "RUNNING")
     else:
         name = client.create_run(place, run_name=run.name, tags={ID: run.id, "group": run.group}).info.run_id

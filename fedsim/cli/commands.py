@@ -82,8 +82,8 @@ def run(
             print(to_toml(experiment), end="")
             return
         main = engines.get(experiment.engine).target.is_main()
-        given = resume or out or (None if main else Path(experiment.name))  # only the main process writes
-        folder = given or stack.enter_context(new_folder(experiment.name))
+        named_folder = resume or out or (None if main else Path(experiment.name))  # only the main process writes
+        folder = named_folder or stack.enter_context(new_folder(experiment.name))
         fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
         if main:
             print(folder)
@@ -261,8 +261,8 @@ def doctor() -> None:
     """Show what fedsim finds on this machine, what each engine would do here, and problems with what to do."""
     with errors_as_lines(quick=True):
         problems, fatal = list[tuple[str, str]](), False
-        for about, found in _versions():
-            _print(about, found)
+        for about, version in _versions():
+            _print(about, version)
         try:
             from fedsim.runs.checkup import findings
 
@@ -283,8 +283,8 @@ def doctor() -> None:
             raise typer.Exit(FAILED)
 
 
-def _print(about: str, found: str) -> None:
-    print(hang(f"{about:<{COLUMNS}} ", found, terminal_columns()), flush=True)
+def _print(about: str, text: str) -> None:
+    print(hang(f"{about:<{COLUMNS}} ", text, terminal_columns()), flush=True)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

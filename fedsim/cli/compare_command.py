@@ -102,13 +102,13 @@ def compare(
 ) -> None:
     """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
     key, values = (tune or "").partition("=")[::2]
-    given = [*(words or []), *([tune] if tune and values else [])]
+    all_words = [*(words or []), *([tune] if tune and values else [])]
     with errors_as_lines(quick=True):
         if tune is not None and not key.strip():
             raise ExperimentError(f"--tune {show(tune)}: must be a key and its values, such as local.lr=0.03,0.1")
-        folders = [Path(word) for word in given if _is_comparison(word)]
+        folders = [Path(word) for word in all_words if _is_comparison(word)]
         if not folders:
-            source, changes = source_and_overrides(given, context)
+            source, changes = source_and_overrides(all_words, context)
             check_names_of_comparison(source, changes, skip_invalid=skip_invalid)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         from fedsim.comparison import plan_comparison, run_comparison
@@ -128,7 +128,7 @@ def compare(
             heatmap=heatmap,
         )
         if folders:
-            if len(folders) < len(given) or shard or dry_run:
+            if len(folders) < len(all_words) or shard or dry_run:
                 raise ExperimentError(
                     "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst, "
                     "--metric, --heatmap and --allow-imports"

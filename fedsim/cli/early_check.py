@@ -58,9 +58,9 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
     problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
-        own = [change for key, value in point.items() for change in changes_of(key, copy.deepcopy(value))]
+        point_changes = [change for key, value in point.items() for change in changes_of(key, copy.deepcopy(value))]
         try:
-            lines = problems_with_names(copy.deepcopy(description), [*in_all, *own])
+            lines = problems_with_names(copy.deepcopy(description), [*in_all, *point_changes])
         except ExperimentError as error:  # the changes contradict each other
             lines = list(error.lines)
         for line in lines:
@@ -99,8 +99,8 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
         if key in table.tables:
             yield from _in_table(table.tables[key], value, f"{prefix}{key}", tables)
         elif key in table.lists:
-            for index, each in enumerate(value if isinstance(value, list) else ()):
-                yield from _in_table(table.lists[key], each, f"{prefix}{key}[{index}]", tables)
+            for index, entry in enumerate(value if isinstance(value, list) else ()):
+                yield from _in_table(table.lists[key], entry, f"{prefix}{key}[{index}]", tables)
         elif key not in table.keys:
             unknown[key] = value
     engine = tables.get("engine", DEFAULT_ENGINE)

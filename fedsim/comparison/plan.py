@@ -275,7 +275,7 @@ def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -
 
 def _refuse_contradictions(in_all: list[Change], point_changes: list[Change]) -> None:
     """Raise ExperimentError if two axes set one key, or an axis sets a key that is set for all runs."""
-    keys = [key_changed(*change) for change in own]
+    keys = [key_changed(*change) for change in point_changes]
     for key in keys:
         if keys.count(key) > 1:
             raise ExperimentError(f"{key}: is set by two axes")
@@ -337,8 +337,8 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation_fraction=0.1"
         )
-    if settings.tune is not None and (found := untrained_part(experiments)):
-        algorithm, number = found
+    if settings.tune is not None and (untrained := untrained_part(experiments)):
+        algorithm, number = untrained
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results of the global model, and with "
             f"{algorithm} workers keep a part of it; compare all values of {settings.tune}, without tune, "
@@ -352,17 +352,17 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     The second text is the number by which such runs can be compared, and the setting that it needs.
     """
     seen = set()
-    for each in experiments:
-        tables = each.resolved()
+    for experiment in experiments:
+        tables = experiment.resolved()
         key = canonical([tables["model"], tables["local"]])
-        if key in seen or not each.local.component.has("for_model"):
+        if key in seen or not experiment.local.component.has("for_model"):
             continue
         seen.add(key)
-        if task_of(each, torch.device("cpu")).algorithm.personal_columns.width:
-            score = "accuracy" if correct_of(each.task.component) else "loss"
+        if task_of(experiment, torch.device("cpu")).algorithm.personal_columns.width:
+            score = "accuracy" if correct_of(experiment.task.component) else "loss"
             personal = f"metrics.personal_worker_{score}_mean and data.local_test_fraction=0.2"
-            number = personal if each.policy.component.in_rounds else "train_loss"
-            return f"local.algorithm = {show(each.local.algorithm)}", number
+            number = personal if experiment.policy.component.in_rounds else "train_loss"
+            return f"local.algorithm = {show(experiment.local.algorithm)}", number
     return None
 
 
@@ -391,7 +391,7 @@ def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
 
 
 def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
-    """Return the number `by`, such as "-metrics.drift", with the sign that a metric of the experiments declares.
+    """Return the name of a metric, such as "-metrics.drift", with the sign that a metric of the experiments declares.
 
     Raises ExperimentError if these experiments cannot record the number, or no value of it is better than another.
     """
@@ -401,27 +401,33 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
     metric = metric_called(name)
     key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
-        own = [f"metrics.{each.component.label}" for experiment in experiments for each in experiment.metrics]
-        raise ExperimentError(f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *own]))}")
-    if key.startswith("validation_") and not all(each.data.validation_fraction for each in experiments):
+        metric_names = [
+            f"metrics.{metric.component.label}" for experiment in experiments for metric in experiment.metrics
+        ]
+        raise ExperimentError(
+            f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *metric_names]))}"
+        )
+    if key.startswith("validation_") and not all(experiment.data.validation_fraction for experiment in experiments):
         raise ExperimentError(f"{where}: add data.validation_fraction=0.1")
     if key in ("test_accuracy", "validation_accuracy"):
-        for each in experiments:
-            if correct_of(each.task.component) is None:
-                raise ExperimentError(f"{where}: the task {each.task.name} has no accuracy; use a loss or a metric")
+        for experiment in experiments:
+            if correct_of(experiment.task.component) is None:
+                raise ExperimentError(
+                    f"{where}: the task {experiment.task.name} has no accuracy; use a loss or a metric"
+                )
     if metric.better is None:
         raise ExperimentError(
             f"{where}: neither a higher nor a lower one is better; write +{key} if a higher one is better for you, or "
             f"-{key}"
         )
     label = key.removeprefix("metrics.").removeprefix("validation_")
-    found = [each.component for experiment in experiments for each in experiment.metrics]
-    declared = next((each.higher_is_better for each in found if each.label == label), None)
+    components = [metric.component for experiment in experiments for metric in experiment.metrics]
+    declared = next((component.higher_is_better for component in components if component.label == label), None)
     return name if declared is None or name != key else f"{'+' if declared else '-'}{key}"
 
 
 def require_number(name: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if there are last rounds of finished runs, and none of them has the number `by`."""
+    """Raise ExperimentError if there are last rounds of finished runs, and none of them has this number."""
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
         hint = nearest(metric.key, [each.key for each in metrics_in(last)])

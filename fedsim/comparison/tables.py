@@ -99,7 +99,7 @@ def columns(comparison: Comparison) -> dict[str, Column]:
 
 def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
     """Return the cells of the named columns, without empty columns other than the score."""
-    cells = {name: [found[name].cell_of(row) for row in rows] for name in names if name in found}
+    cells = {name: [by_name[name].cell_of(row) for row in rows] for name in names if name in by_name}
     return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
 
 
@@ -299,7 +299,7 @@ def summary_text(comparison: Comparison) -> str:
     shown += [texts.pop(name) for name in ("difference", "runs") if name in texts]
     shown = [column for column in shown if any(column[1:])]
     left, left_out = TABLE_COLUMNS - sum(map(_width, shown)), []
-    for column in (texts[name] for name in found if name in texts and name != "score"):
+    for column in (texts[name] for name in by_name if name in texts and name != "score"):
         if _width(column) <= left:
             left -= _width(column)
             shown.insert(-1, column)
@@ -390,15 +390,15 @@ Breaking = tuple[dict[str, Any], BreakingPoint]  # the values on the other compa
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
     """The breaking points along each axis of numbers, by its key; empty without a target."""
-    target, found = comparison.settings.target, dict[str, list[Breaking]]()
+    target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
         return {}
     for key in numeric_axes(comparison.axes, comparison.compared):
-        found[key] = []
+        points[key] = []
         for curve in value_curves(comparison.rows, key):
             others = {axis: value for axis, value in curve[0].point.items() if axis != key}
-            found[key].append((others, breaking_point(curve, key, comparison.test, target)))
-    return found
+            points[key].append((others, breaking_point(curve, key, comparison.test, target)))
+    return points
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
@@ -423,7 +423,7 @@ def results_csv(comparison: Comparison) -> str:
 def curves_csv(comparison: Comparison) -> str:
     """One row per run and round; cells are empty if the round has no such number."""
     declared = dict.fromkeys(
-        name for run in comparison.runs for each in run.history for name in component_metrics(each)
+        name for run in comparison.runs for record in run.history for name in component_metrics(record)
     )
     names = ["test_accuracy", *LAST_ROUND, *declared]
     rows: list[list[Any]] = [["id", *comparison.axes, *Progress._fields, *names, "seconds"]]

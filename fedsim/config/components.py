@@ -174,13 +174,13 @@ def list_module(path: Path, columns: int | None = None) -> str:
     except (SyntaxError, ValueError) as error:
         raise ExperimentError(f"{path}: cannot be read as Python: {one_line(error)}") from None
     module = ".".join(path.with_suffix("").parts)
-    found = {
+    components = {
         f"{module}:{node.name}": ast.get_docstring(node) or "no docstring"
         for node in body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
     }
-    width = max(map(len, found), default=0)
-    lines = [hang(f"  {name:<{width}} ", cut(text.partition("\n")[0]), columns) for name, text in found.items()]
+    width = max(map(len, components), default=0)
+    lines = [hang(f"  {name:<{width}} ", cut(text.partition("\n")[0]), columns) for name, text in components.items()]
     return "\n".join([str(path), *lines])
 
 

@@ -135,9 +135,9 @@ class Experiment(Table):
     def _mode_is_no_policy(cls, mode: Any) -> Any:
         if mode in policy.names():
             synchronous = mode == schema.AsyncPolicy.model_fields["name"].default
-            other = "mode=rounds" if synchronous else f"mode=race policy={mode} for processes that race"
+            alternative = "mode=rounds" if synchronous else f"mode=race policy={mode} for processes that race"
             raise ExperimentError(
-                f"mode = {show(mode)}: is a policy; write {other}, or mode=clock policy={mode} for virtual time"
+                f"mode = {show(mode)}: is a policy; write {alternative}, or mode=clock policy={mode} for virtual time"
             )
         return mode
 

@@ -88,9 +88,9 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
 
 def table_of(annotation: Any) -> type[Table] | None:
     """The table that an annotation is, or is a list of; None for other annotations."""
-    for each in (annotation, *get_args(annotation)):
-        if isinstance(each, type) and issubclass(each, Table):
-            return each
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Table):
+            return candidate
     return None
 
 
@@ -144,11 +144,11 @@ def _words(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{show(value)}`" for value in inner)
     if origin in (Union, types.UnionType):
-        given = [_words(each) for each in inner if each is not type(None)]
-        return " or ".join(given) + (", or unset" if type(None) in inner else "")
+        alternatives = [_words(element) for element in inner if element is not type(None)]
+        return " or ".join(alternatives) + (", or unset" if type(None) in inner else "")
     if origin in (list, tuple, set, frozenset):
-        each = next((_words(one) for one in inner if one is not ...), "any value")
-        return f"list of: {each}"
+        element = next((_words(one) for one in inner if one is not ...), "any value")
+        return f"list of: {element}"
     if origin is dict or annotation is dict:
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -158,13 +158,13 @@ def _words(annotation: Any) -> str:
 
 def _with_limits(text: str, metadata: Any) -> str:
     limits = []
-    for each in (part for one in metadata for part in getattr(one, "metadata", [one])):
+    for limit in (part for one in metadata for part in getattr(one, "metadata", [one])):
         for kind, words in LIMITS.items():
-            value = getattr(each, kind.__name__.lower(), None) if isinstance(each, kind) else None
+            value = getattr(limit, kind.__name__.lower(), None) if isinstance(limit, kind) else None
             if value is not None and abs(value) < HUGE:
                 limits.append(f"{words} {value:g}")
-        if isinstance(each, MinLen):
-            limits.append(f"at least {each.min_length} of them")
+        if isinstance(limit, MinLen):
+            limits.append(f"at least {limit.min_length} of them")
     return f"{text} {' and '.join(limits)}" if limits else text
 
 
@@ -177,11 +177,11 @@ def attribute_docstrings(kind: type) -> dict[str, str]:
     >>> attribute_docstrings(Checkpoint)["keep"]
     'Number of newest checkpoints that are kept.'
     """
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] == "fedsim":
-            found |= _in_source(textwrap.dedent(inspect.getsource(base)))
-    return found
+            docstrings |= _in_source(textwrap.dedent(inspect.getsource(base)))
+    return docstrings
 
 
 def _in_source(source: str) -> dict[str, str]:

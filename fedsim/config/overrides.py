@@ -129,11 +129,11 @@ def _names_component(keys: list[str]) -> bool:
 
 
 def _refuse_alternatives(changes: Iterable[Change]) -> None:
-    given = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
+    changed = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
     tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
-    given |= {f"{table}.{key}" for table, value in tables for key in value}
+    changed |= {f"{table}.{key}" for table, value in tables for key in value}
     for place, table in component_tables().items():
-        if len(given & {f"{place}.{key}" for key in table.alternatives}) > 1:
+        if len(changed & {f"{place}.{key}" for key in table.alternatives}) > 1:
             raise ExperimentError(both_given_error(place, table.alternatives))
 
 
@@ -163,6 +163,6 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             for parameter in set(table) - set(of_component.keys):
                 del table[parameter]
         if key in of_component.alternatives:
-            for other in of_component.alternatives:
-                table.pop(other, None)
+            for alternative in of_component.alternatives:
+                table.pop(alternative, None)
     table[key] = value

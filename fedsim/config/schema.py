@@ -272,10 +272,10 @@ class Local(ComponentTable):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        given = [key for key in cls.alternatives if table.get(key) is not None]
-        if len(given) > 1:
+        lengths = [key for key in cls.alternatives if table.get(key) is not None]
+        if len(lengths) > 1:
             raise cls.not_both()
-        return table if given else {**table, "epochs": 1}
+        return table if lengths else {**table, "epochs": 1}
 
 
 class Attack(ComponentTable):
@@ -328,14 +328,16 @@ class Aggregate(ComponentTable):
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         rule = table.get("rule", cls.model_fields["rule"].default)
-        own = {key: table[key] for key in cls.model_fields if key in table}
-        resolved = cls._resolve(rule, {key: value for key, value in table.items() if key not in own}, table.get("f"))
+        table_keys = {key: table[key] for key in cls.model_fields if key in table}
+        resolved = cls._resolve(
+            rule, {key: value for key, value in table.items() if key not in table_keys}, table.get("f")
+        )
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
-            return {**stages[0], **own, "rule": stages[0]["rule"]}
-        given = [as_table(stage, "aggregate.rule") for stage in rule]
-        stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, given, strict=True)]
-        return {**own, "rule": stages}
+            return {**stages[0], **table_keys, "rule": stages[0]["rule"]}
+        stage_tables = [as_table(stage, "aggregate.rule") for stage in rule]
+        stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, stage_tables, strict=True)]
+        return {**table_keys, "rule": stages}
 
     def check_parameters(self) -> None:
         """`completed` has checked them."""

@@ -137,8 +137,8 @@ def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
             for registration in components.values():
                 for key in registration.parameter_names:
                     if key not in table.keys:
-                        found = (with_these if registration.name == chosen else with_others).setdefault(key, [])
-                        found.extend({f"{place}.{key}"} - set(found))
+                        places = (with_these if registration.name == chosen else with_others).setdefault(key, [])
+                        places.extend({f"{place}.{key}"} - set(places))
     return {**with_others, **with_these}
 
 
@@ -152,14 +152,14 @@ class _Declarations(NamedTuple):
 
 @functools.cache
 def _declarations() -> _Declarations:
-    found = _Declarations({}, {})
+    declarations = _Declarations({}, {})
     for path in sorted(PACKAGE.rglob("*.py")):
         for definition, decorator, registry, title, takes in DECLARATION.findall(path.read_text(encoding="utf-8")):
             if registry:
-                found.registries[registry] = title, bool(takes)
-            elif path not in (files := found.files.setdefault(definition or decorator, [])):
+                declarations.registries[registry] = title, bool(takes)
+            elif path not in (files := declarations.files.setdefault(definition or decorator, [])):
                 files.append(path)
-    return found
+    return declarations
 
 
 @functools.cache
@@ -207,17 +207,19 @@ def _is_dataclass(definition: ast.ClassDef) -> bool:
 def _table(class_name: str, place: str = "") -> SourceTable:
     """The table at a dotted key, which a class of `fedsim.config` describes."""
     definition = _class(class_name)
-    fields = {name: each for name, each in _fields(_bases(definition)).items() if "ClassVar" not in ast.unparse(each)}
+    fields = {
+        name: field for name, field in _fields(_bases(definition)).items() if "ClassVar" not in ast.unparse(field)
+    }
     tables, lists = dict[str, SourceTable](), dict[str, SourceTable]()
-    for name, each in fields.items():
-        for word in ast.walk(each.annotation):
+    for name, field in fields.items():
+        for word in ast.walk(field.annotation):
             if isinstance(word, (ast.Name, ast.Attribute)) and _is_table(_name(word)):
                 below = _table(_name(word), f"{place}.{name}".lstrip("."))
-                (tables if word is each.annotation else lists)[name] = below
-    own = (key for key in fields if key not in lists and f"{place}.{key}" in KIND_OF_KEY)
-    naming = next(own, "name" if place in KIND_OF_KEY else "")
+                (tables if word is field.annotation else lists)[name] = below
+    naming_keys = (key for key in fields if key not in lists and f"{place}.{key}" in KIND_OF_KEY)
+    naming = next(naming_keys, "name" if place in KIND_OF_KEY else "")
     value = fields[naming].value if naming else None
-    assigned = (each for each in definition.body if isinstance(each, ast.Assign))
+    assigned = (field for field in definition.body if isinstance(field, ast.Assign))
     return SourceTable(
         keys=tuple(fields),
         tables=tables,

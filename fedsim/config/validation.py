@@ -176,10 +176,8 @@ def _client_setting(experiment: Experiment) -> str:
 
 
 def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
-    other = "omit it" if experiment.local.keep_state else "use another algorithm"
-    return (
-        f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {other}, or {instead}"
-    )
+    client_remedy = "omit it" if experiment.local.keep_state else "use another algorithm"
+    return f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {client_remedy}, or {instead}"
 
 
 def _check_sizes(experiment: Experiment) -> Iterator[str]:

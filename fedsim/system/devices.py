@@ -95,7 +95,7 @@ def require_shared_memory(nbytes: int) -> None:
         )
 
 
-def require_memory(nbytes: int, what: str, instead: str) -> None:
+def require_memory(nbytes: int, purpose: str, instead: str) -> None:
     """Raise ExperimentError unless so many bytes of main memory are free, in the machine and in this container.
 
     Args:
@@ -105,7 +105,7 @@ def require_memory(nbytes: int, what: str, instead: str) -> None:
     free = free_memory()
     if nbytes > free:
         raise ExperimentError(
-            f"memory: {what} takes {show_bytes(nbytes)}, and {show_bytes(free)} are free; make room, or use {instead}"
+            f"memory: {purpose} takes {show_bytes(nbytes)}, and {show_bytes(free)} are free; make room, or use {instead}"
         )
 
 
@@ -158,8 +158,8 @@ def _cgroups() -> list[Path]:
     groups = [CGROUP]
     with contextlib.suppress(OSError, StopIteration):
         lines = OWN_CGROUP.read_text().splitlines()
-        own = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
-        parts = [part for part in own.split("/") if part not in ("", "..")]
+        group = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        parts = [part for part in group.split("/") if part not in ("", "..")]
         groups += [CGROUP.joinpath(*parts[: count + 1]) for count in range(len(parts))]
     return groups
 

@@ -81,8 +81,8 @@ def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
     Raises RecordError, with `when` in its line, if another program removed, replaced or changed the file.
     """
     with contextlib.suppress(OSError):
-        found = os.stat(path)
-        if os.path.samestat(found, os.fstat(file.fileno())) and found.st_size == file.tell():
+        status = os.stat(path)
+        if os.path.samestat(status, os.fstat(file.fileno())) and status.st_size == file.tell():
             return
     raise RecordError(
         f"{path}: was removed or changed by another program {when}; the run stops, since rounds would be missing there"
@@ -209,12 +209,12 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
     """Raise OSError unless `read_bounded` would read the file."""
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    if found.st_size > most:
+    if status.st_size > most:
         raise _too_large(most)
     if inside is not None:
         require_inside(path, inside)

@@ -34,7 +34,7 @@ class KeepsItsRow(SGD):
         return {}
 
     def personal_rows(self, rows, worker_state):
-        return kept["last"].clone()
+        return worker_state["last"].clone()
 
 
 @pytest.fixture
