@@ -1,11 +1,11 @@
-"""Simulate N workers of distributed or federated SGD on one GPU, or one CPU.
+"""Simulate N workers of distributed or federated SGD on one GPU or one CPU.
 
     import fedsim
     result = fedsim.run({"workers": 8, "rounds": 5})
 
-`fedsim.run` runs an experiment; the other names are the pieces it is made of, for use by themselves.
+`fedsim.run` runs an experiment. The other public names are parts of a run that can be used separately.
 
-A name is imported when it is first used: PyTorch takes a second or more, and `fedsim --help` does not need it.
+Names are imported on first use: importing PyTorch takes a second or more, and `fedsim --help` does not need it.
 """
 
 # ruff: noqa: F401
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fedsim.system.c_libraries import wait_passively
 from fedsim.version import __version__
 
-wait_passively()  # before PyTorch is imported
+wait_passively()  # must run before PyTorch is imported
 
 if TYPE_CHECKING:
     from fedsim.aggregation import aggregate, pre_aggregate
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fedsim.runs.session import Session
     from fedsim.server import ServerOptimizer
 
-# Public names by the module that defines them: the imports above, which only type checkers execute.
+# Module of each public name, read from the imports above, which only type checkers execute.
 MODULE_OF = {
     alias.name: str(statement.module)
     for block in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
@@ -74,7 +74,7 @@ __all__ = ["__version__", *sorted(MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module of the package, imported on first use."""
+    """Import a public name or a module of the package on first use."""
     if name in MODULE_OF:
         value = globals()[name] = getattr(importlib.import_module(MODULE_OF[name]), name)
         return value
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        if error.name != path:  # the module exists, and a package that it needs does not
+        if error.name != path:  # the module exists, but a package that it needs is missing
             raise
     raise AttributeError(f"module 'fedsim' has no attribute {name!r}")
 

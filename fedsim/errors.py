@@ -1,4 +1,4 @@
-"""The exceptions and warnings of fedsim, and how values look in their messages."""
+"""Exceptions and warnings of fedsim, and functions that format the values in their messages."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-MAX_PROBLEMS = 100  # reported of one experiment
-MAX_NAME = 100  # characters of a name
-MAX_TEXT = 300  # characters of a path, or of another library's message, in an error line
-MAX_LINE = 1000  # characters of an error line on the terminal
-MAX_VALUE = 80  # characters of a value in an error line
+MAX_PROBLEMS = 100  # maximum number of error lines per experiment
+MAX_NAME = 100  # maximum number of characters of a name
+MAX_TEXT = 300  # the same for a path, or a message of another library, in an error line
+MAX_LINE = 1000  # the same for an error line on the terminal
+MAX_VALUE = 80  # the same for a value in an error line
 DEVICE_ASSERT = (
-    "often an index is out of range, such as a label or a token of nn.Embedding; device=cpu shows which; this process "
-    "cannot use the GPU any more"
+    "often an index is out of range, such as a label or a token of nn.Embedding; run with device=cpu to see which; "
+    "this process can no longer use the GPU"
 )
-PLACE = re.compile(r"[A-Za-z_][\w.\[\]-]*(?= = |: )")  # at the start of an error line
+PLACE = re.compile(r"[A-Za-z_][\w.\[\]-]*(?= = |: )")  # the key at the start of an error line
 
 
 class FedsimError(Exception):
-    """Base class of all errors that fedsim raises on purpose."""
+    """Base class of all errors that fedsim raises intentionally."""
 
 
 class ExperimentError(FedsimError, ValueError):
-    """The experiment is not valid: one line per problem, with place, value, and what is allowed.
+    """The experiment is invalid. The message has one line per problem, with the key, its value, and what is allowed.
 
     Args:
-        lines: the problems. A line begins with the wrong key: `aggregate.f = 9: must be ...`, `clock: needs ...`.
-        source: the file that holds the experiment; each line then begins with it.
+        lines: error lines, which start with the wrong key: `aggregate.f = 9: must be ...`, `clock: needs ...`.
+        source: file that contains the experiment; each line then starts with this file.
 
     Attributes:
-        lines: the problems, at most MAX_PROBLEMS and one line that counts the others.
-        keys: the key of each line; "" for a line that names none.
-        key: the first of these keys.
+        lines: at most MAX_PROBLEMS error lines, and one line that counts the remaining problems.
+        keys: key of each line; "" for a line without a key.
+        key: key of the first line.
 
     >>> error = ExperimentError("aggregate.f = 9: must be at most 3", source="my.toml")
     >>> error.key, str(error)
@@ -55,25 +55,25 @@ class ExperimentError(FedsimError, ValueError):
 
 
 class DivergedError(ExperimentError):
-    """Updates or the global model hold NaN or infinity.
+    """Updates or the global model contain NaN or infinity.
 
     Args:
-        what: that holds it, as the subject of a sentence.
-        remedy: what to change, if that is known.
-        round: in which this happened, if it is known.
+        problem: what contains NaN or infinity, as a sentence.
+        remedy: what to change; "" if unknown.
+        round: round in which the problem occurred; None if unknown.
 
-    >>> str(DivergedError("an update holds NaN", "reduce local.lr", 3))
-    'round 3: an update holds NaN; reduce local.lr'
+    >>> str(DivergedError("an update contains NaN", "reduce local.lr", 3))
+    'round 3: an update contains NaN; reduce local.lr'
     """
 
-    def __init__(self, what: str, remedy: str, round: int | None = None) -> None:
-        line = f"{what}; {remedy}" if remedy else what
+    def __init__(self, problem: str, remedy: str, round: int | None = None) -> None:
+        line = f"{problem}; {remedy}" if remedy else problem
         super().__init__(line if round is None else f"round {round}: {line}")
-        self.what, self.remedy, self.round = what, remedy, round
+        self.problem, self.remedy, self.round = problem, remedy, round
 
     def __reduce__(self) -> tuple[type[DivergedError], tuple[str, str, int | None]]:
-        """Processes send it to each other."""
-        return type(self), (self.what, self.remedy, self.round)
+        """Support pickling, because processes send this error to each other."""
+        return type(self), (self.problem, self.remedy, self.round)
 
 
 class DataError(FedsimError):
@@ -85,21 +85,21 @@ class RecordError(FedsimError):
 
 
 class FedsimWarning(UserWarning):
-    """The run continues, but differs from its description: one line."""
+    """The run continues, but deviates from its description. The message is one line."""
 
 
 class SettingWarning(FedsimWarning):
-    """A setting of the experiment has no effect, or an effect that is probably not intended: one line."""
+    """A setting has no effect, or an effect that is probably not intended. The message is one line."""
 
 
 class MissingPackageError(FedsimError, ImportError):
-    """A package of one of fedsim's extras is needed and not installed."""
+    """A package from one of fedsim's extras is needed but not installed."""
 
 
-class StopRun(Exception):  # noqa: N818  # like StopIteration, it is no error
-    """Raised by `on_round` to end the run after this round; `fedsim.run` returns its result.
+class StopRun(Exception):  # noqa: N818  # not an error, like StopIteration
+    """Raise this exception in `on_round` to end the run after the current round.
 
-    The text of the exception is the reason, `Result.stopped`.
+    `fedsim.run` then returns the result so far. The message of the exception becomes `Result.stopped`.
 
     >>> import fedsim
     >>> def on_round(record):
@@ -112,16 +112,16 @@ class StopRun(Exception):  # noqa: N818  # like StopIteration, it is no error
 
 
 class WorkerError(FedsimError, RuntimeError):
-    """A worker, or its process, failed: names the worker, the process, the round and the reason."""
+    """A worker or its process failed. The message names the worker, the process, the round and the reason."""
 
 
 class ProcessLostError(WorkerError):
-    """A process that trains workers died or hangs. Another process could repeat its work.
+    """A process that trains workers died or hangs. Another process can repeat its work.
 
     Attributes:
-        why: what happened to the process, as the end of a sentence: "was killed by SIGKILL".
-        process: its number.
-        worker: the worker that it trained; None if it trained none, or several together.
+        why: what happened to the process, as the predicate of a sentence: "was killed by SIGKILL".
+        process: number of the process.
+        worker: worker that the process was training; None if it was training no worker or several at once.
     """
 
     def __init__(self, line: str, why: str, process: int, worker: int | None) -> None:
@@ -130,7 +130,7 @@ class ProcessLostError(WorkerError):
 
 
 def show_warnings_as_lines() -> None:
-    """From now on print fedsim's warnings on stderr as one line, `warning: ...`; others stay as they are."""
+    """Print each fedsim warning on stderr as one line, `warning: ...`. Other warnings do not change."""
     show_other = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **further: Any) -> None:
@@ -143,9 +143,9 @@ def show_warnings_as_lines() -> None:
 
 
 def show(value: Any) -> str:
-    """A value as an experiment file would write it, printable and shortened to MAX_VALUE characters."""
+    """Format a value as in an experiment file, with printable characters only and at most MAX_VALUE of them."""
     text = printable(_as_toml(value))
-    return text if len(text) <= MAX_VALUE else f"{text[:47]}...{text[-30:]}"  # the end of a path matters most
+    return text if len(text) <= MAX_VALUE else f"{text[:47]}...{text[-30:]}"  # the end of a path matters
 
 
 def _as_toml(value: Any) -> str:
@@ -154,12 +154,12 @@ def _as_toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_as_toml, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key} = {_as_toml(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {_as_toml(item)}' for key, item in value.items())}}}"
     return " ".join(repr(value).split())
 
 
 def show_bytes(count: float) -> str:
-    """A number of bytes with a decimal unit: `1.5 MB`."""
+    """Format a number of bytes with a decimal unit: `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -168,33 +168,33 @@ def show_bytes(count: float) -> str:
 
 
 def plural(count: int, thing: str) -> str:
-    """`1 round`, `2 rounds`."""
+    """Return `1 round`, `2 rounds` and so on."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def cut(text: str) -> str:
-    """A text that may come from a file, printable and shortened to MAX_TEXT characters."""
+    """Make a text that may come from a file printable, and shorten it to MAX_TEXT characters."""
     text = printable(text)
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def one_line(error: BaseException) -> str:
-    """Another library's exception as `Type: message`, on one line."""
+    """Format an exception of another library as `Type: message` on one line."""
     message = str(error)
-    if "device-side assert" in message:  # the rest of CUDA's message is for programmers of kernels
+    if "device-side assert" in message:  # the rest of CUDA's message is for kernel developers
         message = f"{message.partition(chr(10))[0]}; {DEVICE_ASSERT}"
     return f"{type(error).__name__}: {cut(' '.join(message.split()))}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a FedsimError; any other exception as `one_line`."""
+    """Return the first line of a FedsimError, or the result of `one_line` for any other exception."""
     return str(error).splitlines()[0] if isinstance(error, FedsimError) else one_line(error)
 
 
 def printable(text: str) -> str:
-    """A text with `?` for each character that could control a terminal or break the line, at most MAX_LINE characters.
+    """Replace each character that could control a terminal or break the line by `?`.
 
-    The middle of a longer text is left out, since the end of an error line names the remedy.
+    A text longer than MAX_LINE loses its middle, because the end of an error line contains the remedy.
     """
     text = text if len(text) <= MAX_LINE else f"{text[: MAX_LINE // 2]}...{text[3 - MAX_LINE // 2 :]}"
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,17 +1,16 @@
-"""Loggers: where the numbers of each round go besides the run folder: TensorBoard, Weights & Biases, MLflow.
+"""Loggers send the numbers of each round to TensorBoard, Weights & Biases or MLflow, in addition to the run folder.
 
-A logger is a function that returns a context manager around the rounds of a run, whose value is called after each
-round. Its argument `run` is a `LoggedRun`; its keyword-only parameters are its configuration:
+A logger is a function that returns a context manager. The rounds of a run are executed inside this context, and its
+value is called after each round. The argument `run` is a `LoggedRun`. Keyword-only parameters are configuration:
 
     @logger("print")
     @contextlib.contextmanager
     def to_terminal(run, *, digits: int = 3):
         yield lambda round, numbers: print(run.name, round, {tag: f"{x:.{digits}g}" for tag, x in numbers.items()})
 
-The context ends with the exception that ended the run, if there was one. Only the process that writes the records has
-loggers. No
-address or path is a parameter, since an experiment file may come from an unknown author: trackers write where their
-package does by default, which its own environment variables change.
+If an exception ends the run, the context receives it. Only the process that writes the records uses loggers. No logger
+has an address or path as a parameter, because an experiment file may come from an unknown author. Each tracker writes
+to the default location of its package, which environment variables of that package can change.
 """
 
 from __future__ import annotations
@@ -27,33 +26,33 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedsim.core.registry import Registry
-from fedsim.system.files import append_atomically, write_error
+from fedsim.system.files import append_atomically, unwritable_error
 from fedsim.system.packages import import_extra
 
 __all__ = ["Log", "LoggedRun", "logger"]
 
-FILE_VERSION = "brain.Event:2"  # every event file begins with it
-START = 1  # the status of a session that begins at a step: TensorBoard hides later steps of earlier files
-ID = "fedsim_id"  # the tag under which MLflow holds the id of a run
-MOST_PARAMETERS = 100  # of a call to MLflow
+FILE_VERSION = "brain.Event:2"  # first record of every event file
+START = 1  # session status that makes TensorBoard hide later steps of earlier files
+ID = "fedsim_id"  # MLflow tag with the id of a run
+MOST_PARAMETERS = 100  # maximum per call to MLflow
 
 logger = Registry("logger", inputs=("run",))
 
-Log = Callable[[int, Mapping[str, float]], object]  # called with the round and its numbers, by tag: `test/accuracy`
+Log = Callable[[int, Mapping[str, float]], object]  # arguments: round, and its numbers by tag such as `test/accuracy`
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger is told of a run before its first round.
+    """Information about a run that a logger receives before the first round.
 
     Attributes:
-        name: of the run folder, or of the experiment if there is no folder; of a run of a comparison, its id.
-        group: the name of the experiment, which all runs of a comparison share.
-        settings: the experiment by dotted keys, as booleans, numbers and strings.
-        id: 32 hexadecimal digits, different for each run; a resumed run has that of its first part.
-        resumed: whether the run is resumed, so that a logger may hold its first part under this id.
-        done: the rounds that a resumed run has finished before; later rounds of its first part are repeated.
-        folder: the run folder; None without one.
+        name: name of the run folder, or of the experiment if there is no folder; the id of a run in a comparison.
+        group: name of the experiment, shared by all runs of a comparison.
+        settings: settings of the experiment by dotted key, as Booleans, numbers and strings.
+        id: 32 hexadecimal digits, different for each run; a resumed run keeps its id.
+        resumed: whether the run was resumed, so that a tracker may already have its first part under this id.
+        done: number of rounds finished before the run was resumed; later rounds of the first part are repeated.
+        folder: run folder; None if there is none.
     """
 
     name: str
@@ -68,11 +67,12 @@ class LoggedRun:
 @logger("tensorboard")
 @contextlib.contextmanager
 def tensorboard(run: LoggedRun) -> Iterator[Log]:
-    """TensorBoard: an event file in the run folder, none without a folder; `records.tensorboard = true` is the same.
+    """TensorBoard: write an event file to the run folder. `records.tensorboard = true` has the same effect.
 
-    `tensorboard --logdir runs` compares the file with those of other runs, by settings in the tab HPARAMS. It is
-    created with the first round. Each round is in it whole, or not at all if writing fails. `SummaryWriter` is not
-    used, since it writes in a thread, which loses errors. TensorBoard hides the rounds that a resumed run repeats.
+    `tensorboard --logdir runs` shows all runs; its tab HPARAMS compares them by settings. The event file is created in
+    the first round. A round that cannot be written completely is not written at all. `SummaryWriter` is not used,
+    because it writes in a thread and loses errors. TensorBoard hides rounds that a resumed run repeats. Without a run
+    folder nothing is written.
     """
     if run.folder is None:
         yield lambda round, numbers: None
@@ -92,13 +92,13 @@ def tensorboard(run: LoggedRun) -> Iterator[Log]:
 
     def log(round: int, numbers: Mapping[str, float]) -> None:
         if not files:
-            seconds, fraction = divmod(time.time_ns(), 10**9)  # files of a run are read in the order of their names
+            seconds, fraction = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
             writer = f"{socket.gethostname()}.{os.getpid()}.{fraction:09d}"
             path = folder / f"events.out.tfevents.{seconds:010d}.{writer}"
             try:
                 files.append(path.open("xb", buffering=0))
             except OSError as error:
-                raise write_error(path, error) from error
+                raise unwritable_error(path, error) from error
             start = [{"step": run.done + 1, "session_log": {"status": START}}] if run.resumed else []
             append(path, {"file_version": FILE_VERSION}, *start, {"summary": hyperparameters(dict(run.settings))})
         values = [{"tag": tag, "simple_value": value} for tag, value in numbers.items()]
@@ -108,22 +108,24 @@ def tensorboard(run: LoggedRun) -> Iterator[Log]:
         yield log
     finally:
         for file in files:
-            with contextlib.suppress(OSError):  # each round has been written
+            with contextlib.suppress(OSError):  # all rounds are already written
                 file.close()
 
 
 @logger("wandb")
 @contextlib.contextmanager
 def wandb(run: LoggedRun, *, project: str = "fedsim", mode: Literal["offline", "online"] = "offline") -> Iterator[Log]:
-    """Weights & Biases. `wandb sync wandb/offline-run-*` uploads offline runs; WANDB_DIR is the folder around `wandb`.
+    """Weights & Biases: log offline or to a server. `wandb sync wandb/offline-run-*` uploads offline runs.
+
+    Files are written to the folder `wandb` in the working directory, or in WANDB_DIR if this variable is set.
 
     Args:
-        run: the run; a resumed one continues the run of the same id.
-        project: of W&B.
-        mode: "online" sends each round to the server that `wandb login` or WANDB_BASE_URL names.
+        run: the run; a resumed run continues the W&B run with the same id.
+        project: W&B project.
+        mode: "offline", or "online" to send each round to the server set by `wandb login` or WANDB_BASE_URL.
     """
     package = import_extra("wandb", extra="wandb", purpose='the logger "wandb"')
-    logged = package.init(
+    wandb_run = package.init(
         project=project,
         name=run.name,
         group=run.group,
@@ -131,47 +133,48 @@ def wandb(run: LoggedRun, *, project: str = "fedsim", mode: Literal["offline", "
         config=dict(run.settings),
         mode=mode,
         resume="allow",
-        reinit="create_new",  # a run of the program around it goes on
+        reinit="create_new",  # keeps other active W&B runs of the program open
         settings=package.Settings(silent=True, console="off"),
     )
-    with _ended(lambda failed: logged.finish(exit_code=int(failed))):
-        yield lambda round, numbers: logged.log(dict(numbers), step=round)
+    with _ended(lambda failed: wandb_run.finish(exit_code=int(failed))):
+        yield lambda round, numbers: wandb_run.log(dict(numbers), step=round)
 
 
 @logger("mlflow")
 @contextlib.contextmanager
 def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
-    """MLflow. Without MLFLOW_TRACKING_URI it writes to files in the working directory: `mlflow ui` shows them.
+    """MLflow: log to the server in MLFLOW_TRACKING_URI, or to files in the working directory that `mlflow ui` shows.
 
     Args:
-        run: the run; a resumed one continues the run of the same id.
-        experiment: of MLflow.
+        run: the run; a resumed run continues the MLflow run with the same id.
+        experiment: MLflow experiment.
     """
     package = import_extra("mlflow", extra="mlflow", purpose='the logger "mlflow"')
     client, entities = package.MlflowClient(), package.entities
-    known = client.get_experiment_by_name(experiment)
-    place = known.experiment_id if known else client.create_experiment(experiment)
-    runs = client.search_runs([place], f"tags.{ID} = '{run.id}'", max_results=1) if run.resumed else []
-    if runs:
-        name = runs[0].info.run_id
-        client.update_run(name, "RUNNING")
+    existing = client.get_experiment_by_name(experiment)
+    experiment_id = existing.experiment_id if existing else client.create_experiment(experiment)
+    earlier_runs = client.search_runs([experiment_id], f"tags.{ID} = '{run.id}'", max_results=1) if run.resumed else []
+    if earlier_runs:
+        run_id = earlier_runs[0].info.run_id
+        client.update_run(run_id, "RUNNING")
     else:
-        name = client.create_run(place, run_name=run.name, tags={ID: run.id, "group": run.group}).info.run_id
+        tags = {ID: run.id, "group": run.group}
+        run_id = client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
         settings = [entities.Param(key, str(value)) for key, value in run.settings.items()]
         for start in range(0, len(settings), MOST_PARAMETERS):
-            client.log_batch(name, params=settings[start : start + MOST_PARAMETERS])
+            client.log_batch(run_id, params=settings[start : start + MOST_PARAMETERS])
 
     def log(round: int, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        client.log_batch(name, [entities.Metric(tag, value, now, round) for tag, value in numbers.items()])
+        client.log_batch(run_id, [entities.Metric(tag, value, now, round) for tag, value in numbers.items()])
 
-    with _ended(lambda failed: client.set_terminated(name, "FAILED" if failed else "FINISHED")):
+    with _ended(lambda failed: client.set_terminated(run_id, "FAILED" if failed else "FINISHED")):
         yield log
 
 
 @contextlib.contextmanager
 def _ended(finish: Callable[[bool], object]) -> Iterator[None]:
-    """Call `finish(failed)` when the block ends."""
+    """Call `finish(failed)` when the block ends; `failed` says whether an exception ended it."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
-"""The models that an experiment can name; others are given as "package.module:factory".
+"""Built-in models. An experiment refers to any other model by its import path, "package.module:factory".
 
-A factory returns an `nn.Module` from a batch of inputs to logits or log-probabilities [batch, classes]. Its parameters
-are the configuration: `model = {name = "net", dropout = 0.0}`.
+A factory returns an `nn.Module` that maps a batch of inputs to logits or log-probabilities [batch, classes]. The
+parameters of the factory are its configuration: `model = {name = "net", dropout = 0.0}`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 class Net(nn.Module):
     """Small convolutional network with dropout, from PyTorch's Hogwild example (21,840 parameters).
 
-    Convolutions 10 and 20 of 5x5, each with max pooling of 2; channel dropout; fully connected 50 and 10; log-softmax.
+    Two 5x5 convolutions with 10 and 20 channels, each followed by 2x2 max pooling; channel dropout; fully connected
+    layers with 50 and 10 units; log-softmax.
 
     Args:
-        dropout: probability, 0 <= dropout < 1.
-        channels: of the images [batch, channels, 28, 28].
+        dropout: dropout probability, 0 <= dropout < 1.
+        channels: number of channels of the images [batch, channels, 28, 28].
         classes: number of classes.
 
     >>> fedsim.models.Net()(torch.zeros(3, 1, 28, 28)).shape
@@ -52,18 +53,19 @@ class Net(nn.Module):
 
 @model("cnn")
 def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
-    """The convolutional network of McMahan et al. 2017 (FedAvg): 1,663,370 parameters on MNIST.
+    """Convolutional network of McMahan et al. 2017 (FedAvg): 1,663,370 parameters on MNIST.
 
-    "Same" convolutions 32 and 64 of 5x5, each with max pooling of 2; fully connected 512 and 10; logits.
+    Two 5x5 convolutions ("same" padding) with 32 and 64 channels, each followed by 2x2 max pooling; fully connected
+    layers with 512 and 10 units; logits.
 
     Args:
-        channels: of the images [batch, channels, 28, 28].
+        channels: number of channels of the images [batch, channels, 28, 28].
         classes: number of classes.
 
     >>> fedsim.models.cnn()(torch.zeros(3, 1, 28, 28)).shape
     torch.Size([3, 10])
     """
-    # Pooling before the ReLU gives the same values and gradients as the reverse, from a quarter of the ReLUs.
+    # Pooling before the ReLU gives the same values and gradients as the reverse order, with a quarter of the ReLUs.
     return nn.Sequential(
         *(nn.Conv2d(channels, 32, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
         *(nn.Conv2d(32, 64, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
@@ -73,10 +75,10 @@ def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
 
 @model("2nn")
 def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Sequential:
-    """The multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits.
+    """Multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits.
 
     Args:
-        inputs: numbers of a sample [batch, ...], which is flattened.
+        inputs: number of values per sample; inputs [batch, ...] are flattened.
         hidden: width of both hidden layers.
         classes: number of classes.
 
@@ -94,10 +96,10 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
 def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
     """`2nn` with batch normalisation after each hidden linear layer: 200,010 parameters on MNIST; logits.
 
-    The running statistics are buffers. In training, a batch must have two samples or more.
+    The running statistics are buffers. A training batch must have at least two samples.
 
     Args:
-        inputs: numbers of a sample [batch, ...], which is flattened.
+        inputs: number of values per sample; inputs [batch, ...] are flattened.
         hidden: width of both hidden layers.
         classes: number of classes.
 
@@ -110,10 +112,10 @@ def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: 
 
 @model("logistic")
 def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Module:
-    """Multinomial logistic regression, started at zero: 7,850 parameters on MNIST; logits.
+    """Multinomial logistic regression, initialised with zeros: 7,850 parameters on MNIST; logits.
 
     Args:
-        inputs: numbers of a sample [batch, ...], which is flattened.
+        inputs: number of values per sample; inputs [batch, ...] are flattened.
         classes: number of classes.
 
     >>> fedsim.models.logistic(inputs=2, classes=3)(torch.ones(1, 2))

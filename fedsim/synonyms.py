@@ -1,4 +1,4 @@
-"""What other libraries and papers call the keys and names of an experiment, for the hints of error messages.
+"""Names that other libraries and papers use for keys and components of an experiment, for hints in error messages.
 
 `fedsim.core.suggestions` looks up names in lower case with underscores.
 """
@@ -10,13 +10,13 @@ from typing import TypeVar
 Meaning = TypeVar("Meaning")
 
 
-def _each(table: dict[str, Meaning]) -> dict[str, Meaning]:
-    """A table with one entry for each of the words that a key lists."""
+def _split_words(table: dict[str, Meaning]) -> dict[str, Meaning]:
+    """Return a table with a separate entry for each word of a key."""
     return {word: meaning for words, meaning in table.items() for word in words.split()}
 
 
-# Words for keys, each with the dotted keys that may be meant.
-KEYS: dict[str, tuple[str, ...]] = _each(
+# Synonyms of keys, each with the dotted keys that it may mean.
+KEYS: dict[str, tuple[str, ...]] = _split_words(
     {
         "clients num_clients n_clients nb_clients number_of_clients total_clients client_num "
         "num_workers n_workers nb_workers nodes num_nodes users num_users participants parties agents "
@@ -70,9 +70,9 @@ KEYS: dict[str, tuple[str, ...]] = _each(
     }
 )
 
-# Words for names of models, rules, attacks and so on, each with the names that may be meant; those of another kind than
-# the one asked for do not count.
-NAMES: dict[str, tuple[str, ...]] = _each(
+# Synonyms of component names, each with the names that it may mean. A hint only uses names of the kind of component
+# that the key expects.
+NAMES: dict[str, tuple[str, ...]] = _split_words(
     {
         "fedavg federated_averaging": ("weighted_mean", "sync", "sgd"),
         "avg average averaging": ("mean",),
@@ -107,21 +107,21 @@ NAMES: dict[str, tuple[str, ...]] = _each(
     }
 )
 
-# Words for what is written in another form, or does not exist.
-NOTES: dict[str, str] = _each(
+# Words that fedsim expresses in another way or does not support, each with the hint for it.
+NOTES: dict[str, str] = _split_words(
     {
         "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",
         "cpu use_cpu no_cuda": "write device=cpu",
         "half float16": "write precision=bf16",
-        "fp16": "write precision=bf16, or distributed.hook=fp16 for what ranks send",
+        "fp16": "write precision=bf16, or distributed.hook=fp16 for gradients that ranks send",
         "bfloat16": "write precision=bf16",
         "iid is_iid": "write partition=iid, or partition=dirichlet partition.alpha=0.1",
         "noniid non_iid niid": "write partition=dirichlet partition.alpha=0.1",
         "fraction_fit fraction_train client_fraction sample_fraction participation frac "
-        "participation_rate client_rate": "write cohort=N, a number of workers",
+        "participation_rate client_rate": "write cohort=N, where N is a number of workers",
         "byzantine num_byzantine n_byzantine nb_byz nb_byzantine byz n_byz byzantines byzantine_workers "
         "malicious num_malicious malicious_clients attackers num_attackers adversaries "
-        "num_adversaries": "write attack.fraction=0.2 or attack.workers=[0,1]; aggregate.f is what the rule withstands",
+        "num_adversaries": "write attack.fraction=0.2 or attack.workers=[0,1]; aggregate.f is what the rule tolerates",
         "pre_aggregators pre_aggregator preagg pre_agg": 'write aggregate.rule=["nnm","median"]',
         "fedprox proximal_mu": "write local.algorithm=fedprox local.mu=0.01",
         "fedsgd": "write sync=gradients",
@@ -132,14 +132,16 @@ NOTES: dict[str, str] = _each(
         "async_mode is_async": "write mode=clock policy=fedbuff",
         "out output output_dir outdir out_dir save_dir save_path log_dir logdir results_dir": "write --out FOLDER",
         "resume resume_from ckpt checkpoint_path load_from": "write --resume FOLDER",
-        "save": "records.model=false leaves the model out, and --out FOLDER says where the records go",
+        "save": "write --out FOLDER to choose the output folder, or records.model=false to omit the model",
         "quiet silent": "write --quiet",
-        "verbose log_every log_interval print_every": "every round is one line; --quiet prints none",
-        "target_accuracy": "stop.target=0.97 ends a run there; fedsim compare --target 0.97 says how long that takes",
+        "verbose log_every log_interval print_every": "each round prints one line; write --quiet to print none",
+        "target_accuracy": (
+            "write stop.target=0.97 to end a run there, or fedsim compare --target 0.97 to report the time until then"
+        ),
         "early_stopping early_stop": "write stop.patience=5 data.validation_fraction=0.1",
         "test_every eval_every eval_interval eval_freq test_interval test_freq evaluate_every "
-        "test_step": "the model is tested after every round; there is no key for it",
-        "cosine lr_step": "write local.schedule=cosine; fedsim list schedules names all",
+        "test_step": "the model is always tested after every round; there is no such key",
+        "cosine lr_step": "write local.schedule=cosine; fedsim list schedules shows all schedules",
         "clip": """write local.clip_norm=1.0 for gradients, or processors='[{name="clip",max_norm=1.0}]' for updates""",
         "dp differential_privacy noise_multiplier target_epsilon": (
             "no privacy budget is computed; "
@@ -156,22 +158,22 @@ NOTES: dict[str, str] = _each(
         "l1 l1_loss mae_loss": "write task=regression task.loss=l1",
         "huber huber_loss smooth_l1": "write task=regression task.loss=huber",
         "metric": """write metrics='["top_k"]', or others of `fedsim list metrics`""",
-        "shuffle": "there is no key for it; samples are shuffled in every epoch",
-        "compile torch_compile": "there is no compilation of training steps",
-        "config config_file": "name the file itself: fedsim run CONFIG.toml",
+        "shuffle": "samples are always shuffled in every epoch; there is no such key",
+        "compile torch_compile": "training steps are not compiled",
+        "config config_file": "write the file without a key: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
         "cifar cifar10 cifar_10": (
-            'write into my_data.py "from torchvision.datasets import CIFAR10" and '
+            'write in my_data.py "from torchvision.datasets import CIFAR10" and '
             '"def cifar10(root): return [CIFAR10(root, train, download=True) for train in (True, False)]", '
             "then data=my_data:cifar10 model=torchvision.models:resnet18 model.num_classes=10"
         ),
         "cifar100 emnist femnist svhn imagenet shakespeare celeba": (
-            'write a function that returns it, data="package.module:function"'
+            'write a function that returns the data set: data="package.module:function"'
         ),
         "resnet resnet18 resnet20 resnet34 resnet50 vgg vgg11 vgg16 mobilenet": (
             "for images with 3 channels write model=torchvision.models:resnet18 model.num_classes=10, or another "
             "function of torchvision.models"
         ),
-        "transformer lstm rnn gru vit bert": 'write your own, model="package.module:Class"',
+        "transformer lstm rnn gru vit bert": 'write your own model: model="package.module:Class"',
     }
 )

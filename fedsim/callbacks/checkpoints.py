@@ -25,7 +25,7 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError, show
 from fedsim.records.record import RoundRecord
 from fedsim.system.devices import free_memory
-from fedsim.system.files import is_outside, read_bounded, write_atomically, write_error
+from fedsim.system.files import is_outside, read_bounded, unwritable_error, write_atomically
 from fedsim.version import __version__
 
 FOLDER, FORMAT = "checkpoints", 2
@@ -134,7 +134,7 @@ class CheckpointFolder:
         try:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise write_error(self._folder, error) from error
+            raise unwritable_error(self._folder, error) from error
         if is_outside(self._folder, self._folder.parent):
             raise RecordError(f"{self._folder}: leads out of the run's folder")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})

@@ -87,7 +87,7 @@ def import_object(path: str) -> Callable[..., Any]:
     if module.partition(".")[0] in (
         "torchvision",
         "torchmetrics",
-    ):  # torchmetrics may import torchvision
+    ):  # torchmetrics may load torchvision
         with contextlib.suppress(ImportError):
             import_torchvision()
     target: Any = importlib.import_module(module)

@@ -84,7 +84,7 @@ def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs
     try:
         return screened(inputs, task.experiment.nonfinite, bad)[0]
     except DivergedError as error:
-        raise DivergedError(error.what, error.remedy, context.moment[0]) from None
+        raise DivergedError(error.problem, error.remedy, context.moment[0]) from None
 
 
 class DeferredCheck:

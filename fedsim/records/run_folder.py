@@ -38,8 +38,8 @@ from fedsim.system.files import (
     require_inside,
     require_unchanged,
     to_json,
+    unwritable_error,
     write_atomically,
-    write_error,
 )
 from fedsim.version import __version__
 
@@ -115,7 +115,7 @@ class RunFolder:
         try:
             self._metrics, self._rounds = (self.path / METRICS).open("ab", buffering=0), len(history)
         except OSError as error:
-            raise write_error(self.path / METRICS, error) from error
+            raise unwritable_error(self.path / METRICS, error) from error
         for kind, event in self._early_events:
             self.event(kind, **event)
 
@@ -153,7 +153,7 @@ class RunFolder:
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
-            raise write_error(self.path / METRICS, error) from error
+            raise unwritable_error(self.path / METRICS, error) from error
 
     def event(self, kind: str, *, round: int, **facts: Any) -> None:
         """Append an event of a round, such as a lost process, and flush it. Events before `begin` are written by it."""
@@ -166,7 +166,7 @@ class RunFolder:
             with path.open("ab", buffering=0) as file:
                 append_atomically(file, path, f"{to_json({'event': kind, 'round': round, **facts})}\n".encode())
         except OSError as error:
-            raise write_error(path, error) from error
+            raise unwritable_error(path, error) from error
         self._written.append(path)
 
     def partition(

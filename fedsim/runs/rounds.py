@@ -68,7 +68,7 @@ class Rounds:
             shared.server.buffers.copy_(before[1])
             engine.backend.run(Executor.test, round)
             tested = EvaluationResult.of(self._task, shared)
-            return RoundRecord(round=round, diverged=error.what, **tested.fields())
+            return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
     def tests_after(self, round: int) -> WorkerResults | None:
         """The tests of single workers after a round; None if there are none."""

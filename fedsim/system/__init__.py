@@ -1,1 +1,1 @@
-"""The machine: its hardware, processes, memory, files and libraries."""
+"""Access to the machine: hardware, processes, memory, files and libraries."""

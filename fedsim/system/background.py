@@ -14,10 +14,10 @@ import torch
 class SingleThreadExecutor:
     """Runs functions one after another on a daemon thread.
 
-    `concurrent.futures.ThreadPoolExecutor` would wait for its threads when the program ends.
+    `concurrent.futures.ThreadPoolExecutor` is not used, because it waits for its threads when the program ends.
 
     Args:
-        device: the current device of the thread.
+        device: current device of the thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,13 +27,13 @@ class SingleThreadExecutor:
         self._thread.start()
 
     def begin(self, function: Callable[[], Any]) -> Future[Any]:
-        """Call the function on the thread; returns the future of its result."""
+        """Run a function on the thread, and return a future for its result."""
         done: Future[Any] = Future()
         self._calls.put((function, done))
         return done
 
     def end(self, seconds: float) -> bool:
-        """Stop the thread once the queued functions are done. Return whether it has ended within `seconds`."""
+        """Stop the thread after the queued functions. Return whether the thread ended within `seconds`."""
         self._calls.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -47,4 +47,4 @@ class SingleThreadExecutor:
                 done.set_result(function())
             except BaseException as error:
                 done.set_exception(error)
-            del call, function, done  # frees what they refer to while the thread waits
+            del call, function, done  # frees the objects that they refer to while the thread waits

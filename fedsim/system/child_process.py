@@ -1,4 +1,4 @@
-"""Child processes: each ends with its parent, and only the parent handles Ctrl-C."""
+"""Child processes that end with their parent. Only the parent handles Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from fedsim.errors import WorkerError, show_warnings_as_lines
 from fedsim.system.limits import limit_hint
 from fedsim.system.messages import Channel
 
-GRACE = 2.0  # seconds that a process gets to end before it is killed
-HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # while processes start or are closed
-PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
+GRACE = 2.0  # seconds that a process has to end before it is killed
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # delayed while processes start or are closed
+PR_SET_PDEATHSIG = 1  # prctl(2): set the signal that a process receives when its parent ends
 
 
 class Child(NamedTuple):
-    """A child process, and the parent's end of a pipe to it."""
+    """A child process, and the parent's end of the pipe to the child."""
 
     process: BaseProcess
     pipe: Channel
 
 
 def can_fork() -> bool:
-    """Whether a process that is forked now, and computes with one thread, works as one that is spawned.
+    """Whether a child process that computes with one thread can safely be forked now.
 
-    A thread that holds a lock would leave it locked for ever in the child, and a GPU cannot be used after a fork.
-    OpenMP's own threads, which the child does not have, are of no use to a child with one thread.
+    A lock held by another thread would stay locked in the child, and a GPU cannot be used after a fork. OpenMP threads
+    do not exist in the child, but a child with one thread does not need them.
     """
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     may_have_children = not current_process().daemon
@@ -47,20 +47,20 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
     """Start a process, inside `signals_deferred`.
 
     Args:
-        serve: the main function, `serve(pipe, *arguments)`, with a Connection. It calls `init_child_process` and then
-            answers the messages of a Channel until it is dismissed.
-        arguments: objects that can be pickled, or that multiprocessing passes to a process as it starts.
+        serve: main function of the process, called as `serve(pipe, *arguments)` with a Connection. It must call
+            `init_child_process` and then answer the messages of a Channel until it is dismissed.
+        arguments: objects that can be pickled, or that multiprocessing can pass to a starting process.
         name: name of the process.
-        daemon: as in multiprocessing: the process has no children, and Python ends it at exit.
-        fork: whether to fork this process, see `can_fork`, which takes some 10 ms; spawn imports everything anew.
+        daemon: as in multiprocessing: the process cannot have children, and Python ends it at exit.
+        fork: whether to fork (see `can_fork`), which takes about 10 ms; otherwise a new Python imports everything.
 
-    Raises WorkerError, which names the limit of the system, if that does not start another process.
+    Raises WorkerError if the system does not start another process. The message names the limit that was reached.
     """
     context = get_context("fork" if fork else "spawn")
     try:
         ours, theirs = context.Pipe()
         with theirs, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 also counts the idle threads of NumPy
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about idle NumPy threads too
             process = context.Process(  # type: ignore[attr-defined]
                 target=serve, args=(theirs, *arguments), name=name, daemon=daemon
             )
@@ -73,17 +73,17 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
 
 
 def init_child_process() -> None:
-    """Call first in a process that was started inside `signals_deferred`: ignore Ctrl-C, and end with the parent."""
+    """Ignore Ctrl-C, and end with the parent. Call this first in a process started inside `signals_deferred`."""
     show_warnings_as_lines()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has the handler of its parent
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process inherits the handler of its parent
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     _end_with_parent()
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """The end of a process that was expected to run on, as the predicate of a sentence."""
+    """Describe the unexpected end of a process, as the predicate of a sentence."""
     if exitcode is None:
         return "closed its pipe"
     if exitcode >= 0:
@@ -93,49 +93,51 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def describe_failed_start(exitcode: int | None, instead: str) -> str:
-    """The end of a process that had not begun to work; `instead` names a setting that starts no process.
+    """Describe the end of a process before it started to work. `instead` recommends a setting without processes.
 
-    A positive exit code most likely comes from a script without a main guard, which its own processes import.
+    The most likely reason for a positive exit code is a script without a main guard, because child processes import
+    the script.
     """
     if not exitcode or exitcode < 0:
         return f"{describe_exit(exitcode)}, while it started"
     return (
-        f'ended with exit code {exitcode} while it started; a script needs `if __name__ == "__main__":` around what '
-        f"it does, because processes import it, or else {instead}"
+        f"ended with exit code {exitcode} while it started; put the code of the script under "
+        f'`if __name__ == "__main__":`, because processes import the script, or use {instead}'
     )
 
 
 def require_importable_main(instead: str) -> None:
-    """Check that processes can import the main program, which they do as they start.
+    """Check that child processes can import the main program when they start.
 
-    Raises WorkerError, which recommends `instead`, if the program is not a file. See `exit_if_imported_by_child`.
+    Raises WorkerError, which recommends the setting `instead`, if the program is not a file. See
+    `exit_if_imported_by_child`.
     """
     exit_if_imported_by_child()
     path = getattr(sys.modules["__main__"], "__file__", None) or ""
     if path.startswith("<"):  # "<stdin>", which multiprocessing would look up as a file
         raise WorkerError(
-            f"processes cannot import a program that comes from {path}: it needs to be a file, with "
-            f'`if __name__ == "__main__":` around what it does, or else {instead}'
+            f"processes cannot import a program from {path}; write the program to a file, with its code under "
+            f'`if __name__ == "__main__":`, or use {instead}'
         )
 
 
 def exit_if_imported_by_child() -> None:
-    """Exit silently if multiprocessing is starting this process.
+    """Exit silently if multiprocessing is still starting this process.
 
-    The process is then importing a main program that has no main guard. The parent reports that.
+    In this case the process is importing a main program without a main guard. The parent process reports the error.
     """
-    if getattr(current_process(), "_inheriting", False):  # the test of multiprocessing.spawn itself
+    if getattr(current_process(), "_inheriting", False):  # multiprocessing.spawn tests the same attribute
         sys.exit(1)
 
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Deliver Ctrl-C and SIGTERM at the end of the block; processes that start inside have both blocked."""
+    """Delay Ctrl-C and SIGTERM until the block ends. Processes started inside the block have both signals blocked."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # multiprocessing would start it inside, and unblock the signals
-    received: list[int] = []  # by other threads, which block no signals
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    received: list[int] = []  # signals received by other threads, which do not block them
     handlers = {number: signal.getsignal(number) for number in HELD_SIGNALS}
     for number in HELD_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
@@ -160,7 +162,7 @@ def _end_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    with contextlib.suppress(OSError, AttributeError):  # Linux: the kernel does it, even if this process is stopped
+    with contextlib.suppress(OSError, AttributeError):  # Linux: the kernel ends this process, even if it is stopped
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(RuntimeError):  # no thread can be started: rely on the kernel
+    with contextlib.suppress(RuntimeError):  # no thread can be started; rely on the kernel
         threading.Thread(target=wait, daemon=True).start()

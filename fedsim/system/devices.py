@@ -1,4 +1,4 @@
-"""Devices, cores and memory: the only module that reads what hardware there is."""
+"""Devices, cores and memory. No other module queries the hardware."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch import Tensor
 from fedsim.errors import ExperimentError, show, show_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-CGROUP = Path("/sys/fs/cgroup")  # of this process's container
-OWN_CGROUP = Path("/proc/self/cgroup")  # has the group of this process below it
+CGROUP = Path("/sys/fs/cgroup")  # control group of this process's container
+OWN_CGROUP = Path("/proc/self/cgroup")  # names the control group of this process, relative to CGROUP
 MEMORY = Path("/proc/meminfo")
-PCI, NVIDIA = Path("/sys/bus/pci/devices"), "0x10de"  # a folder for each device; the number of a vendor
-PROCESS_BYTES = 4e8  # main memory of one process, its copy of PyTorch included
-PROCESS_BYTES_ON_GPU = 1.5e9  # context, library workspaces and activations of one process, generously
-ROOM_FACTOR = 8  # an optional allocation needs so many times its size of free memory
-MAX_PROCESSES_ON_GPU = 4  # processes on one GPU take turns; more of them mostly cost memory
+PCI, NVIDIA = Path("/sys/bus/pci/devices"), "0x10de"  # one folder per PCI device; vendor id of NVIDIA
+PROCESS_BYTES = 4e8  # main memory of one process, including PyTorch
+PROCESS_BYTES_ON_GPU = 1.5e9  # generous estimate for one process: context, library workspaces and activations
+ROOM_FACTOR = 8  # an optional allocation requires this many times its size of free memory
+MAX_PROCESSES_ON_GPU = 4  # processes take turns on a GPU, so more processes mostly cost memory
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the first CUDA device if there is one, else the CPU.
+    """Return the device called `name`. "auto" is the first CUDA device, or the CPU if there is none.
 
-    Other accelerators are used only if they are named, because their memory cannot be shared between processes.
+    Other accelerators must be named explicitly, because processes cannot share their memory.
 
-    Raises ExperimentError if PyTorch cannot use that device here.
+    Raises ExperimentError if PyTorch cannot use the device.
     """
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     allowed = "auto, cpu"
@@ -41,27 +41,27 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ExperimentError(f"device = {show(name)}: no such device; allowed here: {allowed}") from None
+        raise ExperimentError(f"device = {show(name)}: no such device; available here: {allowed}") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if here is None or device.type != here.type or (device.index or 0) >= torch.accelerator.device_count():
         raise ExperimentError(
-            f"device = {show(name)}: this PyTorch sees no such device{_why_no_gpu(device)}; allowed here: {allowed}"
+            f"device = {show(name)}: PyTorch does not find this device{_why_no_gpu(device)}; available here: {allowed}"
         )
     return torch.device(device.type, device.index or 0)
 
 
 def _why_no_gpu(device: torch.device) -> str:
-    """A possible reason why there is no CUDA device, for an error; "" if there is one."""
+    """Return a possible reason why there is no CUDA device, for an error message; "" if there is one."""
     if device.type != "cuda" or torch.cuda.is_available():
         return ""
     if torch.version.cuda is None and torch.version.hip is None:
-        return f" (PyTorch {torch.__version__} is built without CUDA; install a build that has it)"
-    return " (nvidia-smi says whether the driver does; CUDA_VISIBLE_DEVICES may hide it)"
+        return f" (PyTorch {torch.__version__} is built without CUDA; install a build with CUDA)"
+    return " (run nvidia-smi to check the driver; CUDA_VISIBLE_DEVICES may hide the device)"
 
 
 def why_gpu_is_unused() -> str:
-    """Why PyTorch does not use an NVIDIA GPU that this machine has; "" if it uses it, or there is none."""
+    """Return why PyTorch does not use the NVIDIA GPU of this machine; "" if it does, or if there is no GPU."""
     displays = (folder for folder in PCI.glob("*") if _read(folder / "class").startswith("0x03"))
     if torch.cuda.is_available() or not any(_read(folder / "vendor").strip() == NVIDIA for folder in displays):
         return ""
@@ -76,41 +76,42 @@ def _read(path: Path) -> str:
 
 
 def shares_memory(device: torch.device) -> bool:
-    """Whether several processes can work on the same tensors of this device."""
+    """Whether several processes can use the same tensors on this device."""
     return device.type in ("cpu", "cuda")
 
 
 def require_shared_memory(nbytes: int) -> None:
-    """Raise ExperimentError unless the shared-memory file system has room for so many bytes.
+    """Raise ExperimentError unless the shared-memory file system has room for `nbytes` bytes.
 
-    For systems without files in memory: see `fedsim.engines.pool.shared_memory`.
+    Needed on systems without in-memory files, see `fedsim.engines.pool.shared_memory`.
     """
     if not SHARED_MEMORY.is_dir():
-        return  # not Linux: there is no such limit to look up
+        return  # not Linux: the limit cannot be queried
     free = shutil.disk_usage(SHARED_MEMORY).free
     if nbytes > free:
         raise ExperimentError(
-            f"shared memory: this run needs {show_bytes(nbytes)} in {SHARED_MEMORY}, where {show_bytes(free)} are "
+            f"shared memory: this run needs {show_bytes(nbytes)} in {SHARED_MEMORY}, but only {show_bytes(free)} are "
             "free; enlarge it (mount -o remount,size=..., docker run --shm-size=...) or use engine=serial"
         )
 
 
 def require_memory(nbytes: int, purpose: str, instead: str) -> None:
-    """Raise ExperimentError unless so many bytes of main memory are free, in the machine and in this container.
+    """Raise ExperimentError unless `nbytes` bytes of main memory are free, in the machine and in this container.
 
     Args:
-        what: takes them, for the error.
-        instead: a setting that takes less.
+        purpose: what needs the memory, for the error message.
+        instead: a setting that needs less memory.
     """
     free = free_memory()
     if nbytes > free:
         raise ExperimentError(
-            f"memory: {purpose} takes {show_bytes(nbytes)}, and {show_bytes(free)} are free; make room, or use {instead}"
+            f"memory: {purpose} takes {show_bytes(nbytes)}, but only {show_bytes(free)} are free; "
+            f"close other programs, or use {instead}"
         )
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished the work of this process, so that other processes see the results."""
+    """Wait until the device has finished the work of this process, so that other processes can see the results."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -118,33 +119,33 @@ def synchronize(device: torch.device) -> None:
 def release_memory(device: torch.device) -> None:
     """Free unused memory of an accelerator, so that other processes can allocate it.
 
-    That is memory of cyclic garbage, memory that PyTorch's allocator caches, and memory that other processes had
-    opened and have closed. PyTorch frees none of these by itself. Does nothing for a CPU.
+    This includes memory of cyclic garbage, memory cached by PyTorch's allocator, and memory that other processes had
+    opened and have closed. PyTorch frees none of it automatically. Does nothing for a CPU.
     """
     if device.type == "cpu":
         return
     gc.collect()
-    with contextlib.suppress(RuntimeError):  # a device that has failed refuses every call
+    with contextlib.suppress(RuntimeError):  # every call fails after an error of the device
         if device.type == "cuda":
             torch.cuda.ipc_collect()
         torch.get_device_module(device).empty_cache()
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """The same values on a device. A copy from the host to a CUDA device does not wait for the device.
+    """Copy values to a device. A copy from the host to a CUDA device does not wait for the device.
 
-    The values must not lie in pinned memory: only then CUDA has read them when this returns.
+    The values must not be in pinned memory. Otherwise CUDA may read them after this function has returned.
     """
     return values.to(device, non_blocking=device.type == "cuda")
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The type of sums and weights: float64, except on devices without it."""
+    """Return the dtype of sums and weights: float64, or float32 on devices without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, limited by the CPU quota of its container or job."""
+    """Return the number of cores that this process may use (CPU affinity and CPU quota of its container or job)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups():
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
@@ -154,51 +155,51 @@ def usable_cores() -> int:
 
 
 def _cgroups() -> list[Path]:
-    """The control groups (version 2) of this process, from its container to its own."""
+    """Return the control groups (version 2) from the container of this process down to its own group."""
     groups = [CGROUP]
     with contextlib.suppress(OSError, StopIteration):
         lines = OWN_CGROUP.read_text().splitlines()
-        group = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
-        parts = [part for part in group.split("/") if part not in ("", "..")]
+        relative = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        parts = [part for part in relative.split("/") if part not in ("", "..")]
         groups += [CGROUP.joinpath(*parts[: count + 1]) for count in range(len(parts))]
     return groups
 
 
 def default_processes(device: torch.device, cohort: int, threads_per_process: int) -> int:
-    """The number of processes for a cohort that the cores and the memory of the machine, or of a GPU, allow."""
+    """Return the number of processes for a cohort that cores and memory, or the memory of a GPU, allow."""
     processes = min(cohort, max(1, usable_cores() // threads_per_process))
     if device.type == "cpu":
-        return int(min(processes, max(1, total_memory() / 2 / PROCESS_BYTES)))  # which may be infinite
+        return int(min(processes, max(1, total_memory() / 2 / PROCESS_BYTES)))  # total_memory may be infinite
     by_memory = max(1, int(0.8 * total_memory_of(device) / PROCESS_BYTES_ON_GPU))
     return min(processes, MAX_PROCESSES_ON_GPU, by_memory)
 
 
 def total_memory_of(device: torch.device) -> float:
-    """Bytes of memory of a device, free or not, so that the result does not depend on other programs."""
-    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # mps has main memory only
+    """Return the total memory of a device in bytes, which does not depend on other programs."""
+    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)  # mps uses main memory
     return total_memory() if device.type == "cpu" or mem_get_info is None else mem_get_info(device)[1]
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether so many bytes are a small part of the free memory of an accelerator."""
+    """Whether `nbytes` bytes are a small part of the free memory of an accelerator."""
     mem_get_info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return mem_get_info is not None and mem_get_info(device)[0] >= ROOM_FACTOR * nbytes
 
 
 def total_memory() -> float:
-    """Bytes of main memory of the machine, or of this process's container if that has less; infinite if unknown."""
+    """Return the main memory of the machine or of the container, whichever is less, in bytes; infinite if unknown."""
     total = _bytes_of_machine("MemTotal")
     for group in _cgroups():
-        with contextlib.suppress(OSError, ValueError):  # no container, or "max": no limit
+        with contextlib.suppress(OSError, ValueError):  # no container, or "max" for no limit
             total = min(total, int((group / "memory.max").read_text()))
     return total
 
 
 def free_memory() -> float:
-    """Bytes of main memory that are free, in the machine and in this process's container; infinite if unknown."""
+    """Return the free main memory in the machine and in the container, in bytes; infinite if unknown."""
     free = _bytes_of_machine("MemAvailable")
     for group in _cgroups() if free < math.inf else ():
-        with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max": no limit
+        with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max" for no limit
             limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
             statistics = (group / "memory.stat").read_text().splitlines()
             cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
@@ -207,13 +208,13 @@ def free_memory() -> float:
 
 
 def _bytes_of_machine(name: str) -> float:
-    """An entry of /proc/meminfo; infinite if there is none."""
+    """Return an entry of /proc/meminfo in bytes; infinite if missing."""
     numbers = (int(line.split()[1]) * 1024.0 for line in _read(MEMORY).splitlines() if line.startswith(name))
     return next(numbers, math.inf)
 
 
 def describe_device(device: torch.device) -> str:
-    """The device's name and, for an accelerator, its model."""
+    """Return the name of a device and, for an accelerator, its model."""
     if device.type == "cpu":
         return "cpu"
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -221,9 +222,9 @@ def describe_device(device: torch.device) -> str:
 
 
 def device_of_rank(name: str, local_rank: int) -> torch.device:
-    """The device called `name` for one of several processes on a host, which share its GPUs out.
+    """Return the device for one of several processes on a host, which distribute the GPUs among themselves.
 
-    All processes use a GPU that is named with its number.
+    If `name` includes a device number, all processes use this device.
     """
     device = resolve_device(name)
     if device.type == "cpu" or ":" in name:
@@ -232,7 +233,7 @@ def device_of_rank(name: str, local_rank: int) -> torch.device:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """An identifier of a GPU of this host; None for a CPU."""
+    """Return an identifier of a GPU of this host, or None for a CPU."""
     if device.type == "cpu":
         return None
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -241,5 +242,5 @@ def gpu_id(device: torch.device) -> str | None:
 
 
 def gloo_can_sum(device: torch.device) -> bool:
-    """Whether the backend gloo sums tensors on this device."""
+    """Whether the backend gloo can sum tensors on this device."""
     return device.type in ("cpu", "cuda")

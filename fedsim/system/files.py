@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and reading only regular files of bounded size inside their folder."""
+"""Write files completely or not at all. Read only regular files of limited size inside an expected folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from fedsim.errors import RecordError, show_bytes
 from fedsim.system.limits import limit_hint
 
-ELSEWHERE = "or name another place with --out"
+ELSEWHERE = "or choose another folder with --out"
 
 try:
     import fcntl
@@ -27,32 +27,33 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
-PART = ".{}.part"  # the name of a file while it is written
+PART = ".{}.part"  # temporary name of a file while it is written
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all. Raises RecordError if it cannot be written."""
-    if not path.name:  # as of "", which stands for the current folder
-        raise RecordError(f"{path}: is a folder; name a file")
+    """Write a file completely or not at all. Raise RecordError if it cannot be written."""
+    if not path.name:  # for example "", the current folder
+        raise RecordError(f"{path}: is a folder; give the path of a file")
     temporary = path.with_name(PART.format(path.name))
     try:
-        temporary.unlink(missing_ok=True)  # left by a killed process, or a link that leads elsewhere
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link to another place
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        _remove(temporary)  # before the error reports the free space
-        raise write_error(path, error, len(content)) from error
+        _remove(temporary)  # before the error message reports the free space
+        raise unwritable_error(path, error, len(content)) from error
     finally:
         _remove(temporary)
 
 
 def remove_parts(folder: Path, patterns: Iterable[str]) -> None:
-    """Remove the unfinished files that a killed process has left in a folder, of the names that match one of these.
+    """Remove unfinished files that a killed process has left in a folder.
 
-    `patterns` are paths in the folder, such as `checkpoints/round-*.json`. Raises OSError if one cannot be removed.
+    `patterns` are paths of the finished files relative to the folder, such as `checkpoints/round-*.json`. Raises
+    OSError if an unfinished file cannot be removed.
     """
     for pattern in patterns:
         path = Path(pattern)
@@ -62,67 +63,67 @@ def remove_parts(folder: Path, patterns: Iterable[str]) -> None:
 
 
 def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
-    """Append to an unbuffered file, all of `content` or nothing. Raises RecordError, naming `path`, if that fails."""
+    """Append all of `content` to an unbuffered file, or nothing. Raise RecordError, with `path`, on failure."""
     end = file.tell()
     rest = memoryview(content)
     try:
         while rest:
-            rest = rest[file.write(rest) :]  # with little space left, it writes a part
+            rest = rest[file.write(rest) :]  # writes only a part if little space is left
     except OSError as error:
-        with contextlib.suppress(OSError):  # what was there before stays, and ends with a whole line
+        with contextlib.suppress(OSError):  # keeps the earlier content, which ends with a complete line
             file.truncate(end)
             file.seek(end)
-        raise write_error(path, error, len(content)) from error
+        raise unwritable_error(path, error, len(content)) from error
 
 
 def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
-    """Check that `path` still names the file that is open for appending, and that only this program appended to it.
+    """Check that `path` is still the file open for appending, and that only this program has appended to it.
 
-    Raises RecordError, with `when` in its line, if another program removed, replaced or changed the file.
+    Raises RecordError, with `when` in the message, if another program removed, replaced or changed the file.
     """
     with contextlib.suppress(OSError):
         status = os.stat(path)
         if os.path.samestat(status, os.fstat(file.fileno())) and status.st_size == file.tell():
             return
     raise RecordError(
-        f"{path}: was removed or changed by another program {when}; the run stops, since rounds would be missing there"
+        f"{path}: was removed or changed by another program {when}; the run stops, because the file would lack rounds"
     )
 
 
-def write_error(path: Path, error: OSError, needed: int | None = None) -> RecordError:
-    """The error for a file that cannot be written: path, reason and remedy; `needed` is its size in bytes."""
+def unwritable_error(path: Path, error: OSError, needed: int | None = None) -> RecordError:
+    """Return the error for a file that cannot be written, with a remedy. `needed` is the size in bytes."""
     return RecordError(f"{path}: cannot be written: {error.strerror or error}{remedy(path, error, needed)}")
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """A remedy for an error of writing, as the end of its line; "" if none is known."""
+    """Return a remedy for a write error, as the end of the error line; "" if none is known."""
     if error.errno == errno.ENOSPC:
-        asked = "" if needed is None else f" where {show_bytes(needed)} are needed"
-        return f": {show_bytes(free_space(path))} are free there{asked}; make room, {ELSEWHERE}"
+        asked = "" if needed is None else f", but {show_bytes(needed)} are needed"
+        return f": {show_bytes(free_space(path))} are free{asked}; free some space, {ELSEWHERE}"
     if error.errno == errno.EDQUOT:
-        return f"; make room within your quota there, {ELSEWHERE}"
+        return f"; free some space within your disk quota, {ELSEWHERE}"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return "; a file is in the way: name another place with --out"
+        return "; a file with this name exists; choose another folder with --out"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"; make the place writable, {ELSEWHERE}"
+        return f"; make the folder writable, {ELSEWHERE}"
     return limit_hint(error)
 
 
 def require_space(folder: Path, needed: float, purpose: str) -> None:
-    """Raise RecordError, which names the `purpose`, unless so many bytes are free in the file system of a folder."""
+    """Raise RecordError, with `purpose`, unless `needed` bytes are free in the file system of a folder."""
     free = free_space(folder)
     if needed > free:
         raise RecordError(
-            f"{folder}: {show_bytes(free)} are free there, and {purpose} needs {show_bytes(needed)}; "
-            f"make room, {ELSEWHERE}"
+            f"{folder}: {show_bytes(free)} are free, but {purpose} needs {show_bytes(needed)}; "
+            f"free some space, {ELSEWHERE}"
         )
 
 
 def free_space(path: Path) -> float:
-    """Bytes that are free for this user in the file system of a path, which need not exist; infinite if unknown."""
+    """Return the bytes free for this user in the file system of a path, which may not exist; infinite if unknown."""
     with contextlib.suppress(OSError, StopIteration):
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        usage = shutil.disk_usage(there)
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        usage = shutil.disk_usage(existing)
         return usage.free if usage.total else math.inf  # some network file systems report zeros
     return math.inf
 
@@ -134,12 +135,12 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, by_whom: str) -> Iterator[None]:
-    """Lock a folder in the block; the system releases the lock when this process ends.
+    """Lock a folder inside the block. The system releases the lock if this process ends.
 
     Args:
-        by_whom: the holder of the lock, for the error: `another comparison`.
+        by_whom: possible holder of the lock for the error message, such as `another comparison`.
 
-    Raises RecordError if it is locked.
+    Raises RecordError if the folder is already locked.
     """
     if fcntl is None:
         yield
@@ -147,7 +148,7 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not _take_lock(handle):
-            raise RecordError(f"{folder}: {by_whom} is at work there")
+            raise RecordError(f"{folder}: {by_whom} is using this folder")
         yield
     finally:
         _release(handle)
@@ -155,9 +156,9 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
-    """Let the processes that enter such a block for this path do so one after another.
+    """Let only one process at a time execute a block for this path.
 
-    A process waits at most so many seconds and then enters all the same, as it does where locks do not work.
+    A process that has waited for `seconds` enters the block anyway, as do processes on systems without locks.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -170,7 +171,7 @@ def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
 
 
 def _take_lock(handle: int) -> bool:
-    """Whether this process got the lock of an open file, which no other process holds."""
+    """Try to lock an open file. Return whether this process now holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,20 +180,21 @@ def _take_lock(handle: int) -> bool:
 
 
 def _release(handle: int) -> None:
-    """Close a file, and release its lock, which processes forked meanwhile would keep."""
+    """Release the lock of a file, which processes forked meanwhile would otherwise keep, and close the file."""
     if fcntl is not None:
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 
 
 def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
-    Nothing else is opened, since reading a pipe or a device may never end.
+    Pipes and devices are refused, because reading them may never end.
 
     Args:
-        most: its maximum size in bytes.
-        inside: a folder that must contain the file after links are resolved; None: any.
+        path: the file.
+        most: maximum size in bytes.
+        inside: folder that must contain the file after links are resolved; None: any folder.
 
     Raises OSError with a `strerror` that names the problem.
     """
@@ -200,9 +202,9 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
         require_regular(path, most, inside)
         with open(path, "rb", opener=_open_without_waiting) as file:
             content = file.read(most + 1)
-    except ValueError:  # a NUL in its name
-        raise OSError(errno.EINVAL, "no file has such a name") from None
-    if len(content) > most:  # it has grown, or reports 0 bytes as files in /proc do
+    except ValueError:  # NUL character in the name
+        raise OSError(errno.EINVAL, "no file can have this name") from None
+    if len(content) > most:  # the file has grown, or reports 0 bytes like files in /proc
         raise _too_large(most)
     return content
 
@@ -221,7 +223,7 @@ def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
 
 
 def require_inside(path: Path, folder: Path) -> None:
-    """Raise OSError if a path, which need not exist, leads out of a folder by links or `..`."""
+    """Raise OSError if a path, which may not exist, leads out of a folder through links or `..`."""
     if is_outside(path, folder):
         raise OSError(errno.EINVAL, f"it leads out of {folder}")
 
@@ -230,12 +232,12 @@ def is_outside(path: Path, folder: Path) -> bool:
     """Whether a path leads out of a folder."""
     try:
         return not path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # a circle of links, a name that cannot be one
+    except (OSError, RuntimeError, ValueError):  # circular links or an impossible name
         return True
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a regular file; False for a name that no file can have."""
+    """Whether `path` is an existing regular file. False for a name that no file can have."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -251,10 +253,10 @@ def _too_large(most: int) -> OSError:
 
 
 def to_csv(rows: Iterable[Iterable[Any]]) -> str:
-    """Rows as CSV; None is an empty cell.
+    """Format rows as CSV. None gives an empty cell.
 
-    A text that a spreadsheet might run as a formula has an apostrophe before it. So has a text that begins with one,
-    so that to remove one apostrophe at the beginning of a cell gives back the text.
+    Text that a spreadsheet might run as a formula is prefixed with an apostrophe. Text that starts with an apostrophe
+    gets a second one, so removing one apostrophe from the start of a cell always restores the text.
 
     >>> to_csv([["=1+1", "-0.5", "krum", None]])
     "'=1+1,-0.5,krum,\\n"
@@ -274,7 +276,7 @@ def _as_plain_text(cell: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Standard JSON, with null in place of numbers that are not finite."""
+    """Format a value as standard JSON, with null for numbers that are not finite."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: end a program at once, or raise an exception.
+"""Handle Ctrl-C and SIGTERM: end the program at once, or raise an exception.
 
-A signal handler runs at any point of a program. Its exception may interrupt an import, the handling of another
-exception, or Python's exit, and then becomes a traceback. Therefore signals raise an exception only while a command
-runs (`signals_as_exceptions`), and only once. At other times Ctrl-C ends the program at once.
+A signal handler can run at any point of a program. An exception raised by the handler may interrupt an import, the
+handling of another exception, or Python's exit, and then appears as a traceback. Signals therefore raise an exception
+only while a command runs (`signals_as_exceptions`), and only once. At other times Ctrl-C ends the program at once.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-CLEANUP_SECONDS = 5.0  # after a signal; a second signal that comes later ends the program at once
-RESEND_SECONDS = 0.05  # until a signal is sent again if its exception could not be raised
+CLEANUP_SECONDS = 5.0  # a second signal ends the program at once if it comes this long after the first
+RESEND_SECONDS = 0.05  # delay before a signal is sent again if its exception could not be raised
 
 _first: float | None = None  # time of the first signal
 
 
 class Terminated(BaseException):
-    """SIGTERM as an exception, so that files and processes are closed."""
+    """Exception for SIGTERM, so that files and processes are closed."""
 
 
 def install_exit_on_interrupt() -> None:
-    """Let Ctrl-C end the program at once outside of `signals_as_exceptions`. Keeps a handler that the user has set."""
+    """Let Ctrl-C end the program at once outside `signals_as_exceptions`. A handler set by the user is kept."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Within the block, the first Ctrl-C raises KeyboardInterrupt and the first SIGTERM raises Terminated.
+    """Turn the first Ctrl-C inside the block into KeyboardInterrupt, and the first SIGTERM into Terminated.
 
-    Later signals are ignored, since a second exception would interrupt the cleanup; after CLEANUP_SECONDS they end the
-    program at once. Ctrl-C stays ignored if it was, as in background jobs of a shell. Does nothing outside of the main
-    thread.
+    Later signals are ignored, because a second exception would interrupt the cleanup. After CLEANUP_SECONDS they end
+    the program at once. If Ctrl-C was ignored before, as in background jobs of a shell, it stays ignored. Does nothing
+    outside the main thread.
     """
     global _first
     if threading.current_thread() is not threading.main_thread():
@@ -70,7 +70,7 @@ def _raise_once(number: int, frame: object) -> None:
 
 
 def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Send the signal of an exception in a destructor again, after the destructor; pass other exceptions to `hook`."""
+    """Send a signal again if its exception was raised in a destructor. Pass other exceptions to `hook`."""
     global _first
     if not issubclass(unraisable.exc_type, (KeyboardInterrupt, Terminated)):
         hook(unraisable)
@@ -81,7 +81,7 @@ def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
 
 
 def _exit(number: int, frame: object = None) -> None:
-    """End the program at once; print "interrupted" unless the command has printed it."""
+    """End the program at once, and print "interrupted" unless a first signal was already handled."""
     if _first is None:
         os.write(2, b"interrupted\n")
     os._exit(128 + number)

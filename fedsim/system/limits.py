@@ -1,4 +1,4 @@
-"""Resource limits of the system: error messages that name them, and the limit of open files, which is raised."""
+"""Resource limits of the system: name them in error messages, and raise the limit of open files."""
 
 from __future__ import annotations
 
@@ -19,46 +19,56 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-FILES_OF_CHILD = 6  # open files of this process for each child: its pipe, and what multiprocessing keeps
-FILES_OF_START = 16  # further open files while processes start and receive the shared memory
-FILES_WITHIN = 48  # open files of a process itself, libraries included, generously
-MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # in messages of PyTorch
+FILES_OF_CHILD = 6  # open files of this process per child: the pipe, and files of multiprocessing
+FILES_OF_START = 16  # additional open files while processes start and receive shared memory
+FILES_WITHIN = 48  # generous estimate of open files of one process, including libraries
+MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # phrases in PyTorch messages
 INSTALLED = {"site-packages", "dist-packages"}
 FOLDERS = Path(__file__).parents[1], sysconfig.get_path("stdlib")
-LIBRARIES = (*(os.path.join(folder, "") for folder in FOLDERS), "<frozen")  # where paths of other files begin
-USUAL_FILES = 24  # open files before a process is started, if they cannot be counted
+LIBRARIES = (
+    *(os.path.join(folder, "") for folder in FOLDERS),
+    "<frozen",
+)  # paths of other files start so
+USUAL_FILES = 24  # assumed number of open files if they cannot be counted
 
 
 class Limit(NamedTuple):
-    """A limit: its name in `resource`, a phrase with its value, how to format the value, the command that raises it."""
+    """A resource limit.
+
+    Attributes:
+        name: name in the module `resource`.
+        phrase: format string that describes the limit.
+        show: function that formats the value.
+        command: shell command that raises the limit.
+    """
 
     name: str
-    what: str
+    phrase: str
     show: Callable[[int], str]
-    how: str
+    command: str
 
 
 LIMITS = {
-    errno.EFBIG: Limit("RLIMIT_FSIZE", "a file may have {} here", show_bytes, "ulimit -f"),
-    errno.EMFILE: Limit("RLIMIT_NOFILE", "this process may have {} files open", str, "ulimit -n"),
-    errno.EAGAIN: Limit("RLIMIT_NPROC", "this user may have {} processes and threads", str, "ulimit -u"),
-    errno.ENOMEM: Limit("RLIMIT_AS", "this process may have {} of address space", show_bytes, "ulimit -v"),
+    errno.EFBIG: Limit("RLIMIT_FSIZE", "files may have at most {}", show_bytes, "ulimit -f"),
+    errno.EMFILE: Limit("RLIMIT_NOFILE", "this process may open at most {} files", str, "ulimit -n"),
+    errno.EAGAIN: Limit("RLIMIT_NPROC", "this user may have at most {} processes and threads", str, "ulimit -u"),
+    errno.ENOMEM: Limit("RLIMIT_AS", "this process may use at most {} of address space", show_bytes, "ulimit -v"),
 }
 
 
 def limit_hint(error: OSError) -> str:
-    """A hint for the end of an error line: the limit that was reached and how to raise it; "" if there is none."""
+    """Return a hint for the end of an error line: the limit that was reached and how to raise it; "" if none."""
     limit = LIMITS.get(error.errno or 0)
     if limit is None or resource is None:
         return ""
     most = resource.getrlimit(getattr(resource, limit.name))[0]
     if most != resource.RLIM_INFINITY:
-        return f"; {limit.what.format(limit.show(most))} ({limit.how} raises that)"
-    return "; the container may have too few (pids.max)" if error.errno == errno.EAGAIN else ""
+        return f"; {limit.phrase.format(limit.show(most))} ({limit.command} raises this limit)"
+    return "; the container may allow too few processes (pids.max)" if error.errno == errno.EAGAIN else ""
 
 
 def describe_os_error(error: Exception) -> str | None:
-    """An error of the system (files, memory, threads, device) and its limit in one line; None for other errors."""
+    """Describe a system error (file, memory, thread, device) with its limit in one line; None for other errors."""
     if isinstance(error, OSError):
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror or one_line(error)}{limit_hint(error)}"
@@ -79,9 +89,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def format_failure(error: Exception) -> str:
-    """An exception as one line with its traceback below; no traceback if memory ran out.
+    """Format an exception as one line followed by its traceback. If memory ran out, there is no traceback.
 
-    The traceback shows the lines of the user's files alone, if there are any.
+    If the traceback includes files of the user, only these are shown.
     """
     if is_out_of_memory(error):
         return describe_os_error(error) or ""
@@ -92,7 +102,7 @@ def format_failure(error: Exception) -> str:
 
 
 def frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of a traceback that are neither in fedsim nor in Python or an installed package."""
+    """Return the traceback frames that are not in fedsim, Python or an installed package."""
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -101,29 +111,29 @@ def frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def require_files(processes: int, instead: str) -> None:
-    """Make sure that this process may open the files that so many child processes take.
+    """Make sure that this process may open the files for `processes` child processes.
 
-    Raises the soft limit RLIMIT_NOFILE up to the hard limit.
-    Raises WorkerError, which recommends `instead`, if the hard limit is too low.
+    Increases the soft limit RLIMIT_NOFILE if necessary. Raises WorkerError, which recommends the setting `instead`, if
+    the hard limit is too low.
     """
     needed, (now, most) = files_for(processes), limits_of_files()
     if most < needed:
         raise WorkerError(
-            f"processes = {processes}: to start them takes about {needed} open files, and this program may have {most} "
-            f"(RLIMIT_NOFILE); raise that (ulimit -n {needed}), use fewer processes, or {instead}"
+            f"processes = {processes}: starting them takes about {needed} open files, but the limit is {most} "
+            f"(RLIMIT_NOFILE); raise the limit (ulimit -n {needed}), use fewer processes, or {instead}"
         )
     if now < needed:
-        with contextlib.suppress(OSError, ValueError):  # macOS has another limit
+        with contextlib.suppress(OSError, ValueError):  # macOS has an additional limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def files_for(processes: int) -> int:
-    """About how many open files this process needs to start so many child processes."""
+    """Estimate how many open files this process needs to start `processes` child processes."""
     return max(FILES_WITHIN, _open_files() + processes * FILES_OF_CHILD + FILES_OF_START)
 
 
 def limits_of_files() -> tuple[float, float]:
-    """How many files this process may have open: the limit now, and the limit up to which fedsim raises it."""
+    """Return the current limit of open files, and the limit up to which fedsim can raise it."""
     if resource is None:
         return math.inf, math.inf
     both = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,11 +1,11 @@
-"""Messages between two processes: a pickled object and the open files that it refers to, through one pipe.
+"""Messages between two processes: a pickled object and the open files that it refers to, sent through one pipe.
 
-Tensors in shared memory are pickled as file descriptors. multiprocessing would pass descriptors
-through a socket in the temporary folder, which stays there if the process is killed. Here the descriptors follow their
-message through the same pipe (SCM_RIGHTS), so no file system is needed.
+Tensors in shared memory are pickled as file descriptors. multiprocessing would pass descriptors through a socket in the
+temporary folder, which remains there if the process is killed. Here the descriptors follow their message through the
+same pipe (SCM_RIGHTS), so no file system is needed.
 
-Functions and classes of a notebook, an interactive session or a function are pickled by value, since the other process
-cannot import them.
+Functions and classes defined in a notebook, an interactive session or another function are pickled by value, because
+the other process cannot import them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-PASSES_FILES = hasattr(socket, "send_fds")  # not on Windows, where multiprocessing passes handles by itself
-COUNT_BYTES = 4  # length of the number of files, with which a message starts
+PASSES_FILES = hasattr(socket, "send_fds")  # false on Windows, where multiprocessing passes handles itself
+COUNT_BYTES = 4  # a message starts with the number of files, in this many bytes
 MAX_FILES = 200  # in one system call; Linux allows 253
-DISMISSED = b""  # instead of a message: the receiver is to end
+DISMISSED = b""  # sent instead of a message to end the receiver
 
-_received: ContextVar[list[int]] = ContextVar("fedsim_received")  # of the message that is being unpickled
+_received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors of the message being unpickled
 
 
 class Message:
-    """An object as bytes, and the descriptors of the files that it refers to.
+    """A pickled object, and the descriptors of the files that it refers to.
 
-    Keeps the object, since its files have to stay open until the message is sent.
+    Also keeps the object, because its files must stay open until the message is sent.
     """
 
     def __init__(self, content: Any) -> None:
@@ -44,18 +44,18 @@ class Message:
             self.data = _dumps(content)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Called by multiprocessing for each file that is pickled; see `_collecting`."""
+        """Return the index of a file. multiprocessing calls this for each pickled file; see `_collecting`."""
         if descriptor not in self.descriptors:
             self.descriptors.append(descriptor)
         return self.descriptors.index(descriptor)
 
     def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
-        """Return the placeholder of a file in the pickled data."""
+        """Return the placeholder for a file in the pickled data."""
         return _File(index)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle's pickler with the reducers of multiprocessing and PyTorch for tensors and files."""
+    """The cloudpickle pickler, with the reducers of multiprocessing and PyTorch for tensors and files."""
 
     dispatch_table: ClassVar = ChainMap(
         ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def _dumps(content: Any) -> bytes:
 
 
 class ReceivedMessage:
-    """A message that is not unpickled yet; call `load` once."""
+    """A message that has not been unpickled yet. Call `load` once."""
 
     def __init__(self, data: bytes, descriptors: list[int]) -> None:
         self._data, self._descriptors = data, descriptors
@@ -87,13 +87,13 @@ class ReceivedMessage:
 
 
 class Channel:
-    """One end of a duplex pipe of multiprocessing; `multiprocessing.connection.wait` accepts it."""
+    """One end of a duplex multiprocessing pipe. `multiprocessing.connection.wait` accepts channels."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def send(self, content: Any) -> None:
-        """Send an object or a `Message`. Raises OSError if the other end is closed, and errors of pickling."""
+        """Send an object or a `Message`. Raise OSError if the other end is closed, and pickling errors."""
         message = content if isinstance(content, Message) else Message(content)
         descriptors = message.descriptors
         self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
@@ -102,11 +102,11 @@ class Channel:
                 socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])
 
     def dismiss(self) -> None:
-        """Ask the other end to stop: no message follows."""
+        """Ask the other end to stop. No further message follows."""
         self._connection.send_bytes(DISMISSED)
 
     def receive(self) -> ReceivedMessage | None:
-        """The next message; None after `dismiss`. Raises EOFError or OSError if the other end is closed."""
+        """Return the next message, or None after `dismiss`. Raise EOFError or OSError if the other end is closed."""
         data = self._connection.recv_bytes()
         if data == DISMISSED:
             return None
@@ -120,7 +120,7 @@ class Channel:
         return ReceivedMessage(data[COUNT_BYTES:], descriptors)
 
     def poll(self) -> bool:
-        """Whether `receive` would return at once."""
+        """Whether `receive` would return immediately."""
         return self._connection.poll()
 
     def fileno(self) -> int:
@@ -130,12 +130,12 @@ class Channel:
         self._connection.close()
 
     def _socket(self) -> socket.socket:
-        """The pipe as a socket, which it is on systems that pass files."""
+        """Return the pipe as a socket, on systems where PASSES_FILES is true."""
         return socket.socket(fileno=os.dup(self._connection.fileno()))
 
 
 class _File:
-    """Placeholder of a file in a pickled message, by its index."""
+    """Placeholder for a file in a pickled message: the index of the file."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -147,9 +147,9 @@ class _File:
 
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
-    """Within the block, multiprocessing passes the files of pickled objects to `message`.
+    """Let multiprocessing pass the files of objects that are pickled inside the block to `message`.
 
-    It does so by `duplicate_for_child`, as if `message` were a process that is being started.
+    multiprocessing calls `message.duplicate_for_child`, as if `message` were a process being started.
     """
     if not PASSES_FILES:
         yield

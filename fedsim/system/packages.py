@@ -1,4 +1,4 @@
-"""Packages that are imported late: the optional ones of the extras, and torchvision."""
+"""Packages that are imported on demand: the optional packages of the extras, and torchvision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from fedsim.errors import DataError, MissingPackageError, one_line
 
-EXTRAS = {  # the packages of each extra that users may want; `pyproject.toml` has their versions
+EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the versions
     "report": ("plotly", "jinja2"),
     "pandas": ("pandas",),
     "yaml": ("pyyaml",),
@@ -22,18 +22,18 @@ EXTRAS = {  # the packages of each extra that users may want; `pyproject.toml` h
     "flower": ("flwr", "flwr-datasets"),
     "lightning": ("lightning",),
 }
-DOWNLOAD_TIMEOUT = 30.0  # seconds without a byte
+DOWNLOAD_TIMEOUT = 30.0  # seconds without receiving data
 
-_missing_operators: Any = None  # a library of PyTorch, whose declarations last as long as the object
+_missing_operators: Any = None  # a torch.library.Library, whose declarations exist as long as the object
 
 
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import a module. Raises MissingPackageError, which says what to install, if its package is missing."""
+    """Import a module. Raise MissingPackageError, which says what to install, if its package is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0]
-        if (error.name or "").partition(".")[0] != package:  # a dependency of it is missing
+        if (error.name or "").partition(".")[0] != package:  # a dependency of the package is missing
             raise
         raise MissingPackageError(
             f"{purpose} needs the package {package}, which is not installed: pip install 'fedsim-sgd[{extra}]'"
@@ -41,12 +41,12 @@ def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def import_torchvision() -> Any:
-    """Import torchvision, also if its compiled operators do not fit the build of PyTorch.
+    """Import torchvision, even if its compiled operators do not fit the installed build of PyTorch.
 
-    The torchvision of PyPI is built for one build of PyTorch. With another build (for CPUs, say) its compiled operators
-    do not load, and `import torchvision` fails with "operator torchvision::nms does not exist", since it registers
-    shape functions for two operators that were not declared. This function declares the missing operators, which
-    fedsim does not use.
+    torchvision from PyPI is compiled for one build of PyTorch. With a different build (for example for CPUs), its
+    compiled operators do not load, and `import torchvision` fails with "operator torchvision::nms does not exist",
+    because it registers shape functions for two operators that were not declared. This function declares the missing
+    operators, which fedsim does not use.
     """
     global _missing_operators
     try:
@@ -54,7 +54,7 @@ def import_torchvision() -> Any:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-        import torch  # here, since a command that needs an extra may not need PyTorch
+        import torch  # imported here, because not every command that needs an extra needs PyTorch
 
         _missing_operators = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
@@ -65,9 +65,9 @@ def import_torchvision() -> Any:
 
 
 def download(dataset: str, root: Path) -> None:
-    """Download torchvision's data set of this class name ("MNIST", "FashionMNIST") into `root`.
+    """Download the torchvision data set with this class name ("MNIST", "FashionMNIST") to `root`.
 
-    They are copied there once all are downloaded. Raises DataError if that fails.
+    Files are copied to `root` only after all of them are downloaded. Raises DataError on failure.
     """
     torchvision = import_torchvision()
     before = socket.getdefaulttimeout()
@@ -76,7 +76,7 @@ def download(dataset: str, root: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             getattr(torchvision.datasets, dataset)(folder, download=True)
             shutil.copytree(Path(folder) / dataset, root / dataset, dirs_exist_ok=True)
-    except Exception as error:  # urllib's, the archive's and the file system's own errors alike
+    except Exception as error:  # errors of urllib, of the archive or of the file system
         raise DataError(f"the download failed ({one_line(error)})") from error
     finally:
         socket.setdefaulttimeout(before)

@@ -1,8 +1,8 @@
-"""The precision of an experiment: the key `precision`, one of four names.
+"""Numerical precision: the values of the key `precision`.
 
-Rows (parameters, momentum, aggregates, the global row) are float32, or float64 for "float64". What is lower than that
-is the arithmetic of training alone: products in TF32, or the forward pass under `torch.autocast`, from which gradients
-come back in float32. Tests, losses before training and aggregation are in full precision.
+Rows (parameters, momentum, aggregates, the global row) are float64 for "float64" and float32 otherwise. Only training
+can use lower precision: "tf32" allows TF32 in matrix products and convolutions, and "bf16" runs the forward pass under
+`torch.autocast`, whose gradients are float32. Tests, losses before training and aggregation use full precision.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedsim.errors import ExperimentError, one_line
 
 @dataclass(frozen=True)
 class Precision:
-    """One precision.
+    """One value of the key `precision`.
 
     Attributes:
-        name: in an experiment.
-        rows: the type of rows, and of the loss.
-        autocast: the type of the forward pass of training under `torch.autocast`; None: no autocast.
-        tf32: whether matrix products and convolutions of training may round their float32 inputs to TF32, on CUDA.
+        name: name in an experiment.
+        rows: dtype of rows and of the loss.
+        autocast: dtype for `torch.autocast` in the forward pass of training; None: no autocast.
+        tf32: whether matrix products and convolutions in training may round float32 inputs to TF32, on CUDA.
     """
 
     name: str
@@ -36,15 +36,15 @@ class Precision:
     tf32: bool = False
 
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """A context for a forward pass of training on `device`, without its loss and backward pass."""
+        """Return a context for a forward pass of training on `device`, without loss and backward pass."""
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     @contextlib.contextmanager
     def forwards_of(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Compute each forward pass of `module` and of its copies in this precision; outputs have the type of the loss.
+        """Run each forward pass of `module` and its copies in this precision. Outputs have the dtype of the loss.
 
-        The rest of the block is in full precision. Each forward pass has an autocast of its own, since autocast casts a
-        weight once only.
+        Other code in the block uses full precision. Each forward pass has a separate autocast context, because one
+        context casts each weight only once.
         """
         if self.autocast is None:
             yield
@@ -68,23 +68,23 @@ class Precision:
         finally:
             for hook in hooks:
                 hook.remove()
-            while entered:  # an interrupt, after which PyTorch calls no hooks
+            while entered:  # PyTorch calls no hooks after an interrupt
                 leave(module, None, None)
 
     def widened(self, outputs: Tensor) -> Tensor:
-        """The outputs of a forward pass in the type of the loss."""
+        """Convert the outputs of a forward pass to the dtype of the loss."""
         return outputs if self.autocast is None else outputs.to(self.rows)
 
     def training(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """A context for training on `device`, with TF32 if this precision has it. The rest uses `full_precision`."""
+        """Return a context for training on `device`, with TF32 if this precision allows TF32."""
         return tf32_allowed(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
 
     def require(self, device: torch.device) -> None:
-        """Raise ExperimentError if `device` does not have this precision."""
+        """Raise ExperimentError if `device` does not support this precision."""
         if self.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
             raise ExperimentError(
-                f'precision = "tf32": {device} has no TF32, which NVIDIA GPUs have from compute capability 8.0 on; '
-                "use float32"
+                f'precision = "tf32": {device} does not support TF32, which needs an NVIDIA GPU of compute capability '
+                "8.0 or higher; use float32"
             )
         if self.autocast is None:
             return
@@ -93,10 +93,10 @@ class Precision:
                 warnings.simplefilter("error")  # PyTorch warns and continues without autocast
                 self.forward(device)
         except (RuntimeError, UserWarning) as error:
-            raise ExperimentError(f'precision = "{self.name}": not on {device}: {one_line(error)}') from None
+            raise ExperimentError(f'precision = "{self.name}": not supported on {device}: {one_line(error)}') from None
 
     def facts(self) -> dict[str, Any]:
-        """The precision for the run record."""
+        """Return the precision for the run record."""
         rows, forward = (str(dtype).removeprefix("torch.") for dtype in (self.rows, self.autocast or self.rows))
         return {"rows": rows, "forward": forward, "tf32": self.tf32}
 
@@ -114,16 +114,16 @@ FULL = PRECISIONS["float32"]
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context without TF32, which PyTorch uses for convolutions on CUDA by default."""
+    """Return a context without TF32, which PyTorch uses by default for convolutions on CUDA."""
     return FULL.training(device)
 
 
 @contextlib.contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in matrix products and convolutions on CUDA in the block.
+    """Allow or forbid TF32 in matrix products and convolutions on CUDA inside the block.
 
-    PyTorch has two sets of switches. The older one raises if the newer one has a value that it cannot express; only
-    then this function uses the newer one.
+    PyTorch has two sets of switches. The older switches raise an error if the newer switches have a value that the
+    older ones cannot express. Only in this case the newer switches are used.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -148,16 +148,16 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Some versions of PyTorch warn that the older switches are deprecated."""
+    """Ignore warnings of some PyTorch versions that the older switches are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands of an operation as autocast would cast them; unchanged without autocast.
+    """Cast operands as autocast would. Without autocast, return them unchanged.
 
-    For operations with a derivative of their own, whose operands autocast does not cast.
+    This is for operations with a custom derivative, whose operands autocast does not cast.
     """
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):

@@ -79,8 +79,8 @@ COMPARED = [
 ]
 
 FOLDERS = [
-    ("--out afile", "afile: cannot be a run folder: File exists; a file is in the way"),
-    ("--out afile/run", "a file is in the way: name another place with --out"),
+    ("--out afile", "afile: cannot be a run folder: File exists; a file with this name exists"),
+    ("--out afile/run", "a file with this name exists; choose another folder with --out"),
     ("--resume x --out y", "omit --out"),
 ]
 

@@ -172,11 +172,11 @@ def test_a_folder_is_locked(plan, tmp_path):
     (tmp_path / "y").mkdir()
     with locked(tmp_path / "y", "another comparison"):
         (tmp_path / "y" / "first").touch()  # as another comparison that has not written its comparison yet
-        with pytest.raises(RecordError, match="another comparison is at work there"):
+        with pytest.raises(RecordError, match="another comparison is using this folder"):
             ComparisonFolder(tmp_path / "y", plan)
     with (
         ComparisonFolder(tmp_path / "x", plan),
-        pytest.raises(RecordError, match="another comparison is at work there"),
+        pytest.raises(RecordError, match="another comparison is using this folder"),
     ):
         ComparisonFolder(tmp_path / "x", plan)
     with ComparisonFolder(tmp_path / "x", plan):

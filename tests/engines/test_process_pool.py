@@ -249,9 +249,9 @@ def test_processes_end_with_their_parent_even_if_one_is_stopped(signals, stopped
 @pytest.mark.parametrize(
     ("from_stdin", "message"),
     [
-        pytest.param(False, "process 0 ended with exit code 1 while it started; a script needs ", id="file"),
+        pytest.param(False, "process 0 ended with exit code 1 while it started; put the code ", id="file"),
         pytest.param(
-            *(True, "processes cannot import a program that comes from <stdin>: it needs to be a file, with "),
+            *(True, "processes cannot import a program from <stdin>; write the program to a file, with "),
             id="stdin",
             marks=pytest.mark.slow,
         ),
@@ -272,5 +272,5 @@ def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_ge
     assert done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"fedsim.errors.WorkerError: {message}")
-    assert '`if __name__ == "__main__":` around what it does' in last
-    assert last.endswith("or else engine=serial, which starts none")
+    assert 'under `if __name__ == "__main__":`' in last
+    assert last.endswith("or use engine=serial, which starts none")

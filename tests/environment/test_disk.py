@@ -69,10 +69,10 @@ def confined(tmp_path_factory):
 
 def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
     folder, found = confined
-    kept, remedy = folder / "kept", "make room, or name another place with --out\n"
-    full = r"cannot be written: No space left on device: [\d.]+ k?B are free there where [\d.]+ [kM]?B are needed; "
+    kept, remedy = folder / "kept", "free some space, or choose another folder with --out\n"
+    full = r"cannot be written: No space left on device: [\d.]+ k?B are free, but [\d.]+ [kM]?B are needed; "
     lines = {name: rf"/{file}: {full}" for name, file in WRITTEN_LAST.items()}
-    lines["model"] = r": [\d.]+ kB are free there, and what this run keeps needs [\d.]+ kB; "
+    lines["model"] = r": [\d.]+ kB are free, but what this run keeps needs [\d.]+ kB; "
     for name, line in lines.items():
         code, out, error = found[name]
         assert code == 2, code
@@ -108,7 +108,7 @@ def _goes_on_where_there_is_room(plan, folder, finished):
 
 def test_a_folder_that_can_only_be_read_is_one_line_that_says_so(confined):
     folder, found = confined
-    remedy = "Read-only file system; make the place writable, or name another place with --out\n"
+    remedy = "Read-only file system; make the folder writable, or choose another folder with --out\n"
     for words, start in READ_ONLY.items():
         code, _, error = found[words]
         assert (code, error) == (2, f"error: {folder}/place/{start}{remedy}")
@@ -121,9 +121,7 @@ def test_a_system_without_proc_runs_experiments(confined):
 
 def test_a_file_that_may_not_grow_further_keeps_its_whole_lines(tiny_experiment, tmp_path):
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1000, "records": {"model": False, "curve": False}}
-    message = (
-        r"run/metrics.jsonl: cannot be written: File too large; a file may have 4.1 kB here \(ulimit -f raises that\)"
-    )
+    message = r"run/metrics.jsonl: cannot be written: File too large; files may have at most 4.1 kB \(ulimit -f raises this limit\)"
     with limited(resource.RLIMIT_FSIZE, 4096), pytest.raises(RecordError, match=f"{message}$"):
         fedsim.run(tables, tmp_path / "run")
     content = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -171,7 +169,7 @@ def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment,
 
 def test_a_lack_of_space_is_reported_with_both_sizes(tmp_path, monkeypatch):
     require_space(tmp_path / "not" / "there" / "yet", 10, "this")
-    with pytest.raises(RecordError, match=rf"^{tmp_path}: .* are free there, and this needs 1e\+03 PB; make room, or"):
+    with pytest.raises(RecordError, match=rf"^{tmp_path}: .* are free, but this needs 1e\+03 PB; free some space, or"):
         require_space(tmp_path, 10**18, "this")
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     require_space(tmp_path, 10**18, "this")

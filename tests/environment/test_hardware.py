@@ -45,9 +45,9 @@ def test_a_missing_gpu_is_one_line_and_auto_uses_the_cpu(monkeypatch):
     assert devices.resolve_device("auto") == torch.device("cpu")
     for version, why in (
         (None, r" \(PyTorch .* is built without CUDA; install .*\)"),
-        ("12.8", r" \(nvidia-smi says .*\)"),
+        ("12.8", r" \(run nvidia-smi .*\)"),
     ):
         monkeypatch.setattr(torch.version, "cuda", version)
-        message = rf'^device = "cuda:1": this PyTorch sees no such device{why}; allowed here: auto, cpu$'
+        message = rf'^device = "cuda:1": PyTorch does not find this device{why}; available here: auto, cpu$'
         with pytest.raises(ExperimentError, match=message):
             devices.resolve_device("cuda:1")

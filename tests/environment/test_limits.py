@@ -34,8 +34,8 @@ def test_too_few_files_are_reported_before_any_process_starts(cli, monkeypatch):
     monkeypatch.setattr(limits, "limits_of_files", lambda: (30, 30))
     refused = cli("run", *SPAWN, "processes=6", "--out", "x")
     message = (
-        r"error: processes = 6: to start them takes about \d+ open files, and this program may have 30 "
-        r"\(RLIMIT_NOFILE\); raise that \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts none\n"
+        r"error: processes = 6: starting them takes about \d+ open files, but the limit is 30 \(RLIMIT_NOFILE\); "
+        r"raise the limit \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts none\n"
     )
     assert refused.exit_code == 1
     assert re.fullmatch(message, refused.stderr), refused.stderr
@@ -61,8 +61,8 @@ def test_too_few_processes_are_one_line(tmp_path):
         pytest.skip("needs a user who has no processes, whom root can become")
     done = run("run", *words, before=["prlimit", "--nproc=3", *before], cwd=tmp_path)
     message = (
-        "error: a process cannot be started: Resource temporarily unavailable; this user may have 3 processes and "
-        "threads (ulimit -u raises that); use fewer processes\n"
+        "error: a process cannot be started: Resource temporarily unavailable; this user may have at most 3 "
+        "processes and threads (ulimit -u raises this limit); use fewer processes\n"
     )
     assert (done.returncode, done.stderr) == (1, message)
     assert not (tmp_path / "x").exists()
@@ -88,7 +88,7 @@ def test_errors_of_the_system_are_described_in_one_line(error, line):
 def test_a_limit_is_reported_with_its_value():
     with limited(resource.RLIMIT_NOFILE, 333):
         too_many = OSError(errno.EMFILE, "Too many open files")
-        assert limits.limit_hint(too_many) == "; this process may have 333 files open (ulimit -n raises that)"
+        assert limits.limit_hint(too_many) == "; this process may open at most 333 files (ulimit -n raises this limit)"
     assert limits.limit_hint(OSError(errno.ENOENT, "No such file")) == ""
 
 

@@ -23,10 +23,10 @@ DEEP = 5_000
     ("text", "message"),
     [
         ("a=" + "[" * DEEP, "more than 16 nested tables and lists"),
-        (".".join(["a"] * DEEP) + "=1", "a key of more than 16 dotted parts"),
+        (".".join(["a"] * DEEP) + "=1", "a key has more than 16 dotted parts"),
         (f"seed = {'9' * 5000}", "Exceeds the limit"),
         (f"seed = 0x{'f' * 50_000}", "seed: integers must have at most 64 bits, not 200000"),
-        (f"{'a' * 10**6} = 1", "a key has at most 100 characters"),
+        (f"{'a' * 10**6} = 1", "have at most 100 characters"),
         ('"\\u001b[2J" = 1', '"\\u001b[2J": keys must be printable and have at most 100 characters'),
         ("local = {lr = nan}", "local.lr = nan: must be a finite number"),
         (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),

@@ -117,7 +117,7 @@ def test_a_folder_with_a_run_is_refused(finished, tiny_experiment):
 def test_two_runs_cannot_write_to_one_folder(tmp_path):
     with RunFolder(tmp_path) as first:
         first.begin(fedsim.Experiment(seed=1))
-        with pytest.raises(RecordError, match="another run is at work there"):
+        with pytest.raises(RecordError, match="another run is using this folder"):
             RunFolder(tmp_path)
         assert fedsim.load_experiment(tmp_path / "experiment.toml").seed == 1
 

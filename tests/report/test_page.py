@@ -172,7 +172,7 @@ def test_the_command_prints_the_path_of_the_page_or_an_error(fresh_run, tmp_path
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'x.html'}\n")
     assert (tmp_path / "x.html").is_file()
     unnamed = CliRunner().invoke(app, ["report", str(fresh_run), "--out", ""])
-    assert (unnamed.exit_code, unnamed.stderr) == (2, "error: .: is a folder; name a file\n")
+    assert (unnamed.exit_code, unnamed.stderr) == (2, "error: .: is a folder; give the path of a file\n")
     failed = CliRunner().invoke(app, ["report", str(fresh_run), "--out", str(tmp_path / "nowhere" / "x.html")])
     assert failed.exit_code == 2
     assert failed.stderr == f"error: {tmp_path}/nowhere/x.html: cannot be written: No such file or directory\n"

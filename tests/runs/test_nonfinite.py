@@ -207,7 +207,7 @@ def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session)
         "data": "tests.components:tiny",
         "model": "tests.runs.test_nonfinite:Overflowing",
     }
-    with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of their 38 numbers"):
+    with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of 38 numbers"):
         fedsim.run(tables, session=session if "race" in mode else None)
     kept = {**tables, "aggregate": {"nonfinite": "keep"}}
     assert len(fedsim.run(kept, session=session if "race" in mode else None).history) == 3

@@ -56,7 +56,7 @@ def test_where_the_older_switches_cannot_be_read_the_newer_ones_are_used(allowed
 
 
 def test_tf32_is_refused_on_a_cpu(tiny_experiment):
-    with pytest.raises(fedsim.ExperimentError, match='precision = "tf32": cpu has no TF32, .* use float32'):
+    with pytest.raises(fedsim.ExperimentError, match='precision = "tf32": cpu does not support TF32, .* use float32'):
         fedsim.run({**tiny_experiment, "precision": "tf32", "device": "cpu"})
 
 
