@@ -321,7 +321,8 @@ def _table_across(comparison: Comparison) -> str:
         lines.setdefault(tuple(_labels(comparison, row, down)), {})[column] = _score(row, len(headings) <= MOST_WIDE)
     cells = [[*names, *(scores.get(heading, "") for heading in headings)] for names, scores in lines.items()]
     metric = comparison.metric.label.lower()
-    return _markdown_table([*down, *headings], cells) + f"\n\nMeans of the {metric}; the best of a column is bold."
+    narrow = [heading.replace(",", "<br>") for heading in headings]
+    return _markdown_table([*down, *narrow], cells) + f"\n\nMeans of the {metric}; the best of a column is bold."
 
 
 def _table_of_rows(comparison: Comparison) -> str:

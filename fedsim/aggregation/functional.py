@@ -84,7 +84,10 @@ def aggregate(
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """The pipeline of the arguments of `aggregate`; that of a registered rule with plain parameters is made once."""
+    """Return the pipeline of the arguments of `aggregate`.
+
+    That of a registered rule with plain parameters is made once.
+    """
     if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
         return _registered(rule, **params)
     return make_pipeline(resolve(rule, params))

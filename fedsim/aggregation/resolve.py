@@ -23,7 +23,7 @@ def resolve(
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
 ) -> list[tuple[Registration, dict[str, Any]]]:
-    """A rule, or a list of pre-aggregators and a rule, with every parameter checked.
+    """Return a rule, or a list of pre-aggregators and a rule, with every parameter checked.
 
     Args:
         stages: names, "package.module:function", or tables {rule = name, parameters}.
@@ -78,7 +78,7 @@ def resolve(
 
 
 def as_table(stage: Any, where: str) -> dict[str, Any]:
-    """A copy of the table of a stage, in which `rule` names it."""
+    """Return a copy of the table of a stage, in which `rule` names it."""
     table = {"rule": stage} if isinstance(stage, str) else stage
     table = with_key(table, "rule", where) if isinstance(table, dict) else table
     if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
@@ -99,7 +99,7 @@ def _registration(name: str, where: str, registry: Registry) -> Registration:
 
 
 def make_pipeline(resolved: Sequence[tuple[Registration, dict[str, Any]]]) -> Pipeline:
-    """The pipeline of the result of `resolve`.
+    """Return the pipeline of the result of `resolve`.
 
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1

@@ -39,7 +39,7 @@ from fedsim.system.files import read_bounded
 
 
 def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0) -> np.ndarray:
-    """The factors that a component returned, as float64 [size].
+    """Return the factors that a component returned, as float64 [size].
 
     Raises ExperimentError for another shape, or a factor that is negative or not finite. `place` names the component,
     and `unit` the position of a factor, with {} for its number, from `first`.
@@ -77,7 +77,7 @@ class DurationNoise(Component):
     """A distribution of the duration of work with its parameters."""
 
     def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
-        """The factors of the units start, ..., start + size - 1 of a worker, float64 [size].
+        """Return the factors of the units start, ..., start + size - 1 of a worker, float64 [size].
 
         `start` is a multiple of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
 

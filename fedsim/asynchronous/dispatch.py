@@ -64,13 +64,13 @@ class Scheduler:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
-        """The scheduler of a run at its start."""
+        """Return the scheduler of a run at its start."""
         experiment = task.experiment
         work, sizes = experiment.policy.component.work, shared.data.shards.size
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
-        """The next work item of a slot; with this many local steps, if `steps` is given."""
+        """Return the next work item of a slot; with this many local steps, if `steps` is given."""
         worker = slot if self._slots == self.n_workers else self._draw()
         self._busy.add(worker)
         done = self._done[worker]
@@ -122,7 +122,7 @@ class Scheduler:
         return self._done[worker]
 
     def state(self) -> dict[str, Any]:
-        """The state, in JSON types."""
+        """Return the state, in JSON types."""
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
@@ -268,7 +268,7 @@ class Dispatcher:
         self.stats.discarded += 1
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types; the tensors are the server's and the engine's."""
+        """Return the state between two rounds, in JSON types; the tensors are the server's and the engine's."""
         return {
             "scheduler": self.scheduler.state(),
             "in_flight": list(self.in_flight.values()),
@@ -294,6 +294,6 @@ class Dispatcher:
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:
-    """The error for a result that holds NaN or infinity."""
+    """Return the error for a result that holds NaN or infinity."""
     remedy = "reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
     return DivergedError(f"{place} holds NaN or infinity", remedy, round)

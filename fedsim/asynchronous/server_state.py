@@ -173,7 +173,7 @@ class ServerState:
         self._version[0] += 1
 
     def mean(self, slots: Sequence[int]) -> Tensor:
-        """The mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
+        """Return the mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
         slots = sorted(slots)
         rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
@@ -225,7 +225,9 @@ Tables = tuple[tuple[int, int, int], ...]  # of each embedding: offset in the ro
 
 
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
-    """The embeddings of a module, if the client algorithm leaves coordinates without a gradient as they are; else ().
+    """Return the embeddings of a module, if the client algorithm leaves coordinates without a gradient as they are.
+
+    Else ().
 
     Raises ExperimentError if an embedding is sparse (sparse=True) and the client algorithm changes such coordinates.
     """

@@ -95,7 +95,7 @@ class VirtualClock:
         return self.dispatcher.arrivals - arrivals
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types; the tensors are the server's and the engine's."""
+        """Return the state between two rounds, in JSON types; the tensors are the server's and the engine's."""
         return {
             "dispatcher": self.dispatcher.state(),
             "now": self.now,
@@ -170,7 +170,7 @@ class VirtualClock:
         dispatcher.receive(slot)
 
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
-        """The slots whose work neither an update nor the end of the run can make useless, the earliest first."""
+        """Return the slots whose work neither an update nor the end of the run can make useless, the earliest first."""
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals
         if count is None and remaining < len(in_flight):

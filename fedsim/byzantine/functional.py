@@ -27,7 +27,7 @@ def attack(
     seed: int = 0,
     **params: Any,
 ) -> Any:
-    """The rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
+    """Return the rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
 
     Args:
         honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; they stay unchanged. Or a

@@ -122,6 +122,6 @@ def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str
 
 
 def scalars(record: RoundRecord) -> dict[str, float]:
-    """The numbers of a record by their tag, as `Metric.tag` declares it."""
+    """Return the numbers of a record by their tag, as `Metric.tag` declares it."""
     values = {metric.tag: metric.read(record) for metric in metrics_in([record]) if metric.tag}
     return {tag: value for tag, value in values.items() if value is not None}

@@ -178,7 +178,7 @@ def list_command(
 
 
 def _overview(columns: int | None) -> str:
-    """A line for each kind with its names, wrapped to the columns of a terminal; PyTorch is not imported."""
+    """Return a line for each kind with its names, wrapped to the columns of a terminal; PyTorch is not imported."""
     names = {kind: ", ".join(source_components(kind)) for kind in COMPONENTS} | {EXPERIMENTS: ", ".join(experiments())}
     lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
     more = "fedsim list KIND or NAME describes them, fedsim list keys the keys of an experiment; --search finds words"

@@ -70,7 +70,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
 
 def problems_with_names(description: dict[str, Any], changes: list[Change]) -> list[str]:
-    """The error lines for the keys and names in nested tables, which the changes alter."""
+    """Return the error lines for the keys and names in nested tables, which the changes alter."""
     override(description, changes)
     findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
     imports = len(findings) == MAX_PROBLEMS or any(line is None for line, _ in findings)  # or may import

@@ -31,7 +31,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _instead(self, word: str, *others: str) -> str:
-        """The hint for a word that is no command: `write fedsim run --resume X` for `resume X`."""
+        """Return the hint for a word that is no command: `write fedsim run --resume X` for `resume X`."""
         for name, command in self.commands.items():
             if any(f"--{word}" in parameter.opts for parameter in command.params):
                 return cut(printable(f"write fedsim {' '.join((name, f'--{word}', *others))}"))

@@ -131,6 +131,6 @@ def _discard_stdout() -> None:
 
 
 def _joined_ranks() -> RankGroup | None:
-    """The rank group that this process has joined, found without importing PyTorch."""
+    """Return the rank group that this process has joined, found without importing PyTorch."""
     module = sys.modules.get("fedsim.engines.distributed.process_group")
     return None if module is None else module.RankGroup.joined

@@ -22,7 +22,7 @@ WORDS_LIKE_OPTIONS = {"ignore_unknown_options": True}  # `--rounds 3` arrives as
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """The experiments, and the files of experiments and folders, that begin so, when a user presses TAB."""
+    """Return the experiments, and the files of experiments and folders, that begin so, when a user presses TAB."""
     paths = sorted(glob.glob(f"{glob.escape(incomplete)}*"))
     files = [f"{path}/" if os.path.isdir(path) else path for path in paths]
     return [
@@ -55,7 +55,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the outpu
 
 
 def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:
-    """The experiment file or name among the words, if any, and the `key=value` words."""
+    """Return the experiment file or name among the words, if any, and the `key=value` words."""
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
@@ -97,7 +97,7 @@ def _is_open(word: str) -> bool:
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
-    """The error for an unknown option, with the key (`--rounds 3`) or the option that was meant."""
+    """Return the error for an unknown option, with the key (`--rounds 3`) or the option that was meant."""
     option, equals, value = word.partition("=")
     name = option.lstrip("-").replace("-", "_")
     options = [each for parameter in context.command.params for each in parameter.opts if each.startswith("--")]

@@ -37,7 +37,7 @@ class AlgorithmOnly(ClientAlgorithm):
 
 
 def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
-    """A client algorithm as a client algorithm; unchanged if it is one."""
+    """Return a client algorithm as a client algorithm; unchanged if it is one."""
     return algorithm if isinstance(algorithm, ClientAlgorithm) else AlgorithmOnly(algorithm)
 
 

@@ -71,12 +71,12 @@ class WorkerRound:
 
     @cached_property
     def workers(self) -> Tensor:
-        """The numbers of the workers, int64 [..., 1]."""
+        """Return the numbers of the workers, int64 [..., 1]."""
         return self._column([fact.worker for fact in self.facts])
 
     @cached_property
     def rounds(self) -> Tensor:
-        """The number of the worker's round, from 1, int64 [..., 1]."""
+        """Return the number of the worker's round, from 1, int64 [..., 1]."""
         return self._column([fact.round for fact in self.facts])
 
     @cached_property
@@ -91,7 +91,7 @@ class WorkerRound:
 
     @cached_property
     def weights(self) -> Tensor:
-        """The weights of the workers in the aggregation, of the rows' type [..., 1]."""
+        """Return the weights of the workers in the aggregation, of the rows' type [..., 1]."""
         return self._column([fact.weight for fact in self.facts]).to(self.rows.dtype)
 
     def _column(self, values: Sequence[float]) -> Tensor:
@@ -163,15 +163,15 @@ class ClientAlgorithm:
         """Raise ExperimentError if a round of so many local steps is too short for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
+        """Return the algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """The columns of the buffers [b] of a personal model that a worker keeps."""
+        """Return the columns of the buffers [b] of a personal model that a worker keeps."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
-        """A copy with another learning rate `lr`, for learning-rate schedules."""
+        """Return a copy with another learning rate `lr`, for learning-rate schedules."""
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
@@ -194,11 +194,14 @@ class ClientAlgorithm:
         return server
 
     def start(self, rows: Tensor) -> State:
-        """The state of the steps, of the rows' shape [..., d], for rows that have not moved."""
+        """Return the state of the steps, of the rows' shape [..., d], for rows that have not moved."""
         return {}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        """The state of the steps of a round, named as by `start`; `rows` [..., d] are as the server sent them."""
+        """Return the state of the steps of a round, named as by `start`.
+
+        `rows` [..., d] are as the server sent them.
+        """
         return self.start(rows)
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
@@ -264,14 +267,14 @@ class ClientAlgorithm:
         """Change what workers send at a step of a round of gradients, [..., d], and what they keep, in place."""
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
-        """The personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
+        """Return the personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
 
         They are tested with the buffers that the workers keep for them, and else with those of the global model.
         """
         return rows
 
     def _copy(self, **changes: Any) -> ClientAlgorithm:
-        """A copy with other attributes. `dataclasses.replace` would lose those that are no fields."""
+        """Return a copy with other attributes. `dataclasses.replace` would lose those that are no fields."""
         copied = copy.copy(self)
         vars(copied).update(changes)
         return copied

@@ -127,7 +127,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """A parameter of a schedule whose default is the length of the schedule, which must be known."""
+    """Return a parameter of a schedule whose default is the length of the schedule, which must be known."""
     if length is None:
         raise ExperimentError(f"{key}: is required, since the number of steps of a round differs")
     return length
@@ -162,11 +162,11 @@ class LRSchedule:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> LRSchedule:
-        """The schedule of a component with its parameters."""
+        """Return the schedule of a component with its parameters."""
         return cls(registration.bind(params), tuple(registration.takes), **settings)
 
     def rate(self, lr: float, round: int, step: int = 0) -> float:
-        """The learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.
+        """Return the learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.
 
         Raises ExperimentError if the scheduler cannot be made, or ends before.
         """
@@ -213,5 +213,5 @@ class LRSchedule:
 
 @lru_cache(maxsize=64)
 def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
-    """The learning rates that were asked for so far, and those that follow."""
+    """Return the learning rates that were asked for so far, and those that follow."""
     return [], schedule.rates(lr)

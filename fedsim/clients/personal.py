@@ -57,7 +57,7 @@ class PersonalSGD(LocalSGD):
         return {"personal": self.personal_columns.of(row)}
 
     def server_state(self, row: Tensor) -> State:
-        """The personal columns of the global row, which never move."""
+        """Return the personal columns of the global row, which never move."""
         return {"personal": self.personal_columns.of(row)}
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
@@ -251,12 +251,12 @@ class LocalOnly(PersonalSGD):
 
 
 def _layer(name: str) -> str:
-    """The name of the module that a parameter or buffer belongs to."""
+    """Return the name of the module that a parameter or buffer belongs to."""
     return name.rpartition(".")[0]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """The hint for a pattern that matches no parameter."""
+    """Return the hint for a pattern that matches no parameter."""
     if closest(pattern, names):
         return nearest(pattern, names)
     modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)

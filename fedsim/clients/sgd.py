@@ -38,7 +38,7 @@ class LocalSGD(ClientAlgorithm):
         return self.weight_decay
 
     def start(self, rows: Tensor) -> State:
-        """The state; subclasses may add a tensor "constant" [..., d], which each step adds to the gradient."""
+        """Return the state; subclasses may add a tensor "constant" [..., d], which each step adds to the gradient."""
         return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:

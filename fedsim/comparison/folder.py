@@ -208,7 +208,7 @@ def result_in(folder: Path, run: PlannedRun) -> Run:
 
 
 def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
-    """The results of a comparison from its folder, as `fedsim.compare` returned them.
+    """Return the results of a comparison from its folder, as `fedsim.compare` returned them.
 
     Runs that are not finished count as failed. Nothing in the folder is changed, and no code of it is executed.
 

@@ -144,7 +144,7 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
 
 
 def _comparison_in(folders: Sequence[Path]) -> Comparison:
-    """The comparison in a folder, or the runs in several folders as one."""
+    """Return the comparison in a folder, or the runs in several folders as one."""
     records = [read_records(folder) for folder in folders]
     if not records:
         raise ExperimentError("folders: must be one or more")

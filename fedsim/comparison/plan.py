@@ -57,7 +57,7 @@ class PlannedRun:
 
     @functools.cached_property
     def tables(self) -> dict[str, Any]:
-        """The resolved tables of the experiment."""
+        """Return the resolved tables of the experiment."""
         return self.experiment.resolved()
 
 
@@ -176,7 +176,7 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
 
 @functools.cache
 def _naming_key(key: str) -> str | None:
-    """The key that names the component of which `key` is a parameter; None if it is none."""
+    """Return the key that names the component of which `key` is a parameter; None if it is none."""
     table, within = component_table(key.split("."))
     if table is None or within[0] in table.keys:
         return None

@@ -282,7 +282,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def summary_text(comparison: Comparison) -> str:
-    """The rows as aligned text, with the meaning of their marks and the runs that failed.
+    """Return the rows as aligned text, with the meaning of their marks and the runs that failed.
 
     Columns that would make the table wider than `TABLE_COLUMNS` are left out, and named.
     """
@@ -323,7 +323,7 @@ def _width(column: Sequence[str]) -> int:
 
 
 def undecided(comparison: Comparison) -> list[str]:
-    """A sentence if for some combinations no value of the axis `tune` could be chosen."""
+    """Return a sentence if for some combinations no value of the axis `tune` could be chosen."""
     if not (count := sum(not choice.decided for choice in comparison.choices)):
         return []
     return [
@@ -333,7 +333,7 @@ def undecided(comparison: Comparison) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """The lines below the table."""
+    """Return the lines below the table."""
     rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
     seeds = max(len(row.runs) for row in rows)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
@@ -389,7 +389,7 @@ Breaking = tuple[dict[str, Any], BreakingPoint]  # the values on the other compa
 
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
-    """The breaking points along each axis of numbers, by its key; empty without a target."""
+    """Return the breaking points along each axis of numbers, by its key; empty without a target."""
     target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
         return {}
@@ -402,7 +402,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
-    """A line for each of the first breaking points along an axis."""
+    """Return a line for each of the first breaking points along an axis."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
@@ -412,7 +412,7 @@ def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[
 
 
 def results_csv(comparison: Comparison) -> str:
-    """One row per run: its point and its metrics; cells are empty if the run has no such number."""
+    """Return one row per run: its point and its metrics; cells are empty if the run has no such number."""
     names = metric_names(comparison.runs)
     rows: list[list[Any]] = [["id", *comparison.axes, *names, "error"]]
     for run in comparison.runs:
@@ -421,7 +421,7 @@ def results_csv(comparison: Comparison) -> str:
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """One row per run and round; cells are empty if the round has no such number."""
+    """Return one row per run and round; cells are empty if the round has no such number."""
     declared = dict.fromkeys(
         name for run in comparison.runs for record in run.history for name in component_metrics(record)
     )
@@ -436,7 +436,7 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def summary_csv(comparison: Comparison) -> str:
-    """The rows of the comparison; `..._ci95` are half widths of 95 percent intervals."""
+    """Return the rows of the comparison; `..._ci95` are half widths of 95 percent intervals."""
     score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
     names = [name for name in metric_names(comparison.summary) if name != score.key]
     first = "accuracy" if score.key == "test_accuracy" else score.key
@@ -457,7 +457,7 @@ def summary_csv(comparison: Comparison) -> str:
 
 
 def breaking_points_csv(comparison: Comparison) -> str:
-    """One row per axis of numbers and combination of the values on the others."""
+    """Return one row per axis of numbers and combination of the values on the others."""
     columns = ["breaks_at", "reached_at", "missed_below", "no_result"]
     rows: list[list[Any]] = [["key", *comparison.compared, "target", *columns]]
     for key, points in breaking_points(comparison).items():
@@ -469,7 +469,7 @@ def breaking_points_csv(comparison: Comparison) -> str:
 
 
 def tuning_csv(comparison: Comparison) -> str:
-    """One row per combination and value of `tune`: the validation result, and whether the value was chosen.
+    """Return one row per combination and value of `tune`: the validation result, and whether the value was chosen.
 
     With an axis `worst`, the validation result is that of the worst case, which is named.
     """
@@ -485,5 +485,5 @@ def tuning_csv(comparison: Comparison) -> str:
 
 
 def mean_cells(value: Estimate | None) -> list[float | None]:
-    """A mean and the half width of its interval, if there are several values."""
+    """Return a mean and the half width of its interval, if there are several values."""
     return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]

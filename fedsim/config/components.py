@@ -46,7 +46,7 @@ Signatures = dict[str, inspect.Signature]
 
 
 def _signatures(kind: str) -> Signatures:
-    """The parameters of each component of a kind, by its name."""
+    """Return the parameters of each component of a kind, by its name."""
     return {registration.name: _configuration(registration) for registration in registry_of(kind)}
 
 
@@ -132,7 +132,7 @@ def noises() -> Signatures:
 
 
 def registry_of(kind: str) -> Registry:
-    """The registry of a kind of component."""
+    """Return the registry of a kind of component."""
     module, _, attribute = COMPONENTS[kind][1].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -143,7 +143,7 @@ def _configuration(registration: Registration) -> inspect.Signature:
 
 
 def list_components(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
-    """The components of these kinds with their parameters, wrapped to the columns of a terminal.
+    """Return the components of these kinds with their parameters, wrapped to the columns of a terminal.
 
     Only those that have all words of `search` in their name or documentation; "" if there are none.
     """
@@ -165,7 +165,7 @@ def list_components(kinds: Iterable[str], columns: int | None = None, search: st
 
 
 def list_module(path: Path, columns: int | None = None) -> str:
-    """The functions and classes that a Python file defines, by import path, found without running it.
+    """Return the functions and classes that a Python file defines, by import path, found without running it.
 
     Raises ExperimentError if the file is no Python.
     """
@@ -185,7 +185,7 @@ def list_module(path: Path, columns: int | None = None) -> str:
 
 
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
-    """The components with this name, or the component at this import path, with parameters and docstring.
+    """Return the components with this name, or the component at this import path, with parameters and docstring.
 
     Raises ExperimentError if there is no such component, or if it cannot be imported. `kinds` are other names that the
     user may mean, for the hint.
@@ -211,7 +211,7 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
 
 
 def _imported(path: str) -> tuple[str, Any]:
-    """The import path of a component with its parameters, and the component."""
+    """Return the import path of a component with its parameters, and the component."""
     from fedsim.core.import_policy import import_object
 
     try:

@@ -171,7 +171,7 @@ class Experiment(Table):
 
     @cached_property
     def rule(self) -> Pipeline:
-        """The aggregation rule with its parameters."""
+        """Return the aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
 
     @property
@@ -201,7 +201,10 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
+        """Return the setting because of which ranks exchange a gradient of each worker.
+
+        None if they may average gradients.
+        """
         return what_needs_rows(self)
 
     @property
@@ -229,7 +232,7 @@ class Experiment(Table):
         return self.server.schedule.schedule(self.rounds)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """The learning rate of the client algorithm in a step (from 0) of a round; None if it has none."""
+        """Return the learning rate of the client algorithm in a step (from 0) of a round; None if it has none."""
         lr, schedule = self.local_lr, self.local_schedule
         return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 
@@ -245,7 +248,9 @@ class Experiment(Table):
         return self.cohort or self.workers
 
     def own(self) -> Experiment:
-        """A copy for the processes of one run, without its data set and loggers. What its objects keep belongs to it.
+        """Return a copy for the processes of one run, without its data set and loggers.
+
+        What its objects keep belongs to it.
 
         Raises ExperimentError if an object cannot be copied.
         """
@@ -270,7 +275,7 @@ def _without_unset(value: Any) -> Any:
 
 
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
-    """The name of an experiment without a name: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
+    """Return the name of an experiment without a name: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
 
     Its parts are the model, the data, the client algorithm unless it is sgd, the rule (or the asynchronous policy), and
     `race` for a race.

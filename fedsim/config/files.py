@@ -50,7 +50,7 @@ def experiments() -> dict[str, Path]:
 
 
 def find_experiment(source: str | Path) -> Path:
-    """The path of an experiment file: `source` if there is such a file, else the experiment of that name."""
+    """Return the path of an experiment file: `source` if there is such a file, else the experiment of that name."""
     path = Path(source)
     return path if is_file(path) else experiments().get(str(source), path)
 
@@ -71,7 +71,7 @@ def list_experiments(columns: int | None = None, search: str = "") -> str:
 
 
 def describe_file(source: str | Path) -> dict[str, Any]:
-    """The settings in an experiment file, or in the experiment of that name, as nested tables, without defaults.
+    """Return the settings in an experiment file, or in the experiment of that name, as nested tables, without defaults.
 
     Raises ExperimentError if the file cannot be read.
     """
@@ -101,7 +101,7 @@ def nested(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
-    """The text of an experiment file; with `inside`, the file must lie in that folder.
+    """Return the text of an experiment file; with `inside`, the file must lie in that folder.
 
     Raises ExperimentError if the file is missing, not a regular file, too large or not UTF-8. `kind` is TOML or YAML.
     """
@@ -119,7 +119,7 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
 
 
 def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
-    """The tables of a TOML file; with `inside`, the file must lie in that folder.
+    """Return the tables of a TOML file; with `inside`, the file must lie in that folder.
 
     Raises ExperimentError if the file cannot be read, is not TOML, or holds values that no experiment holds.
     """
@@ -142,7 +142,7 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The tables of a YAML file; a key may be dotted. An empty file has none.
+    """Return the tables of a YAML file; a key may be dotted. An empty file has none.
 
     Aliases, tags and repeated keys are refused, so that a file is as large as it looks and executes nothing.
 
@@ -199,5 +199,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(experiment: Experiment) -> str:
-    """The experiment with all its settings as TOML; reading it gives an equal experiment."""
+    """Return the experiment with all its settings as TOML; reading it gives an equal experiment."""
     return tomli_w.dumps(experiment.resolved())

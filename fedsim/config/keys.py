@@ -87,7 +87,7 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
 
 
 def table_of(annotation: Any) -> type[Table] | None:
-    """The table that an annotation is, or is a list of; None for other annotations."""
+    """Return the table that an annotation is, or is a list of; None for other annotations."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Table):
             return candidate
@@ -101,7 +101,7 @@ def _default(value: Any) -> str:
 
 
 def list_keys(columns: int | None = None, search: str = "") -> str:
-    """The keys of an experiment as text, wrapped to the columns of a terminal.
+    """Return the keys of an experiment as text, wrapped to the columns of a terminal.
 
     Only those that have all words of `search` in their path or description; "" if there are none.
     """
@@ -127,7 +127,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 
 
 def type_text(field: FieldInfo) -> str:
-    """The type of a field of a pydantic model in words.
+    """Return the type of a field of a pydantic model in words.
 
     >>> class Model(BaseModel):
     ...     count: Annotated[int, Gt(0)] | None = None
@@ -169,7 +169,7 @@ def _with_limits(text: str, metadata: Any) -> str:
 
 
 def attribute_docstrings(kind: type) -> dict[str, str]:
-    """The string below each annotated field of a class and of its base classes, in one line.
+    """Return the string below each annotated field of a class and of its base classes, in one line.
 
     The source is read when it is needed, so descriptions cost nothing when fedsim is imported.
 

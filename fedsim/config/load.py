@@ -63,12 +63,12 @@ def load_experiment(
 
 
 def file_of(source: object) -> Path | None:
-    """The experiment file that `source` names; None for other sources, which the user vouches for."""
+    """Return the experiment file that `source` names; None for other sources, which the user vouches for."""
     return find_experiment(source) if isinstance(source, (str, Path)) else None
 
 
 def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """The settings in `source` as nested tables, without defaults."""
+    """Return the settings in `source` as nested tables, without defaults."""
     if isinstance(source, (str, Path)):
         return describe_file(source)
     if isinstance(source, Experiment):
@@ -88,7 +88,7 @@ def drop_default_name(description: dict[str, Any]) -> None:
 
 
 def experiment_of(description: Mapping[str, Any]) -> Experiment:
-    """The experiment that nested tables describe. Raises ExperimentError, one line per problem."""
+    """Return the experiment that nested tables describe. Raises ExperimentError, one line per problem."""
     experiment = Experiment(**{str(key): value for key, value in description.items()})
     _refuse_untrusted_places(experiment)
     return experiment

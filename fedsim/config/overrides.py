@@ -23,13 +23,13 @@ Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
 
 
 def parse_word(word: str) -> Change:
-    """The key and the value of a word `a.b=value`."""
+    """Return the key and the value of a word `a.b=value`."""
     keys, text = split_word(word)
     return keys, parse_value(text, ".".join(keys))
 
 
 def split_word(word: str) -> tuple[list[str], str]:
-    """The parts of the key of a word `a.b=value`, and the text of its value."""
+    """Return the parts of the key of a word `a.b=value`, and the text of its value."""
     key, equals, text = word.partition("=")
     keys = [part.strip() for part in key.split(".")]
     if not equals or not all(keys):
@@ -43,7 +43,7 @@ def split_word(word: str) -> tuple[list[str], str]:
 
 
 def parse_value(text: str, place: str) -> Any:
-    """A value as in TOML; any other text is a string, also `nan` and `inf`, which are names of attacks.
+    """Return a value as in TOML; any other text is a string, also `nan` and `inf`, which are names of attacks.
 
     Raises ExperimentError for a list or table that is not TOML. `place` is the key, for errors.
     """
@@ -69,7 +69,7 @@ def parse_value(text: str, place: str) -> Any:
 
 
 def changes_in(tables: Mapping[str, Any]) -> list[Change]:
-    """The changes in nested or dotted tables: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are the same change.
+    """Return the changes in nested or dotted tables: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are the same change.
 
     Raises ExperimentError if two of them set the same key.
     """
@@ -101,7 +101,10 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 
 def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
-    """The component table that holds a key, or None, and the key within it; [] if the key is the table itself."""
+    """Return the component table that holds a key, or None, and the key within it.
+
+    [] if the key is the table itself.
+    """
     for depth in range(len(keys), 0, -1):
         if table := component_tables().get(".".join(keys[:depth])):
             return table, list(keys[depth:])
@@ -109,13 +112,13 @@ def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """The key that names a component, for the key `name` of its table: `server.name` for `server.name`."""
+    """Return the key that names a component, for the key `name` of its table: `server.name` for `server.name`."""
     table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 
 
 def key_changed(keys: Sequence[str], value: Any) -> str:
-    """The dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.name`."""
+    """Return the dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.name`."""
     keys = naming_key(keys)
     table, within = component_table(keys)
     if table and not within and not isinstance(value, dict):

@@ -47,7 +47,7 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
 
 
 def matching(pattern: str, requirement: str) -> AfterValidator:
-    """A validator of texts that match a pattern as a whole; `requirement` says in errors what they must be."""
+    """Return a validator of texts that match a pattern as a whole; `requirement` says in errors what they must be."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -213,7 +213,7 @@ class ServerSchedule(ComponentTable):
     """Rounds, or steps, in which the learning rate first grows linearly."""
 
     def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
-        """The schedule, of so many rounds or steps; None if the learning rate is constant."""
+        """Return the schedule, of so many rounds or steps; None if the learning rate is constant."""
         if self == type(self)():
             return None
         settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
@@ -261,7 +261,7 @@ class Local(ComponentTable):
 
     @cached_property
     def component(self) -> ClientAlgorithm:
-        """The client algorithm, before it knows the model."""
+        """Return the client algorithm, before it knows the model."""
         registration = self.registration
         algorithm = (
             TrainFunction(registration, self.params)
@@ -303,7 +303,7 @@ class Attack(ComponentTable):
         return table
 
     def count(self, n_workers: int) -> int:
-        """The number of Byzantine workers."""
+        """Return the number of Byzantine workers."""
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
@@ -349,7 +349,7 @@ class Aggregate(ComponentTable):
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:
-        """The rule with its parameters, for `f` Byzantine rows."""
+        """Return the rule with its parameters, for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
 
     @property

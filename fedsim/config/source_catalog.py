@@ -67,13 +67,13 @@ class SourceTable:
 
 @functools.cache
 def experiment_table() -> SourceTable:
-    """The keys of an experiment, with its tables."""
+    """Return the keys of an experiment, with its tables."""
     return _table("Experiment")
 
 
 @functools.cache
 def component_tables() -> dict[str, SourceTable]:
-    """The tables that name a component, by dotted key: `local`, ..., `clock.slowdown`; without those in lists."""
+    """Yield the tables that name a component, by dotted key: `local`, ..., `clock.slowdown`; without those in lists."""
 
     def inner(table: SourceTable, prefix: str) -> Iterator[tuple[str, SourceTable]]:
         for key, below in table.tables.items():
@@ -86,7 +86,7 @@ def component_tables() -> dict[str, SourceTable]:
 
 @functools.cache
 def source_components(kind: str) -> dict[str, SourceComponent]:
-    """The registered components of a kind, by name.
+    """Return the registered components of a kind, by name.
 
     >>> source_components("rules")["krum"].parameter_names
     ('f',)
@@ -108,19 +108,19 @@ def title_of(kind: str) -> str:
 
 
 def keys_of_component(name: str) -> list[str]:
-    """The keys of experiments that may name a component."""
+    """Return the keys of experiments that may name a component."""
     return [key for kind, (key, _) in COMPONENTS.items() if name in source_components(kind)]
 
 
 def keys_called(name: str) -> list[str]:
-    """The dotted keys that `name` may mean: the key itself, the last part of a key, or a synonym of one."""
+    """Return the dotted keys that `name` may mean: the key itself, the last part of a key, or a synonym of one."""
     if name.partition(".")[0] in experiment_table().keys:
         return [name]
     return list(KEYS.get(name) or keys_of_tables({}).get(name, []))
 
 
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The dotted keys of each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+    """Return the dotted keys of each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
 
     Parameters of components that `tables` do not name are listed only if no named component has such a parameter.
     """
@@ -168,7 +168,7 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def _registry(kind: str) -> str:
-    """The name of a kind's registry, which is also that of its decorator."""
+    """Return the name of a kind's registry, which is also that of its decorator."""
     return COMPONENTS[kind][1].partition(":")[2]
 
 
@@ -185,7 +185,7 @@ def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, as
 
 
 def _parameters(target: ast.FunctionDef | ast.ClassDef, takes_inputs: bool) -> tuple[tuple[str, ...], bool]:
-    """The parameters that configure a function or class, and whether it accepts others too."""
+    """Return the parameters that configure a function or class, and whether it accepts others too."""
     if isinstance(target, ast.ClassDef):
         if _is_dataclass(target):
             fields = _fields(each for each in _bases(target) if _is_dataclass(each))
@@ -205,7 +205,7 @@ def _is_dataclass(definition: ast.ClassDef) -> bool:
 
 
 def _table(class_name: str, place: str = "") -> SourceTable:
-    """The table at a dotted key, which a class of `fedsim.config` describes."""
+    """Return the table at a dotted key, which a class of `fedsim.config` describes."""
     definition = _class(class_name)
     fields = {
         name: field for name, field in _fields(_bases(definition)).items() if "ClassVar" not in ast.unparse(field)
@@ -234,7 +234,7 @@ def _table(class_name: str, place: str = "") -> SourceTable:
 
 @functools.cache
 def _class(name: str) -> ast.ClassDef:
-    """The definition of a class of fedsim, of which no two have one name."""
+    """Return the definition of a class of fedsim, of which no two have one name."""
     (path,) = _declarations().files[f"class {name}"]
     return next(each for each in _body(path) if isinstance(each, ast.ClassDef) and each.name == name)
 
@@ -251,12 +251,12 @@ def _is_table(name: str) -> bool:
 
 
 def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
-    """The annotated names in classes."""
+    """Return the annotated names in classes."""
     annotated = (each for definition in definitions for each in definition.body if isinstance(each, ast.AnnAssign))
     return {_name(each.target): each for each in annotated}
 
 
 def _name(node: ast.expr) -> str:
-    """The name in `name`, `module.name` or `name(...)`; "" for other expressions."""
+    """Return the name in `name`, `module.name` or `name(...)`; "" for other expressions."""
     node = node.func if isinstance(node, ast.Call) else node
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -39,7 +39,7 @@ TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}  # also of one that 
 
 
 def problems_with(experiment: Experiment) -> list[str]:
-    """One error line for each combination of settings that does not work; each table is valid by itself."""
+    """Return one error line for each combination of settings that does not work; each table is valid by itself."""
     engine_class, policy = engine.get(experiment.engine).target, experiment.policy.component
     lines = [
         *_check_sizes(experiment),
@@ -67,7 +67,7 @@ def problems_with(experiment: Experiment) -> list[str]:
 
 
 def warnings_about(experiment: Experiment) -> list[str]:
-    """One line for each setting that has no effect, or an effect that few users intend."""
+    """Return one line for each setting that has no effect, or an effect that few users intend."""
     attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
     if experiment.cohort_size == experiment.workers:  # otherwise n and f differ between rounds
         lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
@@ -94,7 +94,7 @@ def _warning_about_statistics(experiment: Experiment) -> str | None:
 
 
 def settings_without_effect(experiment: Experiment) -> Iterator[str]:
-    """One line for each key with another value than its default that the experiment does not use."""
+    """Yield one line for each key with another value than its default that the experiment does not use."""
     default = type(experiment)()
     for setting, keys in _unused_keys(experiment):
         for key in sorted(keys):
@@ -154,7 +154,10 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """The setting because of which ranks exchange a gradient of each worker; None if they may average gradients."""
+    """Return the setting because of which ranks exchange a gradient of each worker.
+
+    None if they may average gradients.
+    """
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
@@ -171,13 +174,14 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 
 def _client_setting(experiment: Experiment) -> str:
-    """The setting that makes workers do more than step along gradients."""
+    """Return the setting that makes workers do more than step along gradients."""
     return experiment.local.component.setting or experiment.local.setting
 
 
 def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
     client_remedy = "omit it" if experiment.local.keep_state else "use another algorithm"
-    return f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {client_remedy}, or {instead}"
+    client = _client_setting(experiment)
+    return f"{client}: needs local steps, so it does not work with {setting}; {client_remedy}, or {instead}"
 
 
 def _check_sizes(experiment: Experiment) -> Iterator[str]:

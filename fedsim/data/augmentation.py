@@ -38,7 +38,7 @@ class ImageTransform(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """A partition's transform. Raises ExperimentError if it has other parameters."""
+        """Return a partition's transform. Raises ExperimentError if it has other parameters."""
         try:
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:

@@ -58,7 +58,7 @@ class Heterogeneity:
 def label_counts(
     labels: Sequence[int] | np.ndarray, shards: Sequence[Sequence[int] | np.ndarray], classes: int | None = None
 ) -> np.ndarray:
-    """The number of samples of each label that every worker holds, int64 [n_workers, classes].
+    """Return the number of samples of each label that every worker holds, int64 [n_workers, classes].
 
     Args:
         labels: class label of every sample, [n], whole numbers >= 0.

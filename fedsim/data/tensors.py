@@ -80,7 +80,7 @@ class TensorData(Dataset):
         return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch: normalised inputs [batch, ...] and targets [batch, ...], on the device of the data.
+        """Return a batch: normalised inputs [batch, ...] and targets [batch, ...], on the device of the data.
 
         Images on a CPU have channels_last memory order, on which convolutions run up to twice as fast.
         """
@@ -112,13 +112,13 @@ class TensorData(Dataset):
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """The same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
+        """Return the same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """A new data set of the samples at these positions."""
+        """Return a new data set of the samples at these positions."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = None if self.ids is None else self.ids[positions]
         inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
@@ -178,7 +178,7 @@ def as_tensor_data(data: Any) -> TensorData:
 
 
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
-    """The input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
+    """Return the input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
     if isinstance(sample, Mapping):
         inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
         if len(inputs) == len(targets) == 1:
@@ -193,7 +193,7 @@ def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
 
 
 def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """The tensors of a pair (inputs, targets) of tensors or arrays."""
+    """Return the tensors of a pair (inputs, targets) of tensors or arrays."""
     for place, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
             kind = type(value).__name__
@@ -221,7 +221,7 @@ def _stacked(inputs: list[Tensor]) -> Tensor:
 
 
 def as_targets(targets: Sequence[Any]) -> np.ndarray:
-    """The targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating.
+    """Return the targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating.
 
     Raises DataError as `as_tensor_data`.
     """

@@ -236,7 +236,7 @@ class AutoEngine(Engine):
 
 
 def _what_plans_depend_on(task: RunTask, shared: SharedState) -> str:
-    """The facts of a task that decide its plan; tasks with the same facts share a plan."""
+    """Return the facts of a task that decide its plan; tasks with the same facts share a plan."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
     held = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = held, len(shards), len(shared.data.test), shared.cohort.rows.shape

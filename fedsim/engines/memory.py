@@ -104,5 +104,5 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
 
 
 def _said_by(error: Exception) -> str:
-    """The first two sentences, which have the size of the allocation; the others are advice to programmers."""
+    """Return the first two sentences, which have the size of the allocation; the others are advice to programmers."""
     return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

@@ -41,11 +41,11 @@ class MetricLog(dict[str, list[float | Tensor]]):
             self.setdefault(name, []).extend(values)
 
     def on_host(self) -> MetricLog:
-        """The log with numbers in place of tensors. Each name is read from the device at once."""
+        """Return the log with numbers in place of tensors. Each name is read from the device at once."""
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """The mean for each name; bit-identical for any order of the numbers."""
+        """Return the mean for each name; bit-identical for any order of the numbers."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 
@@ -76,12 +76,12 @@ class SentUpdates:
         self.metrics.record(metrics or {})
 
     def on_host(self) -> SentUpdates:
-        """The same with numbers in place of tensors, so that it can be sent to another process."""
+        """Return the same with numbers in place of tensors, so that it can be sent to another process."""
         return SentUpdates(self.count, self.nbytes, self.metrics.on_host())
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """The sum over processes."""
+        """Return the sum over processes."""
         total = cls()
         for part in parts:
             total.add(part.count, part.nbytes)
@@ -106,7 +106,7 @@ class AggregationStats:
     sent: SentUpdates = field(default_factory=SentUpdates)
 
     def on_host(self) -> AggregationStats:
-        """The same with numbers in place of tensors, so that it can be sent to another process."""
+        """Return the same with numbers in place of tensors, so that it can be sent to another process."""
         return replace(self, metrics=self.metrics.on_host(), sent=self.sent.on_host())
 
 

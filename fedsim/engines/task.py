@@ -60,7 +60,7 @@ class RunTask:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The local work of all workers and rounds."""
+        """Return the local work of all workers and rounds."""
         local, seed = self.experiment.local, self.experiment.seed
 
         def amount(setting: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
@@ -108,12 +108,12 @@ class RunTask:
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
-        """The client algorithm with the learning rate of a step (from 0) of a round."""
+        """Return the client algorithm with the learning rate of a step (from 0) of a round."""
         lr = self.experiment.local_lr_at(round, step)
         return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
 
     def server_at(self, round: int) -> ServerStep:
-        """The server optimizer with the learning rate of a round."""
+        """Return the server optimizer with the learning rate of a round."""
         server: Any = self.experiment.server.component
         schedule = self.experiment.server_schedule
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
@@ -123,11 +123,11 @@ class RunTask:
         return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
-        """The `stepper` of a round, or of a round and a step, with the learning rates of then."""
+        """Return the `stepper` of a round, or of a round and a step, with the learning rates of then."""
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self) -> nn.Module:
-        """The model at its start, the same in every process; the global random state is left as it was.
+        """Return the model at its start, the same in every process; the global random state is left as it was.
 
         Raises ExperimentError if it has complex parameters or buffers.
         """

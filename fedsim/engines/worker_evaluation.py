@@ -139,7 +139,10 @@ class WorkerTests:
     def _sums(
         self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
     ) -> MetricSums:
-        """The sums of a test on these batches; random draws in the model have the purpose and coordinates `drawn`."""
+        """Return the sums of a test on these batches.
+
+        Random draws in the model have the purpose and coordinates `drawn`.
+        """
         task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.experiment.seed, *drawn)

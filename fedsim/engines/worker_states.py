@@ -162,7 +162,7 @@ class WorkerStates:
                 self.rows[name][:begin] = before[:begin].to(self.rows[name].device)
 
     def _map(self, name: str, n: int, row: Tensor) -> Tensor:
-        """A file with `n` rows, mapped to memory; it keeps the rows that it has."""
+        """Return a file with `n` rows, mapped to memory; it keeps the rows that it has."""
         nbytes = n * row.nbytes
         if not nbytes:
             return _room(n, row)
@@ -188,7 +188,10 @@ class WorkerStates:
             return os.dup(file.fileno())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name; empty without any."""
+        """Return the state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name.
+
+        Empty without any.
+        """
         if not self.initial:
             return {}
         workers = sorted(self._places)

@@ -110,7 +110,7 @@ class RobustState:
 
 
 def robust_hook(state: RobustState, bucket: dist.GradBucket) -> GradientFuture:
-    """The communication hook: `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
+    """Return the communication hook: `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
 
     Args:
         state: the rule. All ranks have the same rule and seed.

@@ -86,7 +86,10 @@ class Strategy(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages to clients; a server optimizer may send other arrays than the global ones (`broadcast`)."""
+        """Return the messages to clients.
+
+        A server optimizer may send other arrays than the global ones (`broadcast`).
+        """
         self._global = self._sent = arrays
         if self.server is not None:
             self._sent = _record(self.server.broadcast(_arrays(arrays)))
@@ -95,7 +98,7 @@ class Strategy(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The new global arrays, and the averaged metrics; None if no client has replied."""
+        """Return the new global arrays, and the averaged metrics; None if no client has replied."""
         valid, _ = self._check_and_log_replies(replies, is_train=True)
         if not valid:
             return None, None
@@ -142,7 +145,7 @@ def _record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
 
 
 def _metrics(replies: list[Message], key: str) -> list[float]:
-    """The metric `key` of each reply. Raises ExperimentError with the node that does not have it."""
+    """Return the metric `key` of each reply. Raises ExperimentError with the node that does not have it."""
     values = []
     for reply in replies:
         record = next(iter(reply.content.metric_records.values()))

@@ -41,7 +41,7 @@ class RuleOverRounds:
         self._last: Tensor | None = None
 
     def __call__(self, updates: Tensor, *, round: int, weights: Tensor | None = None, **inputs: Any) -> Tensor:
-        """The aggregate [d] of updates [n, d].
+        """Return the aggregate [d] of updates [n, d].
 
         Args:
             round: seeds random draws.

@@ -41,7 +41,10 @@ class UpdateProcessor(Component):
     error_feedback: bool = False
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
-        """The new update and the bytes that the processor declares. Raises ExperimentError for another result."""
+        """Return the new update and the bytes that the processor declares.
+
+        Raises ExperimentError for another result.
+        """
         result = self.on(inputs)
         update, nbytes = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         d = len(inputs["update"])

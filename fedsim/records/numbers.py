@@ -49,7 +49,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -> list[Progress]:
-    """The progress after each round.
+    """Return the progress after each round.
 
     Asynchronous records hold it. A synchronous round is one update, and one arrival per worker of the cohort. If
     gradients are averaged, each step is an update, and one arrival per worker that takes the step.
@@ -73,7 +73,7 @@ def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -
 
 
 def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundRecord]) -> list[float | None]:
-    """The place of each round on a scale of `SCALES`; None if the records do not hold it.
+    """Return the place of each round on a scale of `SCALES`; None if the records do not hold it.
 
     >>> history = [RoundRecord(round=1, bytes_up=10), RoundRecord(round=2, bytes_up=30)]
     >>> places_on("bytes", progress_of(history, {}), history)

@@ -120,7 +120,7 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """The environment in which the run began, with an entry for each time that it was resumed."""
+        """Return the environment in which the run began, with an entry for each time that it was resumed."""
         first = self.environment()
         if not first:
             return environment
@@ -133,7 +133,7 @@ class RunFolder:
         }
 
     def environment(self) -> dict[str, Any]:
-        """The stored environment; {} if there is none, or a damaged one."""
+        """Return the stored environment; {} if there is none, or a damaged one."""
         with contextlib.suppress(RecordError):
             return read_object(self.path / ENVIRONMENT)
         return {}
@@ -260,7 +260,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
+    """Return the commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

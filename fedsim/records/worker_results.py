@@ -24,7 +24,7 @@ LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": 
 
 
 def workers_csv(results: WorkerResults) -> str:
-    """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
+    """Return a line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
 
     Without accuracies if the task has none.
     """
@@ -35,7 +35,7 @@ def workers_csv(results: WorkerResults) -> str:
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """The table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
+    """Return the table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
         rows = list(csv.reader(io.StringIO(text)))
@@ -52,7 +52,7 @@ def read_csv(path: Path) -> WorkerResults:
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
-    """The last table in a run folder, of round `most` at the latest; None if there is none."""
+    """Return the last table in a run folder, of round `most` at the latest; None if there is none."""
     tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
     usable = [path for path in tables if most is None or _round_of(path) <= most]
     return usable[-1] if usable else None
@@ -74,7 +74,7 @@ def workers_line(results: WorkerResults) -> str:
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """The scores of the workers in ascending order, with a line for each model; its mean is in the legend."""
+    """Return the scores of the workers in ascending order, with a line for each model; its mean is in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")

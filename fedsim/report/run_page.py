@@ -61,7 +61,7 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The settings that the head of the page names."""
+    """Return the settings that the head of the page names."""
     values = dict(leaves_of(run.experiment))
     values |= {key: value for key, value in run.experiment.items() if not isinstance(value, dict)}
     values_by_word = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
@@ -74,7 +74,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The most important numbers: word, value, remark."""
+    """Return the most important numbers: word, value, remark."""
     last = run.history[-1]
     best, score = best_score(run.history), score_in(run.history)
     best_round = next((record.round for record in run.history if score.read(record) == best), None)
@@ -134,7 +134,7 @@ def _weights_note(run: Run) -> str:
 
 
 def rounds_table(run: Run) -> dict[str, Any]:
-    """The table of rounds: head, rows, and the number of rounds that a row stands for."""
+    """Return the table of rounds: head, rows, and the number of rounds that a row stands for."""
     every = math.ceil(len(run.history) / MOST_ROWS)
     shown = [*run.history[:-1:every], run.history[-1]]
     columns = [("round", [str(record.round) for record in shown])]
@@ -149,7 +149,7 @@ def rounds_table(run: Run) -> dict[str, Any]:
 
 
 def show(metric: Metric, value: float | None) -> str:
-    """A value of a metric as text, with its unit."""
+    """Return a value of a metric as text, with its unit."""
     if metric.unit == "s":
         return fmt.seconds(value)
     if metric.unit == "B":

@@ -60,7 +60,7 @@ class ResumeState:
             _warn_of_other_software(folder)
 
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
-        """The experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
+        """Return the experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
         newest = self.newest()
         if newest is None or engines.get(experiment.engine).target.traits.ranks:
             return experiment
@@ -86,7 +86,7 @@ class ResumeState:
         return round
 
     def newest(self) -> State | None:
-        """The newest state that can be read and has the records of all its rounds; None if there is none."""
+        """Return the newest state that can be read and has the records of all its rounds; None if there is none."""
         while self._newest is None and self._candidates:
             round = self._candidates[0]
             try:
@@ -107,7 +107,10 @@ class ResumeState:
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """The experiment with the keys that it leaves open set as in a checkpoint; other values of a file are ignored."""
+    """Return the experiment with the keys that it leaves open set as in a checkpoint.
+
+    Other values of a file are ignored.
+    """
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
     if engines.get(experiment.engine).target.traits.chooses and choices.get("engine") in engines.names():

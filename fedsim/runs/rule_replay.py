@@ -95,12 +95,12 @@ class StoredRound:
 
 
 def stored_rounds(folder: str | Path) -> list[int]:
-    """The rounds of a run whose updates are stored, ascending."""
+    """Return the rounds of a run whose updates are stored, ascending."""
     return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
 
 
 def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
-    """A stored round of a run.
+    """Return a stored round of a run.
 
     Args:
         folder: of the run.
@@ -131,7 +131,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
-    """The first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
+    """Return the first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):
@@ -180,7 +180,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
 
 def applicable_rules(stored: StoredRound) -> list[str]:
-    """The names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
+    """Return the names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
     names = []
     for registration in rules_by_name:
         required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
@@ -248,7 +248,7 @@ def _measured(
 
 
 def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
-    """The results as a table; lines longer than `columns` are wrapped."""
+    """Return the results as a table; lines longer than `columns` are wrapped."""
     width = max(len("rule"), *(len(result.rule) for result in results))
     lines = [
         f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
@@ -266,7 +266,7 @@ def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int 
 
 
 def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
-    """The results as JSON, without the updates themselves."""
+    """Return the results as JSON, without the updates themselves."""
     fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
     rules = [{field: getattr(result, field) for field in fields} for result in results]
     return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})

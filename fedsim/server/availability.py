@@ -62,7 +62,7 @@ class Available:
 
     @cached_property
     def _lines(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The columns: workers, int64, and times, float64."""
+        """Return the columns: workers, int64, and times, float64."""
         try:
             text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
             lines = list(csv.reader(StringIO(text)))

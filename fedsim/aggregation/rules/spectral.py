@@ -183,7 +183,7 @@ def signguard(
 
 
 def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
-    """The shares of positive, zero and negative values of each row at these columns, [n, 3]."""
+    """Return the shares of positive, zero and negative values of each row at these columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
     for part in _parts(updates, columns):
         signs = updates[:, part].sign()

@@ -106,7 +106,7 @@ class ElasticAveragingMomentum(ElasticAveraging):
 
 
 def ring(slot: int, n: int) -> list[int]:
-    """The neighbours of a slot on a ring of n."""
+    """Return the neighbours of a slot on a ring of n."""
     return sorted({(slot - 1) % n, (slot + 1) % n} - {slot})
 
 
@@ -116,7 +116,7 @@ def complete(slot: int, n: int) -> list[int]:
 
 
 def exponential(slot: int, n: int) -> list[int]:
-    """The slots at distances 1, 2, 4, ... in both directions of a ring of n."""
+    """Return the slots at distances 1, 2, 4, ... in both directions of a ring of n."""
     steps = [2**k for k in range(n.bit_length()) if 2**k < n]
     return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
 
@@ -142,7 +142,7 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """A neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
+        """Return a neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:
             return None

@@ -60,7 +60,7 @@ class LoggedOrder:
         self._server.revive_all()
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types."""
+        """Return the state between two rounds, in JSON types."""
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ class RaceState:
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """A live view of a column of `slots`, [n]."""
+        """Return a live view of a column of `slots`, [n]."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:

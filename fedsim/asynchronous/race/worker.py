@@ -71,7 +71,7 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """The state of the scheduler of each run."""
+        """Return the state of the scheduler of each run."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
@@ -192,7 +192,7 @@ class LockedRaceWorker(RaceWorker):
         synchronize(self._executor.task.device)
 
     def _partner(self, slot: int) -> tuple[int, ...]:
-        """The other worker whose model the result of a worker changes, if there is one to lock."""
+        """Return the other worker whose model the result of a worker changes, if there is one to lock."""
         partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
         return () if partner is None else (partner,)
 
@@ -215,6 +215,6 @@ class LockedRaceWorker(RaceWorker):
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
 
     def _event(self) -> int:
-        """The number of the next event; the caller holds the server's lock."""
+        """Return the number of the next event; the caller holds the server's lock."""
         self._events[0] += 1
         return int(self._events[0])

@@ -32,7 +32,10 @@ def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
 
 
 def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
-    """The members [n] of each owner in range(n_owners), in their order; `owners` [n] is the owner of each member."""
+    """Return the members [n] of each owner in range(n_owners), in their order.
+
+    `owners` [n] is the owner of each member.
+    """
     sizes = np.bincount(owners, minlength=n_owners)
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
@@ -43,7 +46,7 @@ def has_classes(labels: np.ndarray) -> bool:
 
 
 def by_label(labels: np.ndarray) -> np.ndarray:
-    """The positions of samples in the ascending order of their labels, or of other targets [n]."""
+    """Return the positions of samples in the ascending order of their labels, or of other targets [n]."""
     if labels.ndim != 1:
         raise ExperimentError(
             f"partition.name: sorts samples by their target, and each target has {labels[0].size} numbers; use a "
@@ -53,7 +56,7 @@ def by_label(labels: np.ndarray) -> np.ndarray:
 
 
 def samples_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """The ascending indices of the samples of each class that occurs, classes ascending."""
+    """Return the ascending indices of the samples of each class that occurs, classes ascending."""
     classes, class_of = np.unique(labels, return_inverse=True)
     return group(np.arange(len(labels)), class_of, len(classes))
 

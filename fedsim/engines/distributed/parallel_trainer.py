@@ -132,7 +132,9 @@ class ParallelTrainer(RowTrainer):
         return AggregationStats(shares.tolist())
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """The mean of all ranks' gradients of the next batches [d], the same in all ranks; the next call overwrites it.
+        """Return the mean of all ranks' gradients of the next batches [d], the same in all ranks.
+
+        The next call overwrites it.
 
         Args:
             shares: share in the mean of each worker that still has data.

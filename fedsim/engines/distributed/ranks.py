@@ -66,14 +66,14 @@ class Ranks(Group):
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
-        """The slots that each rank holds, in their order."""
+        """Return the slots that each rank holds, in their order."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
             held[self._places[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """The numbers of the rows of these slots, in the ranks that hold them."""
+        """Return the numbers of the rows of these slots, in the ranks that hold them."""
         return [self._places[slot][1] for slot in slots]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -234,7 +234,7 @@ class RankWorkerStates(WorkerStates):
             self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of all ranks in the first one; in the others, what they own."""
+        """Return the state of all ranks in the first one; in the others, what they own."""
         own_tensors = super().tensors()
         if not own_tensors:
             return own_tensors

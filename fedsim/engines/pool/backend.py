@@ -134,7 +134,7 @@ def _make_executor(
 def _run(
     process: ProcessContext, method: Callable[..., T], *arguments: object
 ) -> tuple[T, list[warnings.WarningMessage]]:
-    """The result of a method, and the warnings of this process, which nobody would see."""
+    """Return the result of a method, and the warnings of this process, which nobody would see."""
     executor = process.state["executor"]
     with executor.environment(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")

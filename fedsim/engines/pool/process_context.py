@@ -89,7 +89,7 @@ class HeartbeatTable:
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
-        """The worker that a process trains; None if it trains none, or several together."""
+        """Return the worker that a process trains; None if it trains none, or several together."""
         worker = self.read(index, WORKER)
         return worker if worker >= 0 else None
 
@@ -210,7 +210,7 @@ class ProcessContext:
 
     @classmethod
     def alone(cls) -> ProcessContext:
-        """The context of a process without a group."""
+        """Return the context of a process without a group."""
         table = cls.monitored or HeartbeatTable(1, shared=False)
         table.write(0, WORKER, NO_WORKER)
         return cls(0, 1, table, Barrier(table, 0))

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def retried(
     attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], attempted: str
 ) -> T:
-    """The result of `attempt(number)`, counted from 1, which is called again when it loses a process.
+    """Return the result of `attempt(number)`, counted from 1, which is called again when it loses a process.
 
     Args:
         attempt: what to do; from number 2 on it first restores the state before.
@@ -37,7 +37,10 @@ def retried(
 
 
 def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: str) -> WorkerError | None:
-    """The error for a loss that ended the last attempt; None if another attempt follows. Arguments as in `retried`."""
+    """Return the error for a loss that ended the last attempt; None if another attempt follows.
+
+    Arguments as in `retried`.
+    """
     if attempt <= retries:
         return None
     return loss if attempt == 1 else WorkerError(f"{loss}; {attempted} {attempt} times (process_retries = {retries})")

@@ -180,7 +180,7 @@ class BatchSource:
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
     def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """The orders of these epochs.
+        """Return the orders of these epochs.
 
         An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
         see `fedsim.core.philox`. All are drawn at once on the device of the task, without a wait.
