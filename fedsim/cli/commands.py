@@ -1,4 +1,4 @@
-"""The commands of `fedsim`; `compare` has its own module."""
+"""The commands of `fedsim`, except `compare`, which has a separate module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = (*COMPONENTS, EXPERIMENTS, KEYS)
 COLUMNS = max(map(len, KINDS))
 TEMPLATE_NAME = "my_project"
 PACKAGE = Path(__file__).parent.parent
-FOLDERS = (PACKAGE / "project_template", PACKAGE.parent / "project_template")  # of an installed wheel; of a checkout
+FOLDERS = (PACKAGE / "project_template", PACKAGE.parent / "project_template")  # in an installed wheel; in a checkout
 
 
 def run(
@@ -44,8 +44,8 @@ def run(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Continue the run in this folder from its newest checkpoint. rounds=N makes the run longer. If the "
-            "folder has no run yet, CONFIG.toml starts one there.",
+            help="Continue the run in this folder from its newest checkpoint. Set rounds=N to make the run longer. If "
+            "the folder does not contain a run yet, CONFIG.toml starts one there.",
             show_default=False,
         ),
     ] = None,
@@ -58,7 +58,7 @@ def run(
     """Run an experiment and write its records to a folder."""
     with errors_as_lines(quick=True):
         if resume and out:
-            raise ExperimentError("--resume and --out: --resume already names the output folder; omit --out")
+            raise ExperimentError("--resume and --out: --resume already sets the output folder; omit --out")
         source, overrides = source_and_overrides(words or [], context)
         if resume and not source:
             from fedsim.records.history import experiment_of_run
@@ -82,8 +82,8 @@ def run(
             print(to_toml(experiment), end="")
             return
         main = engines.get(experiment.engine).target.is_main()
-        named_folder = resume or out or (None if main else Path(experiment.name))  # only the main process writes
-        folder = named_folder or stack.enter_context(new_folder(experiment.name))
+        chosen = resume or out or (None if main else Path(experiment.name))  # only the main process writes
+        folder = chosen or stack.enter_context(new_folder(experiment.name))
         fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
         if main:
             print(folder)
@@ -99,12 +99,12 @@ def replay(
         ),
     ] = None,
     round: Annotated[
-        int | None, typer.Option(help="A round whose updates were recorded.", show_default="the last")
+        int | None, typer.Option(help="Round whose updates were recorded.", show_default="the last")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow_imports: AllowImports = False,
 ) -> None:
-    """Apply other rules to a recorded round of a run (records.updates=[1,5]), and compare their results."""
+    """Apply different rules to a recorded round of a run (records.updates=[1,5]), and compare the results."""
     with errors_as_lines():
         from fedsim.config.overrides import parse_value
         from fedsim.records.axes import split_at_commas
@@ -126,7 +126,9 @@ def report(
         Path,
         typer.Argument(metavar="RUN_OR_COMPARISON", help="The folder of a run or of a comparison.", show_default=False),
     ],
-    out: Annotated[Path | None, typer.Option(help="The HTML file.", show_default="report.html in that folder")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file to write.", show_default="report.html in that folder")
+    ] = None,
 ) -> None:
     """Write a self-contained HTML report of a run or a comparison."""
     with errors_as_lines():
@@ -136,52 +138,55 @@ def report(
 
 
 def list_command(
-    what: Annotated[
+    subject: Annotated[
         str | None,
         typer.Argument(
             metavar="KIND|NAME|MODULE:NAME|FILE.py",
-            help=f"A kind ({', '.join(KINDS)}), a component to describe, such as krum or my_rules:clipped_mean, or a "
-            "Python file whose functions and classes to list.",
+            help=f"A kind of component ({', '.join(KINDS)}), a component such as krum or my_rules:clipped_mean, or a "
+            "Python file whose functions and classes are listed.",
             show_default="all",
         ),
     ] = None,
     search: Annotated[
-        str, typer.Option(help="Only what has these words in its name or documentation.", show_default=False)
+        str, typer.Option(help="List only entries with these words in their name or documentation.", show_default=False)
     ] = "",
 ) -> None:
-    """List all components and built-in experiments by name, or those of one kind with their parameters."""
+    """List all components and built-in experiments by name, or the components of one kind with their parameters."""
     with errors_as_lines(quick=True):
         columns = terminal_columns()
-        if what is not None and what not in KINDS:
+        if subject is not None and subject not in KINDS:
             if search:
-                raise ExperimentError(f"--search: searches all, or a kind: {', '.join(KINDS)}; {show(what)} is none")
-            if what in experiments() and not keys_of_component(what):
-                print(experiments()[what].read_text(encoding="utf-8"), end="")
+                raise ExperimentError(f"--search: {show(subject)} is not a kind; omit it, or use {', '.join(KINDS)}")
+            if subject in experiments() and not keys_of_component(subject):
+                print(experiments()[subject].read_text(encoding="utf-8"), end="")
                 return
-            print(list_module(Path(what), columns) if what.endswith(".py") else describe_component(what, KINDS))
+            is_file = subject.endswith(".py")
+            print(list_module(Path(subject), columns) if is_file else describe_component(subject, KINDS))
             return
-        if what is None and not search:
+        if subject is None and not search:
             print(_overview(columns))
             return
         blocks = []
-        if components := [each for each in COMPONENTS if what in (None, each)]:
+        if components := [kind for kind in COMPONENTS if subject in (None, kind)]:
             blocks.append(list_components(components, columns, search))
-        if what in (None, EXPERIMENTS):
+        if subject in (None, EXPERIMENTS):
             blocks.append(list_experiments(columns, search))
-        if what == KEYS or (what is None and search):  # they are many
+        if subject == KEYS or (subject is None and search):  # without a search, the list of keys is too long
             from fedsim.config.keys import list_keys
 
             blocks.append(list_keys(columns, search))
         if not any(blocks):
-            raise ExperimentError(f"--search {show(search)}: nothing has these words; fedsim list shows all")
+            raise ExperimentError(f"--search {show(search)}: no entry contains these words; run fedsim list to see all")
         print("\n\n".join(filter(None, blocks)))
 
 
 def _overview(columns: int | None) -> str:
-    """Return a line for each kind with its names, wrapped to the columns of a terminal; PyTorch is not imported."""
+    """Return one line per kind with its names, wrapped to `columns`, without importing PyTorch."""
     names = {kind: ", ".join(source_components(kind)) for kind in COMPONENTS} | {EXPERIMENTS: ", ".join(experiments())}
     lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
-    more = "fedsim list KIND or NAME describes them, fedsim list keys the keys of an experiment; --search finds words"
+    more = (
+        "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment; --search finds words"
+    )
     return "\n".join([*lines, "", hang("", more, columns)])
 
 
@@ -190,8 +195,8 @@ def plot(
         list[str],
         typer.Argument(
             metavar="FOLDER... [KEY=VALUE,...]...",
-            help="The folder of a comparison, or those of one or more runs; and for keys of a comparison, the values "
-            "that are drawn: attack.name=none,alie.",
+            help="Folder of a comparison, or folders of one or more runs. For keys of a comparison, the values to "
+            "draw: attack.name=none,alie.",
             show_default=False,
         ),
     ],
@@ -199,8 +204,8 @@ def plot(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The number, such as test_loss or metrics.drift.",
-            show_default="that of the comparison",
+            help="Number to draw, such as test_loss or metrics.drift.",
+            show_default="the metric of the comparison",
         ),
     ] = None,
     x: Annotated[
@@ -208,25 +213,27 @@ def plot(
         typer.Option(
             "--x",
             metavar="SCALE",
-            help="round, virtual_seconds, updates, arrivals, seconds or bytes; or a compared key with three or more "
-            "numbers, such as attack.scale.",
+            help="x axis: round, virtual_seconds, updates, arrivals, seconds or bytes, or a compared key with at least "
+            "three numbers, such as attack.scale.",
         ),
     ] = "round",
-    kind: Annotated[str, typer.Option(help="curves or heatmap.")] = "curves",
+    kind: Annotated[str, typer.Option(help="Kind of figure: curves or heatmap.")] = "curves",
     style: Annotated[
-        str, typer.Option(help="paper (8 points, TrueType fonts, no title) or screen (with a title).")
+        str, typer.Option(help="Style: paper (8 pt, TrueType fonts, no title) or screen (with a title).")
     ] = "paper",
-    width: Annotated[float | None, typer.Option(help="Inches.", show_default="3.35; several panels 6.9")] = None,
-    height: Annotated[float | None, typer.Option(help="Inches.", show_default="by content")] = None,
+    width: Annotated[
+        float | None, typer.Option(help="Width in inches.", show_default="3.35; 6.9 for several panels")
+    ] = None,
+    height: Annotated[float | None, typer.Option(help="Height in inches.", show_default="fits the content")] = None,
     x_range: Annotated[
-        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="The ends of the x axis: --x-range 0 50.")
+        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="Range of the x axis: --x-range 0 50.")
     ] = None,
     y_range: Annotated[
-        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="The ends of the y axis: --y-range 0.9 1.")
+        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="Range of the y axis: --y-range 0.9 1.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The file: .pdf, .svg or .png.")] = Path("figure.pdf"),
+    out: Annotated[Path, typer.Option(help="File to write: .pdf, .svg or .png.")] = Path("figure.pdf"),
 ) -> None:
-    """Draw a figure for a paper of runs or of a comparison, and print a caption for it."""
+    """Draw a figure of runs or of a comparison for a paper, and print a caption for the figure."""
     with errors_as_lines():
         from fedsim.comparison.paper_figure import plot as draw
         from fedsim.records.axes import split_at_commas
@@ -239,7 +246,9 @@ def plot(
             else:
                 folders.append(Path(word))
         if not folders:
-            raise ExperimentError(f"{show(words[0])}: is no folder; give that of a run or of a comparison first")
+            raise ExperimentError(
+                f"{show(words[0])}: is not a folder; put the folder of a run or of a comparison first"
+            )
         figure = draw(
             folders,
             metric=metric,
@@ -258,11 +267,11 @@ def plot(
 
 
 def doctor() -> None:
-    """Show what fedsim finds on this machine, what each engine would do here, and problems with what to do."""
+    """Show the hardware and software that fedsim finds, what each engine would do here, and problems with remedies."""
     with errors_as_lines(quick=True):
         problems, fatal = list[tuple[str, str]](), False
-        for about, version in _versions():
-            _print(about, version)
+        for topic, text in _versions():
+            _print(topic, text)
         try:
             from fedsim.runs.checkup import findings
 
@@ -275,31 +284,31 @@ def doctor() -> None:
             problems.append((f"fedsim cannot be imported: {one_line(error)}", "install PyTorch and fedsim again"))
             fatal = True
         print()
-        for problem, do in problems:
-            print(f"problem: {problem}\n     do: {do}")
+        for problem, remedy in problems:
+            print(f"problem: {problem}\n     do: {remedy}")
         if not problems:
             print("no problems found")
         if fatal:
             raise typer.Exit(FAILED)
 
 
-def _print(about: str, text: str) -> None:
-    print(hang(f"{about:<{COLUMNS}} ", text, terminal_columns()), flush=True)
+def _print(topic: str, text: str) -> None:
+    print(hang(f"{topic:<{COLUMNS}} ", text, terminal_columns()), flush=True)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """The versions of what fedsim needs and may use, found without an import."""
+    """Yield the versions of required and optional packages, without importing them."""
     yield "fedsim", f"{__version__}, on Python {platform.python_version()}, {platform.platform(terse=True)}"
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "torchvision", "numpy"))
-    for missing, about in ((False, "extras"), (True, "not installed")):
+    for missing, topic in ((False, "extras"), (True, "not installed")):
         extras = [name for name, packages in EXTRAS.items() if missing != all(map(_version, packages))]
         how = ": pip install 'fedsim-sgd[NAME]'" if missing else ""
         if extras:
-            yield about, ", ".join(extras) + how
+            yield topic, ", ".join(extras) + how
 
 
 def _version(package: str) -> str | None:
-    from importlib import metadata  # here, so that `fedsim --help` is fast
+    from importlib import metadata  # imported here to keep `fedsim --help` fast
 
     try:
         return metadata.version(package)
@@ -308,9 +317,11 @@ def _version(package: str) -> str | None:
 
 
 def new(
-    name: Annotated[Path, typer.Argument(metavar="NAME", help="Name of the folder, and of the Python module in it.")],
+    name: Annotated[
+        Path, typer.Argument(metavar="NAME", help="Name of the folder and of the Python module in the folder.")
+    ],
 ) -> None:
-    """Make a folder with an experiment, components of your own, their tests, and a README that explains them."""
+    """Create a folder with an experiment, your own components, tests for them, and a README that explains the files."""
     with errors_as_lines(quick=True):
         folder = make_project(name)
         print("\n".join(str(folder / path.name) for path in sorted(folder.iterdir())))
@@ -318,14 +329,14 @@ def new(
 
 
 def make_project(path: Path) -> Path:
-    """Make the folder of a new project, and return it: `path`, with a last part that is the name of a Python module.
+    """Create the folder of a new project, and return its path. The folder name becomes a valid Python module name.
 
-    Raises ExperimentError if there is such a file or folder, or if the name cannot be that of a module.
+    Raises ExperimentError if the folder exists, or if the name cannot be the name of a module.
     """
     name = re.sub(r"[\s.-]", "_", path.name)
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ExperimentError(
-            f"{show(path.name)}: is no name of a Python module; use letters, digits and _, as in my_study"
+            f"{show(path.name)}: is not a valid name of a Python module; use letters, digits and _, as in my_study"
         )
     folder = path.with_name(name)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""`fedsim compare`."""
+"""The command `fedsim compare`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
-            help="A TOML or YAML file, and the keys to vary, with their values: aggregate.rule=mean,median seed=0,1,2. "
-            r"A file may list them in its table \[comparison]. KEY=VALUE sets one value in all runs. Or folders of "
-            "comparisons, or of the parts of one (--shard), to merge.",
+            help="A TOML or YAML file, and keys to vary with their values: aggregate.rule=mean,median seed=0,1,2. A "
+            r"file can contain these keys in a table \[comparison]. KEY=VALUE sets one value in all runs. To "
+            "merge comparisons, or the parts of one comparison (--shard), give their folders instead.",
             show_default=False,
             autocompletion=complete_words,
         ),
@@ -32,26 +32,27 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Output folder. If it holds the same comparison, only its missing runs are run.",
+            help="Output folder. If it already contains this comparison, only the missing runs are executed.",
             show_default="runs/NAME-comparison-DATE-TIME",
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Number of runs at a time.", show_default="by cores and memory; 1 on a GPU")
+        int | None,
+        typer.Option(help="Number of concurrent runs.", show_default="depends on cores and memory; 1 on a GPU"),
     ] = None,
     shard: Annotated[
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Run only part I of N, counted from 0, in the folder shards/I-of-N of the output folder.",
+            help="Run only part I of N (I starts at 0), in the subfolder shards/I-of-N of the output folder.",
             show_default="all",
         ),
     ] = None,
     target: Annotated[
         float | None,
         typer.Option(
-            help="Report the time until this test accuracy, such as 0.97, or this loss if the task has no accuracy, "
-            "and from which value of a list of numbers on it is missed.",
+            help="Report the time until this test accuracy, such as 0.97, is reached (for tasks without accuracy: this "
+            "test loss). For an axis of numbers, also report the value from which the target is missed.",
             show_default="none",
         ),
     ] = None,
@@ -59,8 +60,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="KEY=V1,V2",
-            help="Choose the value with the best validation result for each combination: local.lr=0.03,0.1. Needs "
-            "data.validation_fraction. With --worst, the worst validation result of each value counts.",
+            help="For each combination of the other keys, choose the value with the best validation result: "
+            "local.lr=0.03,0.1. Needs data.validation_fraction. With --worst, each value is judged by its worst case.",
             show_default="none",
         ),
     ] = None,
@@ -74,8 +75,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Compare this number of the last round, such as test_loss or metrics.r2. The table says whether a "
-            "higher or a lower one is better; -NAME makes a lower one better, +NAME a higher one.",
+            help="Number of the last round to compare, such as test_loss or metrics.r2. The table says whether higher "
+            "or lower values are better; write -NAME if lower values are better, and +NAME if higher values are.",
             show_default="test accuracy",
         ),
     ] = None,
@@ -83,20 +84,19 @@ def compare(
         bool,
         typer.Option(
             "--skip-invalid",
-            help="Leave out the combinations that are invalid, such as a rule with more attackers than it allows, and "
-            "list them.",
+            help="Leave out invalid combinations, such as a rule with more attackers than it tolerates, and list them.",
         ),
     ] = False,
     heatmap: Annotated[
         str | None,
         typer.Option(
             metavar="KEY,KEY",
-            help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction, with the best value of "
-            "the first axis in each cell.",
+            help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction. Each cell shows the "
+            "best value of the first axis.",
             show_default="the first two",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the runs, list them, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all runs, list them, and stop.")] = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
 ) -> None:
@@ -130,7 +130,7 @@ def compare(
         if folders:
             if len(folders) < len(all_words) or shard or dry_run:
                 raise ExperimentError(
-                    "to merge folders of comparisons, give only these folders, --out, --target, --tune, --worst, "
+                    "to merge folders of comparisons, use only the folders, --out, --target, --tune, --worst, "
                     "--metric, --heatmap and --allow-imports"
                 )
             folder = out or (
@@ -162,7 +162,7 @@ def compare(
 
 
 def _is_comparison(word: str) -> bool:
-    """Whether a word is the path of a folder; one with the name of an experiment of fedsim must hold a comparison."""
+    """Whether a word is a folder. A folder named like a built-in experiment must also contain a comparison."""
     if not is_folder(word) or word not in experiments():
         return is_folder(word)
     from fedsim.comparison.folder import SHARDS

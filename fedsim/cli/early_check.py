@@ -1,8 +1,8 @@
-"""Check keys and names before PyTorch is imported, since most mistakes are there and the import takes seconds.
+"""Check keys and names before PyTorch is imported, because most mistakes are there and the import takes seconds.
 
-The check reads keys and components from fedsim's source. It leaves values and their combinations to the check of the
-experiment itself, and also all components of an experiment that imports one, since an import may register others. Both
-checks report an error in the same words.
+The check reads keys and components from fedsim's source code. Values and their combinations are left to the check of
+the experiment itself. If an experiment imports a component, all its components are left to that check, because an
+import may register further components. Both checks use the same error messages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fedsim.config.source_catalog import (
 from fedsim.core.suggestions import component_name_error, nearest_key, parameter_errors, unknown_key_error, with_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, show
 
-MOST_POINTS = 2000  # of a comparison; larger ones are left to the later check
+MOST_POINTS = 2000  # maximum size of a comparison; larger ones are left to the later check
 
 
 def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
-    """Raise ExperimentError if the experiment cannot be read, or if a key or a name of a component does not exist."""
+    """Raise ExperimentError if the experiment cannot be read, or if a key or component does not exist."""
     changes = [parse_word(word) for word in words]
     description = {} if source is None else describe_file(source)
     description.pop(COMPARISON, None)
@@ -39,9 +39,9 @@ def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
 
 
 def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_invalid: bool) -> None:
-    """As `check_names_of_run`, for all combinations of the values of a comparison.
+    """Check keys and names of all combinations in a comparison, as `check_names_of_run` does for one run.
 
-    `skip_invalid`: combinations with an error are left out, so that they are no errors.
+    With `skip_invalid` nothing is checked, because invalid combinations are left out later.
     """
     from fedsim.records.axes import apply_words, axes_of_tables, changes_of, with_points
     from fedsim.records.rows import SETTINGS as COMPARISON_SETTINGS
@@ -55,7 +55,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
     count = math.prod(map(len, axes.values()))
     if skip_invalid or skipping or count > MOST_POINTS:
         return
-    problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
+    problems: dict[str, list[dict[str, Any]]] = {}  # points that cause each line
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         point_changes = [change for key, value in point.items() for change in changes_of(key, copy.deepcopy(value))]
@@ -70,19 +70,21 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
 
 def problems_with_names(description: dict[str, Any], changes: list[Change]) -> list[str]:
-    """Return the error lines for the keys and names in nested tables, which the changes alter."""
+    """Apply changes to nested tables, and return error lines for their keys and names."""
     override(description, changes)
     findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
-    imports = len(findings) == MAX_PROBLEMS or any(line is None for line, _ in findings)  # or may import
+    imports = len(findings) == MAX_PROBLEMS or any(
+        line is None for line, _ in findings
+    )  # an import, or too many findings to know
     return [line for line, of_component in findings if line is not None and not (of_component and imports)]
 
 
-# An error line, and whether it is about a component; the line is None for a component that is imported.
+# An error line, and whether it is about a component. The line is None for an imported component.
 Finding = tuple[str | None, bool]
 
 
 def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check a table of an experiment, and all tables in it."""
+    """Check a table of an experiment and all nested tables."""
     if table.kind and table.is_name(values):
         values = {table.named_by: values}
     if not isinstance(values, dict):
@@ -99,8 +101,8 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
         if key in table.tables:
             yield from _in_table(table.tables[key], value, f"{prefix}{key}", tables)
         elif key in table.lists:
-            for index, entry in enumerate(value if isinstance(value, list) else ()):
-                yield from _in_table(table.lists[key], entry, f"{prefix}{key}[{index}]", tables)
+            for index, item in enumerate(value if isinstance(value, list) else ()):
+                yield from _in_table(table.lists[key], item, f"{prefix}{key}[{index}]", tables)
         elif key not in table.keys:
             unknown[key] = value
     engine = tables.get("engine", DEFAULT_ENGINE)
@@ -120,12 +122,10 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
 def _in_component(
     table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str
 ) -> Iterator[str | None]:
-    """Check the name of a component and its parameters; None if the name is an import path."""
+    """Check the name and the parameters of a component. Yield None for an import path."""
     kind, name, unnumbered = str(table.kind), values.get(table.named_by, table.default), re.sub(r"\[\d+\]", "", place)
-    components, stages = (
-        source_components(kind),
-        source_components("pre-aggregators"),
-    )  # stages of a rule have errors of their own
+    components = source_components(kind)
+    stages = source_components("pre-aggregators")  # the later check reports errors about the stages of a rule
     if isinstance(name, str) and name in components:
         siblings = [*components.values(), *(stages.values() if table.takes_list else ())]
         beside = [table.named_by, *(key for key in table.keys if key != table.named_by)]
@@ -133,6 +133,6 @@ def _in_component(
             yield place + line.removeprefix(unnumbered)
     elif isinstance(name, str) and name not in stages:
         yield component_name_error(title_of(kind), name, f"{place}.{table.named_by} = {show(name)}", components)
-    elif isinstance(name, list):  # stages, which the later check reports
-        names = [each.get(table.named_by) if isinstance(each, dict) else each for each in name]
-        yield from (None for each in names if ":" in str(each))
+    elif isinstance(name, list):  # stages of a rule
+        names = [stage.get(table.named_by) if isinstance(stage, dict) else stage for stage in name]
+        yield from (None for stage in names if ":" in str(stage))

@@ -1,4 +1,4 @@
-"""The command line: `fedsim run`, `compare`, `replay`, `report`, `plot`, `list`, `doctor` and `new`."""
+"""The program `fedsim` with the commands `run`, `compare`, `replay`, `report`, `plot`, `list`, `doctor` and `new`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Commands(TyperGroup):
-    """The commands of `fedsim`. A word that is none of them is one line with what to write instead."""
+    """The commands of `fedsim`. An unknown command gives one error line that says what to write instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and not ctx.resilient_parsing:
@@ -30,13 +30,13 @@ class Commands(TyperGroup):
                 raise ExperimentError(f"{show(args[0])}: no such command; {self._instead(*args)}")
         return super().resolve_command(ctx, args)
 
-    def _instead(self, word: str, *others: str) -> str:
-        """Return the hint for a word that is no command: `write fedsim run --resume X` for `resume X`."""
+    def _instead(self, word: str, *arguments: str) -> str:
+        """Return the hint for an unknown command: `write fedsim run --resume X` for `resume X`."""
         for name, command in self.commands.items():
             if any(f"--{word}" in parameter.opts for parameter in command.params):
-                return cut(printable(f"write fedsim {' '.join((name, f'--{word}', *others))}"))
+                return cut(printable(f"write fedsim {' '.join((name, f'--{word}', *arguments))}"))
         if word in experiments() or "=" in word or is_file(Path(word)):
-            return cut(printable(f"write fedsim run {' '.join((word, *others))}"))
+            return cut(printable(f"write fedsim run {' '.join((word, *arguments))}"))
         return nearest(word, self.commands)
 
 
@@ -74,12 +74,12 @@ def options(
 
 
 def main() -> None:
-    """The console script `fedsim`."""
+    """Run the console script `fedsim`."""
     run_program(app)
 
 
 def run_main() -> None:
-    """The script `run_experiment.py`: `fedsim run` without the word `run`."""
+    """Run the script `run_experiment.py`, which is `fedsim run` without the word `run`."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     single.command(context_settings={**WORDS_LIKE_OPTIONS, **HELP})(run)
     run_program(single)

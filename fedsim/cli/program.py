@@ -1,4 +1,4 @@
-"""The program around a command: errors as lines on stderr, and exit codes."""
+"""Run a command as a program: print errors as lines on stderr, and set the exit code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 @contextlib.contextmanager
 def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
-    """Run the block, and turn errors into lines on stderr and an exit code.
+    """Turn errors in the block into lines on stderr and an exit code.
 
-    `quick`: the block has nothing to clean up, so a signal may end the program at once. Other commands import
-    everything before signals raise exceptions, and build the validators, in which pydantic would turn the exception of
-    a signal into an error of its own.
+    With `quick`, the block has nothing to clean up, so a signal may end the program at once. Otherwise everything is
+    imported, and the validators are built, before signals raise exceptions: pydantic would turn an exception that is
+    raised while it builds validators into a different error.
     """
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
             yield
     except FedsimError as error:
         is_worker_error = isinstance(error, WorkerError)
-        for line in [str(error)] if is_worker_error else str(error).splitlines():  # the former has a traceback
+        for line in [str(error)] if is_worker_error else str(error).splitlines():  # a WorkerError includes a traceback
             _print_error(line)
         raise typer.Exit(FAILED if is_worker_error else BAD_INPUT) from None
     except BrokenPipeError:
@@ -64,32 +64,32 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
 
 
 def _import_everything() -> None:
-    """Import what commands need, and build the validators; a terminal shows a line meanwhile."""
-    watched = "torch" not in sys.modules and sys.stderr.isatty()
-    if watched:
+    """Import what commands need, and build the validators. Meanwhile a terminal shows a line."""
+    show_line = "torch" not in sys.modules and sys.stderr.isatty()
+    if show_line:
         print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
-    gc.disable()  # the garbage collector would go through all modules again and again, for a fifth of the time
-    import fedsim.comparison  # not earlier: `--help` is fast
+    gc.disable()  # otherwise the garbage collector takes a fifth of the import time
+    import fedsim.comparison  # imported here to keep `--help` fast
 
     fedsim.Experiment.model_rebuild()
     gc.freeze()
     gc.enable()
-    if watched:
+    if show_line:
         print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
 
 
 def _print_error(text: str) -> None:
-    lines = map(printable, text.split("\n"))  # it may name a file of an unknown author
+    lines = map(printable, text.split("\n"))  # the text may come from a file of an unknown author
     print("error: " + "\n".join(lines), file=sys.stderr)
 
 
 def run_program(program: typer.Typer) -> None:
-    """Run a program to its exit; if it fails as one of several ranks, end the rank at once."""
+    """Run a program and exit. If a rank fails, end the rank at once."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr
     try:
         program()
-    except OSError as error:  # of typer's own output, such as that of --help
+    except OSError as error:  # error while typer prints, for example --help
         described = describe_os_error(error)
         if described is None:
             raise
@@ -104,8 +104,8 @@ def run_program(program: typer.Typer) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without taking PyTorch's modules apart, which takes as long as half of their import."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    """Exit without tearing down PyTorch modules, which would take half as long as importing them."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     code = _flush_stdout(code)
     with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def _flush_stdout(code: int) -> int:
-    """Flush stdout; the exit code, FAILED if that is not possible (a full disk; a pipe whose reader has ended)."""
+    """Flush stdout, and return `code`, or FAILED if flushing fails (full disk, closed pipe)."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -126,11 +126,11 @@ def _flush_stdout(code: int) -> int:
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device; otherwise Python would fail again when it flushes it at exit."""
+    """Redirect stdout to the null device. Otherwise Python would fail again when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _joined_ranks() -> RankGroup | None:
-    """Return the rank group that this process has joined, found without importing PyTorch."""
+    """Return the rank group that this process has joined, without importing PyTorch."""
     module = sys.modules.get("fedsim.engines.distributed.process_group")
     return None if module is None else module.RankGroup.joined

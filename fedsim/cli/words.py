@@ -1,4 +1,4 @@
-"""The words of a command: an experiment file and `key=value` changes, with hints for common mistakes."""
+"""The arguments of a command: an experiment file and `key=value` changes, with hints for common mistakes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import is_file
 
 EXPERIMENT_FILES = (".toml", ".yaml", ".yml")
-WORDS_LIKE_OPTIONS = {"ignore_unknown_options": True}  # `--rounds 3` arrives as words, so that an error can correct it
+WORDS_LIKE_OPTIONS = {
+    "ignore_unknown_options": True
+}  # passes `--rounds 3` on as words, so that an error can suggest rounds=3
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return the experiments, and the files of experiments and folders, that begin so, when a user presses TAB."""
+    """Return completions: built-in experiments, experiment files and folders that start with `incomplete`."""
     paths = sorted(glob.glob(f"{glob.escape(incomplete)}*"))
     files = [f"{path}/" if os.path.isdir(path) else path for path in paths]
     return [
@@ -36,7 +38,7 @@ Words = Annotated[
     typer.Argument(
         metavar="[CONFIG.toml] [KEY=VALUE]...",
         help="A TOML or YAML file, or the name of a built-in experiment (`fedsim list experiments`), and the "
-        "keys to change: rounds=5 local.lr=0.1 partition.name=iid. Without a file or name: the default experiment.",
+        "keys to change: rounds=5 local.lr=0.1 partition.name=iid. Default: the default experiment.",
         show_default=False,
         autocompletion=complete_words,
     ),
@@ -46,7 +48,7 @@ AllowImports = Annotated[
     bool,
     typer.Option(
         "--allow-imports",
-        help="Allow config files to import plugins (this executes code). Import paths given on the command line are "
+        help="Allow config files to import plugins (this executes code). Import paths on the command line are "
         "always allowed.",
     ),
 ]
@@ -55,15 +57,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the outpu
 
 
 def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:
-    """Return the experiment file or name among the words, if any, and the `key=value` words."""
+    """Return the experiment file or name among the words (or None), and the `key=value` words."""
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
-    others = [word for word in words if not (is_file(Path(word)) or word in experiments())]
-    _refuse_spaces(others)
-    paths = [word for word in words if "=" not in word or word not in others]
+    changes = [word for word in words if not (is_file(Path(word)) or word in experiments())]
+    _refuse_spaces(changes)
+    paths = [word for word in words if "=" not in word or word not in changes]
     if len(paths) > 1:
-        raise ExperimentError(f"{show(paths[1])}: expected key=value; the experiment is {show(paths[0])} already")
+        raise ExperimentError(
+            f"{show(paths[1])}: expected key=value, because {show(paths[0])} is already the experiment"
+        )
     return (paths[0] if paths else None), [word for word in words if word not in paths]
 
 
@@ -76,7 +80,7 @@ def is_folder(word: str) -> bool:
 
 
 def _refuse_spaces(words: list[str]) -> None:
-    """Raise ExperimentError for key=value with spaces, which a shell splits: `rounds = 3`, `x=[0, 1]`."""
+    """Raise ExperimentError for key=value with spaces, where a shell splits words: `rounds = 3`, `x=[0, 1]`."""
     for index, word in enumerate(words):
         rest = words[index:]
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
@@ -86,21 +90,21 @@ def _refuse_spaces(words: list[str]) -> None:
         if "=" not in word and not is_folder(word) and keys_called(word):
             raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
         if index and re.fullmatch(r"[\d.,]+", word):
-            raise ExperimentError(f"{show(word)}: expected key=value; several values are written seed=0,1,2")
+            raise ExperimentError(f"{show(word)}: expected key=value; write several values as in seed=0,1,2")
         pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
         if whole := next((piece for piece in pieces if not _is_open(piece)), None):
-            raise ExperimentError(f"{cut(whole)}: has spaces; put it in quotes, as in '{cut(whole)}'")
+            raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")
 
 
 def _is_open(word: str) -> bool:
-    return sum(word.count(each) for each in "[{") > sum(word.count(each) for each in "]}")
+    return sum(map(word.count, "[{")) > sum(map(word.count, "]}"))
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
-    """Return the error for an unknown option, with the key (`--rounds 3`) or the option that was meant."""
+    """Return the error for an unknown option, with a hint such as rounds=3 for `--rounds 3`, or a similar option."""
     option, equals, value = word.partition("=")
     name = option.lstrip("-").replace("-", "_")
-    options = [each for parameter in context.command.params for each in parameter.opts if each.startswith("--")]
+    options = [flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")]
     keys = keys_called(name) or ([] if closest(name, options) else closest(name, experiment_table().keys))
     if not keys:
         return f"{option}: no such option; {nearest(name, [*options, '--help'])}"

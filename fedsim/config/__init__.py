@@ -1,1 +1,1 @@
-"""The description of an experiment: its keys, its validation, and its loading from files and words."""
+"""The configuration of an experiment: keys, validation, and loading from files and from the command line."""

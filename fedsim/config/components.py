@@ -1,4 +1,4 @@
-"""All kinds of components, and their components as text: name, parameters with defaults, and description."""
+"""All kinds of components, and their listing as text: name, parameters with defaults, and description."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.errors import ExperimentError, cut, one_line, show
 if TYPE_CHECKING:
     from fedsim.core.registry import Registration, Registry
 
-COMPONENTS = {  # kind: the key that names a component, and its registry, which is imported only when it is needed
+COMPONENTS = {  # kind: key that names a component, and registry, which is imported on demand
     "tasks": ("task.name", "fedsim.core.learning_task:learning_task"),
     "metrics": ("metrics", "fedsim.core.metrics:metric"),
     "models": ("model.name", "fedsim.models:model"),
@@ -46,7 +46,7 @@ Signatures = dict[str, inspect.Signature]
 
 
 def _signatures(kind: str) -> Signatures:
-    """Return the parameters of each component of a kind, by its name."""
+    """Return the parameters of all components of a kind by name."""
     return {registration.name: _configuration(registration) for registration in registry_of(kind)}
 
 
@@ -123,7 +123,7 @@ def slowdowns() -> Signatures:
 
 
 def noises() -> Signatures:
-    """Return the parameters of all distributions of the duration of work on the virtual clock by name.
+    """Return the parameters of all noise distributions of the virtual clock by name.
 
     >>> "sigma" in noises()["lognormal"].parameters
     True
@@ -143,9 +143,10 @@ def _configuration(registration: Registration) -> inspect.Signature:
 
 
 def list_components(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
-    """Return the components of these kinds with their parameters, wrapped to the columns of a terminal.
+    """List the components of these kinds with their parameters, wrapped to `columns`.
 
-    Only those that have all words of `search` in their name or documentation; "" if there are none.
+    The list contains only components with all words of `search` in their name or documentation. It is "" if there are
+    none.
     """
     blocks = []
     for kind in kinds:
@@ -165,34 +166,34 @@ def list_components(kinds: Iterable[str], columns: int | None = None, search: st
 
 
 def list_module(path: Path, columns: int | None = None) -> str:
-    """Return the functions and classes that a Python file defines, by import path, found without running it.
+    """List the functions and classes in a Python file by import path, without running the file.
 
-    Raises ExperimentError if the file is no Python.
+    Raises ExperimentError if the file is not valid Python.
     """
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError) as error:
         raise ExperimentError(f"{path}: cannot be read as Python: {one_line(error)}") from None
     module = ".".join(path.with_suffix("").parts)
-    components = {
+    docstrings = {
         f"{module}:{node.name}": ast.get_docstring(node) or "no docstring"
         for node in body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
     }
-    width = max(map(len, components), default=0)
-    lines = [hang(f"  {name:<{width}} ", cut(text.partition("\n")[0]), columns) for name, text in components.items()]
+    width = max(map(len, docstrings), default=0)
+    lines = [hang(f"  {name:<{width}} ", cut(text.partition("\n")[0]), columns) for name, text in docstrings.items()]
     return "\n".join([str(path), *lines])
 
 
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
-    """Return the components with this name, or the component at this import path, with parameters and docstring.
+    """Describe all components with this name, or the component at this import path: parameters and docstring.
 
-    Raises ExperimentError if there is no such component, or if it cannot be imported. `kinds` are other names that the
-    user may mean, for the hint.
+    `kinds` are further names for suggestions. Raises ExperimentError if there is no such component, or if it cannot be
+    imported.
     """
     if ":" in name:
         return _described(*_imported(name))
-    from fedsim.config.source_catalog import source_components  # which imports this module
+    from fedsim.config.source_catalog import source_components  # this module imports components
 
     components = {kind: registry_of(kind).get(name) for kind in COMPONENTS if name in source_components(kind)}
     blocks = [
@@ -203,15 +204,14 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
         hint = nearest(
             name, dict.fromkeys([*kinds, *(each for kind in COMPONENTS for each in source_components(kind))])
         )
-        hint = (
-            hint if hint.startswith("did you mean") else nearest(name, kinds)
-        )  # the list of all components is too long
+        if not hint.startswith("did you mean"):
+            hint = nearest(name, kinds)  # the list of all components is too long
         raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")
     return "\n\n".join(blocks)
 
 
 def _imported(path: str) -> tuple[str, Any]:
-    """Return the import path of a component with its parameters, and the component."""
+    """Import a component. Return its import path with parameters, and the component."""
     from fedsim.core.import_policy import import_object
 
     try:
@@ -229,13 +229,13 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """`name = default` for each parameter, and what client algorithms compute with these defaults."""
+    """Return `name = default` for each parameter, and the number of gradients that a client algorithm computes."""
     lines = []
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
         lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
     if hasattr(registration.target, "full_gradient"):
-        algorithm = object.__new__(registration.target)  # has the defaults as attributes of its class
+        algorithm = object.__new__(registration.target)  # class attributes are the defaults
         full = ", and a full gradient per round" * algorithm.full_gradient
         lines.append(f"gradients per step: {algorithm.gradients_per_step}{full}")
     return lines

@@ -1,6 +1,6 @@
-"""The description of an experiment, with all checks.
+"""The class `Experiment`: all keys of an experiment, with all checks.
 
-Its tables are in `schema.py`; `validation.py` checks combinations of settings.
+`schema.py` defines the tables of an experiment, and `validation.py` checks combinations of settings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.processing import UpdateProcessor
 from fedsim.system.precision import PRECISIONS
 
-FOLDER_NAME = f"one or more of a-z, A-Z, 0-9 and . _ -, the first of them a letter or digit, at most {MAX_NAME}"
-Processes = Annotated[int, Field(gt=0, le=1024)]  # or threads; more could overload the machine
+FOLDER_NAME = f"at most {MAX_NAME} characters (a-z, A-Z, 0-9, and . _ -), starting with a letter or digit"
+Processes = Annotated[int, Field(gt=0, le=1024)]  # also for threads; more could overload the machine
 
 
 class Experiment(Table):
-    """The checked description of an experiment. Each key has a default; tables are given as dicts.
+    """A checked experiment. Every key has a default. Tables are passed as dicts.
 
-    Raises ExperimentError, one line per problem.
+    Raises ExperimentError with one line per problem.
 
     >>> experiment = Experiment(workers=8, local={"lr": 0.1})
     >>> experiment.workers, experiment.local.params["lr"]
@@ -46,55 +46,58 @@ class Experiment(Table):
     """
 
     name: Annotated[str, matching(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", FOLDER_NAME)] = ""
-    """Name of the run folder. By default made from model, data, and rule or policy: `net-mnist5k-weighted_mean`."""
+    """Name of the run folder. Default: model, data, and rule or policy, as in `net-mnist5k-weighted_mean`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of every random draw."""
+    """Seed of all random draws."""
     rounds: Amount = 10
     """Number of rounds."""
     workers: Amount = 4
     """Number of workers."""
     cohort: Amount | None = None
-    """Number of workers that take part in a round; unset: all."""
+    """Number of workers that take part in each round. Unset: all workers."""
     engine: Name = DEFAULT_ENGINE
-    """Where and how rows are trained: one process (`serial`), several (`spawn`), stacks of rows (`batched`), ranks of a
-    launcher (`distributed`), or the best of these here (`auto`); `fedsim list engines` describes each."""
+    """How workers are trained: one after another (`serial`), in several processes (`spawn`), stacked into batched
+    operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine chosen for this machine
+    (`auto`). `fedsim list engines` describes each engine."""
     processes: Processes | None = None
-    """Number of processes of `spawn` and `batched`; with `auto` the most that it may use. Unset: by cores and memory.
-    """
+    """Number of processes for `spawn` and `batched`, or the maximum number for `auto`. Unset: depends on cores and
+    memory."""
     threads_per_process: Processes = 1
-    """PyTorch's threads in each process."""
+    """Number of PyTorch threads in each process."""
     start_method: Literal["fork", "spawn"] = "fork"
-    """How processes start. `fork`: in hundredths of a second where that is safe (Linux without a GPU, one thread per
-    process, a program without threads of its own), else as `spawn`: a new Python that imports PyTorch, in seconds."""
+    """How processes start. `fork` takes hundredths of a second. It is used only where it is safe: on Linux without a
+    GPU, with one thread per process, in a program without other threads. Otherwise, and with `spawn`, each process is a
+    new Python that imports PyTorch, which takes seconds."""
     timeout: PositiveFloat = 300.0
-    """Seconds without a step after which a process counts as lost."""
+    """Seconds without a training step after which a process counts as lost."""
     process_retries: Count = 2
-    """Maximum number of times that new processes repeat a round in which a process was lost. 0: the run ends."""
+    """Maximum number of times that a round is repeated with new processes after a process was lost. 0: the run ends."""
     worker_state_memory: Amount = 4_000_000_000
-    """State that workers keep between their rounds lies in a temporary file if it takes more bytes than this."""
+    """Maximum size in bytes of the state that workers keep in memory between rounds. Larger state is stored in a
+    temporary file."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, ..."""
+    """Device for training and tests: `auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
-    """Of rows and all arithmetic: `float32` or `float64`. Of training alone, on float32 rows: `tf32` (on CUDA) or
-    `bf16` (autocast)."""
+    """`float32` or `float64` for all values and arithmetic. `tf32` (on CUDA) or `bf16` (autocast) lower the precision
+    of training only; model parameters stay float32."""
     cuda_graphs: bool | None = None
-    """Whether `batched` on CUDA records its steps once as a CUDA graph and replays them. Unset: where possible."""
+    """Whether `batched` on CUDA records training steps as a CUDA graph and replays the graph. Unset: where possible."""
     mode: Literal["rounds", "clock", "race"] = "rounds"
-    """`rounds`: synchronous rounds. `clock`: on a virtual clock. `race`: processes that train at the same time."""
+    """`rounds`: synchronous rounds. `clock`: virtual time. `race`: processes that train concurrently."""
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
-    """`parameters`: workers train, then their updates are aggregated. `gradients`: the gradients of each step are
-    aggregated. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
+    """`parameters`: workers train locally, then the server aggregates their updates. `gradients`: the server aggregates
+    the gradients of each step. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
     gradient_rounds: Count | None = None
-    """With `sync = "post_local"`: the rounds before parameters are averaged."""
+    """Number of rounds with gradient aggregation, for `sync = "post_local"`."""
     buffers: Literal["average", "local", "frozen", "error"] = "average"
-    """BatchNorm statistics and other buffers. `average`: the server averages them. `local`: each worker keeps its own,
-    and their average is tested. `frozen`: they are never updated. `error`: a model with buffers is refused.
-    Those of personal models stay with the workers in any case."""
+    """Treatment of buffers such as BatchNorm statistics. `average`: the server averages the buffers. `local`: each
+    worker keeps its own buffers, and tests use their average. `frozen`: buffers are never updated. `error`: models with
+    buffers are refused. The buffers of personal models always stay with the workers."""
     processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
-    """What is done to each update, or gradient, before it is aggregated: names or tables, applied in this order."""
+    """Processing steps for each update (or gradient) before aggregation: names or tables, applied in this order."""
     task: schema.Task = schema.Task()
     metrics: Annotated[list[schema.EvaluationMetric], Field(max_length=20)] = Field(default=[])
-    """Numbers that each test records besides loss and accuracy: names or tables."""
+    """Numbers that each test records in addition to loss and accuracy: names or tables."""
     model: schema.Model = schema.Model()
     data: schema.Data = schema.Data()
     partition: schema.Partition = schema.Partition()
@@ -135,7 +138,7 @@ class Experiment(Table):
     def _mode_is_no_policy(cls, mode: Any) -> Any:
         if mode in policy.names():
             synchronous = mode == schema.AsyncPolicy.model_fields["name"].default
-            alternative = "mode=rounds" if synchronous else f"mode=race policy={mode} for processes that race"
+            alternative = "mode=rounds" if synchronous else f"mode=race policy={mode} for a race of processes"
             raise ExperimentError(
                 f"mode = {show(mode)}: is a policy; write {alternative}, or mode=clock policy={mode} for virtual time"
             )
@@ -155,7 +158,7 @@ class Experiment(Table):
 
     @property
     def byzantine(self) -> list[int]:
-        """The Byzantine workers, ascending; without those of `attack.resample` and `attack.by_class`."""
+        """Byzantine workers in ascending order; empty with `attack.resample` or `attack.by_class`."""
         attack, count = self.attack, self.attack.count(self.workers)
         if attack.workers is not None:
             return sorted(attack.workers)
@@ -165,80 +168,77 @@ class Experiment(Table):
 
     @property
     def f(self) -> int:
-        """The number of Byzantine rows that the rule tolerates; by default as many as a cohort can have."""
+        """Number of Byzantine rows that the rule must tolerate. Default: the maximum number in a cohort."""
         most = min(self.attack.count(self.workers), self.cohort_size)
         return most if self.aggregate.f is None else self.aggregate.f
 
     @cached_property
     def rule(self) -> Pipeline:
-        """Return the aggregation rule with its parameters."""
+        """Aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
 
     @property
     def chain(self) -> list[UpdateProcessor]:
-        """The processors with their parameters."""
+        """Processors with their parameters."""
         return [table.component for table in self.processors]
 
     @property
     def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:
-        """How workers are weighted: `aggregate.weights`, or what the rule needs."""
+        """Weights of the workers: `aggregate.weights`, or the default for the rule."""
         return self.aggregate.weights or ("samples" if self.rule.needs_weights else "uniform")
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
-        """What a round does with rows that hold NaN or infinity; `stop` ends the run after the error of a round."""
+        """How a round treats rows with NaN or infinity. `stop` is "error" here; the run ends after the failed round."""
         return "error" if self.aggregate.nonfinite == "stop" else self.aggregate.nonfinite
 
     @property
     def in_rounds(self) -> bool:
-        """Whether all workers of a cohort start together; else they work on a virtual clock, or in a race."""
+        """Whether the experiment has synchronous rounds, in which all workers of a cohort start together."""
         return self.policy.component.in_rounds
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether workers send gradients to an asynchronous policy, and take no steps of their own."""
+        """Whether workers send gradients to an asynchronous policy, without local steps."""
         return not self.in_rounds and self.policy.component.work == "gradient"
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """Return the setting because of which ranks exchange a gradient of each worker.
-
-        None if they may average gradients.
-        """
+        """Setting that makes ranks exchange the gradient of each worker; None if ranks may average gradients."""
         return what_needs_rows(self)
 
     @property
     def gradient_hook(self) -> CommunicationHook | None:
-        """What averages the ranks' gradients; None if the rule aggregates rows of single workers."""
+        """Hook that averages the gradients of the ranks; None if the rule needs the rows of single workers."""
         ranks = engine.get(self.engine).target.traits.ranks
         averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
         return self.distributed.hook.component if averages else None
 
     @property
     def local_lr(self) -> float | None:
-        """The learning rate of the client algorithm; None if it has no parameter `lr`."""
+        """Learning rate of the client algorithm; None if the algorithm has no parameter `lr`."""
         return self.local.params.get("lr")
 
     @cached_property
     def local_schedule(self) -> LRSchedule | None:
-        """How `local_lr` changes; None if it is constant."""
+        """Schedule of `local_lr`; None if the learning rate is constant."""
         per, steps = self.local.schedule.per, self.local.steps
         steps_of_a_round = steps if isinstance(steps, int) else None
         return self.local.schedule.schedule(self.rounds if per == "round" else steps_of_a_round, per)
 
     @cached_property
     def server_schedule(self) -> LRSchedule | None:
-        """How the learning rate of the server optimizer changes; None if it is constant."""
+        """Schedule of the server optimizer's learning rate; None if the learning rate is constant."""
         return self.server.schedule.schedule(self.rounds)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """Return the learning rate of the client algorithm in a step (from 0) of a round; None if it has none."""
+        """Return the learning rate of the client algorithm in a step (from 0) of a round; None if there is none."""
         lr, schedule = self.local_lr, self.local_schedule
         return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 
     @property
     def rounds_of_gradients(self) -> int:
-        """The number of rounds, from the first, that aggregate gradients at every step."""
+        """Number of initial rounds in which the gradients of every step are aggregated."""
         if not self.in_rounds:
             return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
@@ -248,9 +248,7 @@ class Experiment(Table):
         return self.cohort or self.workers
 
     def own(self) -> Experiment:
-        """Return a copy for the processes of one run, without its data set and loggers.
-
-        What its objects keep belongs to it.
+        """Return a copy for the processes of one run, without data set and loggers. Objects are copied too.
 
         Raises ExperimentError if an object cannot be copied.
         """
@@ -258,31 +256,31 @@ class Experiment(Table):
         copied = self.model_copy(update={"data": data, "records": records})
         for table in copied.tables():
             if isinstance(table, ComponentTable) and table not in (data, copied.aggregate):
-                table.component  # noqa: B018  # made here, so that the copy has its own
+                table.component  # noqa: B018  # created here, so that the copy includes the component
         copied.rule  # noqa: B018
         return own_copy(copied)
 
     def resolved(self) -> dict[str, Any]:
-        """All keys with their values as nested tables, including defaults, without keys that are unset."""
+        """Return all keys with their values as nested tables. Defaults are included, unset keys are not."""
         return _without_unset(self.model_dump(mode="json"))
 
 
 def _without_unset(value: Any) -> Any:
-    """Nested tables without keys whose value is None, also in lists of tables, which `exclude_none` ignores."""
+    """Remove keys whose value is None from nested tables, including tables in lists, which `exclude_none` skips."""
     if isinstance(value, dict):
-        return {key: _without_unset(one) for key, one in value.items() if one is not None}
-    return [_without_unset(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_unset(item) for key, item in value.items() if item is not None}
+    return [_without_unset(item) for item in value] if isinstance(value, list) else value
 
 
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
-    """Return the name of an experiment without a name: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
+    """Return the default name of an experiment: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
 
-    Its parts are the model, the data, the client algorithm unless it is sgd, the rule (or the asynchronous policy), and
-    `race` for a race.
+    The parts of the name are the model, the data, the client algorithm (except sgd), the rule or asynchronous policy,
+    and `race` for a race.
 
     Args:
-        experiment: the experiment, with checked tables.
-        varied: dotted keys that a comparison varies; parts that depend on them are left out.
+        experiment: experiment with checked tables.
+        varied: dotted keys that a comparison varies; parts that depend on these keys are left out.
     """
     policy, rule, algorithm = experiment.policy, experiment.aggregate.rule, experiment.local.algorithm
     stages = rule if isinstance(rule, list) else [rule]

@@ -1,4 +1,4 @@
-"""Experiments as TOML and YAML files, by path or by the name of an experiment that comes with fedsim."""
+"""Experiments as TOML and YAML files, found by path or by the name of a built-in experiment."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ else:
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
 
-COMPARISON = "comparison"  # the table of the axes of a comparison
-MAX_BYTES = 8 * 2**20  # of an experiment file: enough for a weight for each of a million workers
+COMPARISON = "comparison"  # table that contains the axes of a comparison
+MAX_BYTES = 8 * 2**20  # maximum size of an experiment file: enough for the weights of a million workers
 NAME_COLUMNS = 20
 PACKAGE = Path(__file__).parent.parent
-FOLDERS = (PACKAGE / "experiments", PACKAGE.parent / "experiments")  # of an installed wheel; of a checkout
+FOLDERS = (PACKAGE / "experiments", PACKAGE.parent / "experiments")  # in an installed wheel; in a checkout
 TOML_REMEDY = (
-    "write key = value, text in double quotes, true and false in lower case, lists in [ ]; a YAML file is called .yaml"
+    "write key = value with text in double quotes, true and false in lower case, lists in [ ]; name YAML files .yaml"
 )
-YAML_SCALARS = {  # those of YAML's core schema (YAML 1.2), by their tag: `no` and `2024-01-01` are strings
+YAML_SCALARS = {  # scalars of the YAML 1.2 core schema by tag; `no` and `2024-01-01` are strings
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
     "int": r"[-+]?[0-9]+",
@@ -50,15 +50,15 @@ def experiments() -> dict[str, Path]:
 
 
 def find_experiment(source: str | Path) -> Path:
-    """Return the path of an experiment file: `source` if there is such a file, else the experiment of that name."""
+    """Return the path `source` if it is a file, otherwise the file of the built-in experiment with this name."""
     path = Path(source)
     return path if is_file(path) else experiments().get(str(source), path)
 
 
 def list_experiments(columns: int | None = None, search: str = "") -> str:
-    """For each experiment its name, the command that runs it and the first line of its file, wrapped to `columns`.
+    """List the name, the command and the first line of each built-in experiment, wrapped to `columns`.
 
-    Only those that have all words of `search` in their name or file; "" if there are none.
+    The list contains only experiments with all words of `search` in their name or file. It is "" if there are none.
     """
     lines = ["experiments (fedsim run NAME, fedsim compare NAME)"]
     for name, path in experiments().items():
@@ -71,7 +71,7 @@ def list_experiments(columns: int | None = None, search: str = "") -> str:
 
 
 def describe_file(source: str | Path) -> dict[str, Any]:
-    """Return the settings in an experiment file, or in the experiment of that name, as nested tables, without defaults.
+    """Return the settings in an experiment file or built-in experiment as nested tables, without defaults.
 
     Raises ExperimentError if the file cannot be read.
     """
@@ -80,10 +80,10 @@ def describe_file(source: str | Path) -> dict[str, Any]:
 
 
 def nested(tables: dict[str, Any]) -> dict[str, Any]:
-    """Tables with dotted keys as nested tables.
+    """Convert tables with dotted keys to nested tables.
 
-    The axes of a comparison stay flat, {"comparison": {dotted key: values}}, since both `attack` and `attack.fraction`
-    may be axes. Raises ExperimentError if a key is given twice.
+    The axes of a comparison stay flat, {"comparison": {dotted key: values}}, because both `attack` and
+    `attack.fraction` may be axes. Raises ExperimentError if a key occurs twice.
     """
     in_comparison = {key: value for key, value in tables.items() if str(key).partition(".")[0] == COMPARISON}
     if isinstance(in_comparison.get(COMPARISON, {}), Mapping) and in_comparison:
@@ -91,7 +91,7 @@ def nested(tables: dict[str, Any]) -> dict[str, Any]:
         for key, values in leaves_of(in_comparison):
             axis = key.partition(".")[2]
             if axis in axes:
-                raise ExperimentError(f"{key}: is given twice")
+                raise ExperimentError(f"{key}: is set twice")
             axes[axis] = values
         return {**nested({key: value for key, value in tables.items() if key not in in_comparison}), COMPARISON: axes}
     if any("." in str(key) for key in tables):
@@ -101,9 +101,10 @@ def nested(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
-    """Return the text of an experiment file; with `inside`, the file must lie in that folder.
+    """Return the text of an experiment file. `kind` is TOML or YAML.
 
-    Raises ExperimentError if the file is missing, not a regular file, too large or not UTF-8. `kind` is TOML or YAML.
+    With `inside`, the file must lie in this folder. Raises ExperimentError if the file is missing, not a regular file,
+    too large or not UTF-8.
     """
     where = cut(str(path))
     try:
@@ -119,9 +120,9 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
 
 
 def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
-    """Return the tables of a TOML file; with `inside`, the file must lie in that folder.
+    """Return the tables of a TOML file. With `inside`, the file must lie in this folder.
 
-    Raises ExperimentError if the file cannot be read, is not TOML, or holds values that no experiment holds.
+    Raises ExperimentError if the file cannot be read, is not TOML, or contains values beyond the input limits.
     """
     where, text = cut(str(path)), read_text(path, "TOML", inside)
     try:
@@ -134,7 +135,7 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         line = text.split("\n")[int(place[1]) - 1] if place else text.rstrip().rpartition("\n")[2]
         reason = f"{cut(str(error))}: {show(line.strip())}; {TOML_REMEDY}"
         raise ExperimentError(f"{where}: cannot be read as TOML: {reason}") from None
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number with too many digits
         raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
@@ -142,18 +143,18 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the tables of a YAML file; a key may be dotted. An empty file has none.
+    """Return the tables of a YAML file. Keys may be dotted. An empty file has no tables.
 
-    Aliases, tags and repeated keys are refused, so that a file is as large as it looks and executes nothing.
+    Aliases, tags and repeated keys are refused, so that a file cannot expand when it is read and executes nothing.
 
-    Raises ExperimentError if the file cannot be read, is not YAML, or holds values that no experiment holds, and
+    Raises ExperimentError if the file cannot be read, is not YAML, or contains values beyond the input limits. Raises
     MissingPackageError if PyYAML is not installed.
     """
     yaml = import_extra("yaml", extra="yaml", purpose=f"{path}")
     where, text = cut(str(path)), read_text(path, "YAML")
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
-        yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as PyYAML has it
+        yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as in PyYAML
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -168,7 +169,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             for key, value in node.value:
                 if not isinstance(key.value, str) or key.value in table:
                     problem = (
-                        f"{show(key.value)} is there twice" if isinstance(key.value, str) else "a key must be a name"
+                        f"{show(key.value)} is set twice" if isinstance(key.value, str) else "a key must be a name"
                     )
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
                 table[key.value] = self.construct_object(value, deep=deep)
@@ -185,11 +186,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark else ""
-        reason = getattr(error, "problem", None) or "has characters that YAML does not allow"
+        reason = getattr(error, "problem", None) or "contains characters that YAML does not allow"
         raise ExperimentError(f"{where}:{line} cannot be read as YAML: {cut(reason)}") from None
     except RecursionError:
         raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number with too many digits
         raise ExperimentError(f"{where}: {cut(str(error))}") from None
     if not isinstance(tables, dict):
         raise ExperimentError(f"{where}: must be one table of keys and values, such as rounds: 3")
@@ -199,5 +200,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the experiment with all its settings as TOML; reading it gives an equal experiment."""
+    """Format an experiment with all settings as TOML. Loading the text gives an equal experiment."""
     return tomli_w.dumps(experiment.resolved())

@@ -23,16 +23,16 @@ from fedsim.core.objects import Name
 from fedsim.core.suggestions import has_words
 from fedsim.errors import show
 
-COLUMNS = 100  # of the list, if stdout is no terminal
+COLUMNS = 100  # width of the list if stdout is not a terminal
 WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "unset", Any: "any value"}
 LIMITS = {Gt: "above", Ge: "at least", Lt: "below", Le: "at most"}
 NAME_CHECK = get_args(Name)[1]
-HUGE = 2**53  # limits beyond it keep numbers storable, and are not shown
+HUGE = 2**53  # larger limits are technical and not shown
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of an experiment; the keys of a list of tables have [] in their path: `processors[].name`."""
+    """A key of an experiment. The path of a key in a list of tables contains []: `processors[].name`."""
 
     path: str
     type: str
@@ -42,9 +42,9 @@ class Key:
 
 @dataclass(frozen=True)
 class KeyTable:
-    """A table of an experiment: its dotted path ("" for the keys outside tables), what it is, and its keys.
+    """A table of an experiment: dotted path ("" for top-level keys), description and keys.
 
-    `components` is the kind of component that the table names: its parameters are further keys.
+    `components` is the kind of component that the table names. The parameters of the component are further keys.
     """
 
     path: str
@@ -54,7 +54,7 @@ class KeyTable:
 
 
 def key_tables() -> list[KeyTable]:
-    """All tables of an experiment, in its order; first the keys outside tables.
+    """Return all tables of an experiment in their order, starting with the top-level keys.
 
     >>> next(key for table in key_tables() for key in table.keys if key.path == "rounds").default
     '10'
@@ -64,7 +64,7 @@ def key_tables() -> list[KeyTable]:
 
 def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
     described = attribute_docstrings(table)
-    kind = None  # of the components that the table names, as `fedsim list` calls it
+    kind = None  # kind of component that the table names, as in `fedsim list`
     if issubclass(table, ComponentTable):
         kind = KIND_OF_KEY.get(f"{table.place}.{table.named_by}") or KIND_OF_KEY[table.place]
     keys: list[Key] = []
@@ -87,10 +87,10 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
 
 
 def table_of(annotation: Any) -> type[Table] | None:
-    """Return the table that an annotation is, or is a list of; None for other annotations."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Table):
-            return candidate
+    """Return the table class in the annotation of a table or a list of tables; None for other annotations."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Table):
+            return kind
     return None
 
 
@@ -101,9 +101,9 @@ def _default(value: Any) -> str:
 
 
 def list_keys(columns: int | None = None, search: str = "") -> str:
-    """Return the keys of an experiment as text, wrapped to the columns of a terminal.
+    """List the keys of an experiment as text, wrapped to `columns`.
 
-    Only those that have all words of `search` in their path or description; "" if there are none.
+    The list contains only keys with all words of `search` in their path or description. It is "" if there are none.
     """
     width = columns or COLUMNS
     blocks = ["keys of an experiment (key=value on the command line)"]
@@ -117,7 +117,7 @@ def list_keys(columns: int | None = None, search: str = "") -> str:
             lines += _wrapped(f"{key.path} = {key.default}  ({key.type.replace('`', '')})", width, "  ")
             lines += _wrapped(key.description, width, "      ")
         if table.components:
-            lines += _wrapped(f"and the parameters of what is named: fedsim list {table.components}", width, "  ")
+            lines += _wrapped(f"and the parameters of the component: fedsim list {table.components}", width, "  ")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) if len(blocks) > 1 else ""
 
@@ -127,7 +127,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 
 
 def type_text(field: FieldInfo) -> str:
-    """Return the type of a field of a pydantic model in words.
+    """Describe the type of a pydantic field in words.
 
     >>> class Model(BaseModel):
     ...     count: Annotated[int, Gt(0)] | None = None
@@ -144,11 +144,11 @@ def _words(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{show(value)}`" for value in inner)
     if origin in (Union, types.UnionType):
-        alternatives = [_words(element) for element in inner if element is not type(None)]
-        return " or ".join(alternatives) + (", or unset" if type(None) in inner else "")
+        members = [_words(member) for member in inner if member is not type(None)]
+        return " or ".join(members) + (", or unset" if type(None) in inner else "")
     if origin in (list, tuple, set, frozenset):
-        element = next((_words(one) for one in inner if one is not ...), "any value")
-        return f"list of: {element}"
+        items = next((_words(member) for member in inner if member is not ...), "any value")
+        return f"list of: {items}"
     if origin is dict or annotation is dict:
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -158,24 +158,24 @@ def _words(annotation: Any) -> str:
 
 def _with_limits(text: str, metadata: Any) -> str:
     limits = []
-    for limit in (part for one in metadata for part in getattr(one, "metadata", [one])):
+    for constraint in (part for entry in metadata for part in getattr(entry, "metadata", [entry])):
         for kind, words in LIMITS.items():
-            value = getattr(limit, kind.__name__.lower(), None) if isinstance(limit, kind) else None
+            value = getattr(constraint, kind.__name__.lower(), None) if isinstance(constraint, kind) else None
             if value is not None and abs(value) < HUGE:
                 limits.append(f"{words} {value:g}")
-        if isinstance(limit, MinLen):
-            limits.append(f"at least {limit.min_length} of them")
+        if isinstance(constraint, MinLen):
+            limits.append(f"at least {constraint.min_length} of them")
     return f"{text} {' and '.join(limits)}" if limits else text
 
 
 def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Return the string below each annotated field of a class and of its base classes, in one line.
+    """Return the string below each annotated field of a class and of its base classes, joined to one line.
 
-    The source is read when it is needed, so descriptions cost nothing when fedsim is imported.
+    The source is read on demand, so descriptions do not slow down the import of fedsim.
 
     >>> from fedsim.config.schema import Checkpoint
     >>> attribute_docstrings(Checkpoint)["keep"]
-    'Number of newest checkpoints that are kept.'
+    'Number of newest checkpoints to keep.'
     """
     docstrings: dict[str, str] = {}
     for base in reversed(kind.__mro__):

@@ -1,4 +1,4 @@
-"""From a file, tables, an Experiment, and changes of it to a checked Experiment."""
+"""Load a checked Experiment from a file, tables or an Experiment, and apply changes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def load_experiment(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Experiment:
-    """Load an experiment, change keys of it, and check it.
+    """Load an experiment, apply changes, and check the result.
 
-    A default name in `source`, such as a saved experiment has, is derived again after changes.
+    If `source` contains the default name, as saved experiments do, the name is derived again after changes.
 
     Args:
         source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the name
-            of an experiment that comes with fedsim (`fedsim list experiments`), or None for the default experiment.
-        overrides: words `key=value` with dotted keys; values as in TOML, other text is a string.
+            of a built-in experiment (`fedsim list experiments`), or None for the default experiment.
+        overrides: words `key=value` with dotted keys. Values are read as TOML; any other text is a string.
         allow_imports: whether a file may import any Python code; see `fedsim.core.import_policy`. Import paths in
             `overrides`, tables and Experiments are always imported.
-        changes: keys of the experiment, set after the overrides. A table changes only the keys that it has.
+        changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
 
-    Raises ExperimentError, one line per problem.
+    Raises ExperimentError with one line per problem.
 
     >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
     3
@@ -58,12 +58,14 @@ def load_experiment(
             return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
-            raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
+            raise error.with_traceback(
+                None
+            ) from error.__cause__  # omits frames inside fedsim, which do not help the user
         raise ExperimentError(*error.lines, source=source) from None
 
 
 def file_of(source: object) -> Path | None:
-    """Return the experiment file that `source` names; None for other sources, which the user vouches for."""
+    """Return the experiment file that `source` refers to, or None for other sources, which are trusted."""
     return find_experiment(source) if isinstance(source, (str, Path)) else None
 
 
@@ -79,7 +81,7 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
 
 
 def drop_default_name(description: dict[str, Any]) -> None:
-    """Remove the name from nested tables if it is the default name, so that it follows later changes."""
+    """Remove a default name from nested tables, so that the name is derived again after changes."""
     if "name" in description and COMPARISON not in description:
         unnamed = {key: value for key, value in description.items() if key != "name"}
         with contextlib.suppress(ExperimentError):  # later changes may correct the problem
@@ -88,23 +90,23 @@ def drop_default_name(description: dict[str, Any]) -> None:
 
 
 def experiment_of(description: Mapping[str, Any]) -> Experiment:
-    """Return the experiment that nested tables describe. Raises ExperimentError, one line per problem."""
+    """Return the experiment that nested tables describe. Raise ExperimentError with one line per problem."""
     experiment = Experiment(**{str(key): value for key, value in description.items()})
     _refuse_untrusted_places(experiment)
     return experiment
 
 
 def _refuse_untrusted_places(experiment: Experiment) -> None:
-    """Raise ExperimentError if an untrusted file sets the address of the ranks, or the folder of a download."""
+    """Raise ExperimentError if an untrusted file sets the address of the ranks or a download folder."""
     init, data = experiment.distributed.init_method, experiment.data
     if init != Distributed().init_method and is_untrusted(init):
         raise ExperimentError(
-            f"distributed.init_method = {show(init)}: a file may not set this address; set it on the command line"
+            f"distributed.init_method = {show(init)}: a file may not set this address; set the key on the command line"
         )
     if data.root is None or not is_untrusted(data.root):
         return
     if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root):
         raise ExperimentError(
-            f"data.root = {show(data.root)}: has no {data.name}, and a file may not download data to a folder "
-            "outside the working directory; set it on the command line"
+            f"data.root = {show(data.root)}: does not contain {data.name}, and a file may not download data to a "
+            "folder outside the working directory; set the key on the command line"
         )

@@ -1,4 +1,4 @@
-"""Changes of an experiment: `key=value` words, dotted keys, and nested tables."""
+"""Changes to an experiment: `key=value` words, dotted keys, and nested tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
 
 DEFAULT_ENGINE = "auto"
 
-Change = tuple[list[str], Any]  # the parts of a dotted key, and its new value
+Change = tuple[list[str], Any]  # parts of a dotted key, and the new value
 
 
 def parse_word(word: str) -> Change:
@@ -29,23 +29,23 @@ def parse_word(word: str) -> Change:
 
 
 def split_word(word: str) -> tuple[list[str], str]:
-    """Return the parts of the key of a word `a.b=value`, and the text of its value."""
+    """Return the key parts and the value text of a word `a.b=value`."""
     key, equals, text = word.partition("=")
     keys = [part.strip() for part in key.split(".")]
     if not equals or not all(keys):
         raise ExperimentError(f"{show(word)}: expected key=value, such as rounds=5 or local.lr=0.1")
     if len(keys) > MAX_DEPTH or len(key) > MAX_TEXT or not is_harmless(word):
         raise ExperimentError(
-            f"{show(word)}: a key has at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
+            f"{show(word)}: keys must have at most {MAX_DEPTH} parts and {MAX_TEXT} characters, and all "
             "characters must be printable"
         )
     return keys, text
 
 
 def parse_value(text: str, place: str) -> Any:
-    """Return a value as in TOML; any other text is a string, also `nan` and `inf`, which are names of attacks.
+    """Parse a value as TOML. Any other text is a string, including `nan` and `inf`, which are names of attacks.
 
-    Raises ExperimentError for a list or table that is not TOML. `place` is the key, for errors.
+    `place` is the key, for error messages. Raises ExperimentError for a list or table that is not valid TOML.
     """
     if text.strip() in ("nan", "inf"):
         return text.strip()
@@ -55,13 +55,13 @@ def parse_value(text: str, place: str) -> Any:
     except (tomllib.TOMLDecodeError, KeyError):
         if text.startswith(("[", "{")):
             raise ExperimentError(
-                f"{place} = {cut(text)}: is neither a list nor a table of TOML; names in it need double quotes, and a "
-                """shell single ones around it: '["nnm","median"]', '{name="net",dropout=0.1}'"""
+                f"{place} = {cut(text)}: is not a valid TOML list or table; put names in double quotes, and in a shell "
+                """put the whole word in single quotes: '["nnm","median"]', '{name="net",dropout=0.1}'"""
             ) from None
         value = text
     except (ValueError, RecursionError):
         raise ExperimentError(
-            f"{place} = {show(text)}: has a number of more than {MAX_BITS} bits, or more than {MAX_DEPTH} nested lists"
+            f"{place} = {show(text)}: contains a number of over {MAX_BITS} bits, or more than {MAX_DEPTH} nested lists"
         ) from None
     if problem := problem_with_words(value, place):
         raise ExperimentError(problem)
@@ -69,13 +69,13 @@ def parse_value(text: str, place: str) -> Any:
 
 
 def changes_in(tables: Mapping[str, Any]) -> list[Change]:
-    """Return the changes in nested or dotted tables: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are the same change.
+    """Return the changes in nested or dotted tables: {"local": {"lr": 0.1}} and {"local.lr": 0.1} are equivalent.
 
-    Raises ExperimentError if two of them set the same key.
+    Raises ExperimentError if two changes set the same key.
     """
     changes = [(key.split("."), value) for key, value in leaves_of(tables)]
     count = Counter(key_changed(*change) for change in changes)
-    lines = [f"{key}: is given twice" for key in count if count[key] > 1]
+    lines = [f"{key}: is set twice" for key in count if count[key] > 1]
     for keys, value in changes:
         parents = (".".join(keys[:depth]) for depth in range(1, len(keys)))
         lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in parents if parent in count]
@@ -87,10 +87,10 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
 def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
     """Apply changes to nested tables in place. A component's name and its parameters may come in any order.
 
-    The new values replace whatever contradicts them: another component removes the parameters of the component before,
+    New values replace contradicting old values: a different component removes the parameters of the previous component,
     and `local.steps` replaces `local.epochs`.
 
-    Raises ExperimentError if the changes contradict each other, such as local.epochs and local.steps.
+    Raises ExperimentError if the changes contradict each other, as local.epochs and local.steps do.
     """
     changes = sorted(
         ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_component(change[0])
@@ -101,10 +101,7 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 
 def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
-    """Return the component table that holds a key, or None, and the key within it.
-
-    [] if the key is the table itself.
-    """
+    """Return the component table of a key (or None), and the key parts inside it; [] for the table itself."""
     for depth in range(len(keys), 0, -1):
         if table := component_tables().get(".".join(keys[:depth])):
             return table, list(keys[depth:])
@@ -112,7 +109,7 @@ def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """Return the key that names a component, for the key `name` of its table: `server.name` for `server.name`."""
+    """Replace the key `name` of a component table by the key that names the component, such as `rule`."""
     table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 
@@ -132,20 +129,20 @@ def _names_component(keys: list[str]) -> bool:
 
 
 def _refuse_alternatives(changes: Iterable[Change]) -> None:
-    changed = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
+    keys_set = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
     tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
-    changed |= {f"{table}.{key}" for table, value in tables for key in value}
+    keys_set |= {f"{table}.{key}" for table, value in tables for key in value}
     for place, table in component_tables().items():
-        if len(changed & {f"{place}.{key}" for key in table.alternatives}) > 1:
+        if len(keys_set & {f"{place}.{key}" for key in table.alternatives}) > 1:
             raise ExperimentError(both_given_error(place, table.alternatives))
 
 
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set one key of nested tables, and remove what contradicts it."""
+    """Set one key of nested tables, and remove contradicting values."""
     of_component, within = component_table(keys)
     if (
         of_component and len(within) == 2 and within[0] in of_component.alternatives
-    ):  # the table is one value: {uniform = [1, 5]}
+    ):  # a value such as {uniform = [1, 5]}
         keys, within, value = keys[:-1], within[:1], {within[1]: value}
     if of_component and not within and of_component.is_name(value):
         keys, within = [*keys, of_component.named_by], [of_component.named_by]

@@ -1,4 +1,4 @@
-"""The tables of an experiment: their keys, types, bounds and defaults. `validation.py` checks combinations."""
+"""The tables of an experiment: keys, types, bounds and defaults. `validation.py` checks combinations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
 
 
 def matching(pattern: str, requirement: str) -> AfterValidator:
-    """Return a validator of texts that match a pattern as a whole; `requirement` says in errors what they must be."""
+    """Return a validator for texts that match a pattern completely. `requirement` completes "must be ..." in errors."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -58,7 +58,7 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
 
 
 class Task(ComponentTable):
-    """The loss of training and tests, and which answers are correct.
+    """The learning task, which defines the loss in training and tests and which answers are correct.
 
     A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
     """
@@ -69,11 +69,11 @@ class Task(ComponentTable):
 
     def check_parameters(self) -> None:
         super().check_parameters()
-        self.component  # noqa: B018  # raises an error if it is no task
+        self.component  # noqa: B018  # raises an error if the component is not a task
 
     @cached_property
     def component(self) -> LearningTask:
-        """The task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
+        """Task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
         registration, bound = self.registration, self.registration.bind(self.params)
         if registration.takes:
             return LossTask(self.name, bound, tuple(registration.takes))
@@ -82,8 +82,8 @@ class Task(ComponentTable):
             reduction = getattr(task, REDUCTION, "mean")
             if reduction not in ("mean", "none"):
                 raise ExperimentError(
-                    f'{self.setting}: has the reduction {show(reduction)}; must be "mean" or "none", '
-                    'since the loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
+                    f'{self.setting}: has reduction={show(reduction)}; must be "mean" or "none", because the '
+                    'loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
                 )
             return LossTask(self.name, bound)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
@@ -95,7 +95,7 @@ class Task(ComponentTable):
 
 
 class EvaluationMetric(ComponentTable):
-    """A metric of each test; `label` is its name in the records, by default that of the metric."""
+    """A metric that is computed in each test."""
 
     place, named_by, registry = "metrics", "name", metric
 
@@ -106,7 +106,7 @@ class EvaluationMetric(ComponentTable):
         ]
         | None
     ) = None
-    """Its name in the records. Unset: that of the metric."""
+    """Name of the metric in the records. Unset: the name of the component."""
 
     @cached_property
     def component(self) -> OutputMetric:
@@ -122,7 +122,7 @@ class Model(ComponentTable):
 
 
 class Augment(ComponentTable):
-    """One augmentation of the images of a training batch."""
+    """One augmentation of the images in training batches."""
 
     place, named_by, registry = "data.augment", "name", augmentation
 
@@ -140,18 +140,18 @@ class Data(ComponentTable):
 
     name: Name = "mnist5k"
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
-    """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, else `~/.cache/fedsim/data`."""
+    """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of each worker's samples on which it does not train, but tests."""
+    """Fraction of each worker's samples that is used for tests and not for training."""
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the training samples on which nobody trains; each round records `validation_loss` and
-    `validation_accuracy`."""
+    """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
+    `validation_accuracy` on these samples."""
 
     @property
     def transforms(self) -> list[ImageTransform]:
-        """The augmentations with their parameters."""
+        """Augmentations with their parameters."""
         return [table.component for table in self.augment]
 
     @model_validator(mode="before")
@@ -160,7 +160,7 @@ class Data(ComponentTable):
         pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "name" not in value
         if pair or isinstance(value, list):
             raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test are "
+                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test must be "
                 "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
             )
         return value
@@ -175,13 +175,13 @@ class Partition(ComponentTable):
 
 
 class Sampling(ComponentTable):
-    """How the workers of a round are chosen."""
+    """How the workers of each round are chosen."""
 
     place, named_by, registry = "sampling", "name", sampling_strategy
 
     name: Name = "uniform"
     client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability that a chosen worker does not report, so that its update is lost."""
+    """Probability that a chosen worker drops out and its update is lost."""
 
 
 def _check_work(value: Any) -> Any:
@@ -204,16 +204,16 @@ LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_c
 
 
 class ServerSchedule(ComponentTable):
-    """How the learning rate changes over the rounds; in the first `warmup` rounds it grows linearly."""
+    """How the learning rate changes over the rounds, after a linear warmup."""
 
     place, named_by, registry = "server.schedule", "name", lr_schedule
 
     name: Name = "constant"
     warmup: Count = 0
-    """Rounds, or steps, in which the learning rate first grows linearly."""
+    """Number of initial rounds (or steps) in which the learning rate grows linearly."""
 
     def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
-        """Return the schedule, of so many rounds or steps; None if the learning rate is constant."""
+        """Return the schedule for `length` rounds or steps, or None if the learning rate is constant."""
         if self == type(self)():
             return None
         settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
@@ -230,10 +230,11 @@ class LocalSchedule(ServerSchedule):
 
 
 class Local(ComponentTable):
-    """The work of a worker between two synchronizations: `epochs` or `steps`, not both.
+    """The training of a worker between two synchronizations, for a number of `epochs` or `steps` (not both).
 
-    Each is a number, a list with one for each worker, or drawn for each worker and round: {uniform = [1, 5]} draws an
-    integer from 1 to 5, {choice = [1, 5, 20]} one of these.
+    Both keys accept a number, a list with one number per worker, or a distribution from which a number is drawn for
+    each worker and round: {uniform = [1, 5]} draws an integer from 1 to 5, and {choice = [1, 5, 20]} draws one of the
+    listed numbers.
     """
 
     place, named_by, registry = "local", "algorithm", client_algorithm
@@ -241,27 +242,27 @@ class Local(ComponentTable):
 
     algorithm: Name = "sgd"
     epochs: LocalWork | None = None
-    """Epochs over the worker's shard in a round; 1 if neither epochs nor steps are given."""
+    """Number of epochs over the worker's shard in each round. Unset: 1, unless `steps` is set."""
     steps: LocalWork | None = None
-    """Steps of the client algorithm in a round, instead of epochs."""
+    """Number of steps of the client algorithm in each round, instead of epochs."""
     batch_size: Amount = 10
-    """Samples of a batch."""
+    """Number of samples in a batch."""
     drop_last: bool = False
-    """Whether an epoch leaves out a last batch that is smaller than `batch_size`; a shard smaller than a batch is still
-    one batch."""
+    """Whether to drop the last batch of an epoch if it is smaller than `batch_size`. A shard that is smaller than one
+    batch is still used as one batch."""
     accumulate: Amount = 1
-    """Batches whose mean gradient is one step; the last step of a round may take fewer."""
+    """Number of batches whose mean gradient is used for one step. The last step of a round may use fewer batches."""
     clip_norm: PositiveFloat | None = None
-    """The largest L2 norm of a worker's gradient, which is scaled to it before weight decay and momentum. Unset: none.
-    """
+    """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
+    no clipping."""
     keep_state: bool = False
-    """Whether a worker's client algorithm continues with its state (momentum, ...) of its last round."""
+    """Whether a worker keeps the state of its client algorithm (momentum, ...) between its rounds."""
     schedule: LocalSchedule = LocalSchedule()
-    """How the parameter `lr` of the client algorithm changes."""
+    """Schedule of the parameter `lr` of the client algorithm."""
 
     @cached_property
     def component(self) -> ClientAlgorithm:
-        """Return the client algorithm, before it knows the model."""
+        """Client algorithm, before it is applied to a model."""
         registration = self.registration
         algorithm = (
             TrainFunction(registration, self.params)
@@ -272,10 +273,10 @@ class Local(ComponentTable):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        lengths = [key for key in cls.alternatives if table.get(key) is not None]
-        if len(lengths) > 1:
+        keys_set = [key for key in cls.alternatives if table.get(key) is not None]
+        if len(keys_set) > 1:
             raise cls.not_both()
-        return table if lengths else {**table, "epochs": 1}
+        return table if keys_set else {**table, "epochs": 1}
 
 
 class Attack(ComponentTable):
@@ -286,15 +287,15 @@ class Attack(ComponentTable):
 
     name: Name = "none"
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the workers that are Byzantine, drawn by the seed."""
+    """Fraction of Byzantine workers, which are drawn at random."""
     workers: list[Count] | None = None
-    """The Byzantine workers, instead of a fraction."""
+    """List of Byzantine workers, instead of a fraction."""
     resample: bool = False
-    """Whether each round draws its own fraction."""
+    """Whether the Byzantine workers are drawn again in each round."""
     by_class: Count | None = None
-    """A class: the fraction are the workers with the most samples of it."""
+    """Class label. The Byzantine workers are those with the most samples of this class."""
     start_round: Amount = 1
-    """The first round in which they attack; before it they follow the protocol."""
+    """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -308,39 +309,40 @@ class Attack(ComponentTable):
 
 
 class Aggregate(ComponentTable):
-    """How the rows of a cohort become one update."""
+    """How the updates of a cohort are aggregated into one update."""
 
     place, named_by, registry = "aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
-    """The rule, or a list of pre-aggregators and a rule, each a name or a table {rule, parameters}."""
+    """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}."""
     f: Count | None = None
-    """Number of Byzantine rows that the rule must tolerate, for rules with this parameter. Unset: their true number."""
+    """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
     weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegative] | None = None
-    """Weights of the workers: their sample counts; equal; the share of all samples over the probability of being in the
-    cohort, for unbiased means; or a list. Unset: sample counts for a rule that requires weights, else equal."""
+    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
+    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
+    rules that require weights, otherwise `uniform`."""
     nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
-    """What happens with rows that hold NaN or infinity. `error`: the run ends with an error. `stop`: it ends with the
-    last finite model. `exclude`: they are left out and recorded. `keep`: they are aggregated."""
+    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
+    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
     root_samples: Amount = 100
     """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         rule = table.get("rule", cls.model_fields["rule"].default)
-        table_keys = {key: table[key] for key in cls.model_fields if key in table}
+        settings = {key: table[key] for key in cls.model_fields if key in table}
         resolved = cls._resolve(
-            rule, {key: value for key, value in table.items() if key not in table_keys}, table.get("f")
+            rule, {key: value for key, value in table.items() if key not in settings}, table.get("f")
         )
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
-            return {**stages[0], **table_keys, "rule": stages[0]["rule"]}
-        stage_tables = [as_table(stage, "aggregate.rule") for stage in rule]
-        stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, stage_tables, strict=True)]
-        return {**table_keys, "rule": stages}
+            return {**stages[0], **settings, "rule": stages[0]["rule"]}
+        tables = [as_table(stage, "aggregate.rule") for stage in rule]
+        stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, tables, strict=True)]
+        return {**settings, "rule": stages}
 
     def check_parameters(self) -> None:
-        """`completed` has checked them."""
+        """Do nothing, because `completed` has already checked the parameters."""
 
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
@@ -349,12 +351,12 @@ class Aggregate(ComponentTable):
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:
-        """Return the rule with its parameters, for `f` Byzantine rows."""
+        """Return the rule with its parameters for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
 
     @property
     def label(self) -> str:
-        """`nnm + trimmed_mean`."""
+        """Name of the rule, such as `nnm + trimmed_mean`."""
         return self.pipeline(0).name
 
 
@@ -363,20 +365,20 @@ def _without_f(params: dict[str, Any]) -> dict[str, Any]:
 
 
 class Processor(ComponentTable):
-    """One step of what is done to an update before it is aggregated."""
+    """One processing step for updates before aggregation."""
 
     place, named_by, registry = "processors", "name", processor
 
     name: Name
     error_feedback: bool = False
-    """Whether a worker adds what was left out of its earlier updates."""
+    """Whether a worker adds the compression error of its earlier updates to the next update."""
 
     def check_parameters(self) -> None:
         super().check_parameters()
         if self.error_feedback and not getattr(self.registration.target, "compresses", True):
             raise ExperimentError(
-                f"processors.error_feedback = true: is for compression, and {self.name} adds noise, which it would "
-                "take back; omit it"
+                f"processors.error_feedback = true: is only for compression, and would undo the noise that {self.name} "
+                "adds; omit it"
             )
 
     @cached_property
@@ -385,24 +387,24 @@ class Processor(ComponentTable):
 
 
 class Server(ComponentTable):
-    """How the server moves the global model by the aggregated update."""
+    """How the server applies the aggregated update to the global model."""
 
     place, named_by, registry = "server", "name", server_optimizer
 
     name: Name = "sgd"
     schedule: ServerSchedule = ServerSchedule()
-    """How the parameter `lr` of the server optimizer changes over the rounds."""
+    """Schedule of the parameter `lr` of the server optimizer over the rounds."""
 
 
 class Batched(Table):
     """Settings of the engine `batched`."""
 
     max_rows: Amount | None = None
-    """Maximum number of rows in a stack. Unset: by memory and cache."""
+    """Maximum number of workers in a stack. Unset: depends on memory and cache."""
 
 
 class Hook(ComponentTable):
-    """How ranks send the gradients that they average: with `sync = "gradients"`, a mean and no attack."""
+    """How ranks communicate averaged gradients, for `sync = "gradients"` with a mean and without an attack."""
 
     place, named_by, registry = "distributed.hook", "name", hook
 
@@ -420,21 +422,21 @@ class Distributed(Table):
     """Settings of the engine `distributed`."""
 
     backend: str | None = None
-    """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
+    """Backend of torch.distributed. Unset: nccl on CUDA; gloo on CPUs and for ranks that share a GPU."""
     timeout: PositiveFloat = 60.0
-    """Seconds without a heartbeat after which a rank counts as lost, and in which all ranks must have joined."""
+    """Seconds without a heartbeat after which a rank counts as lost. All ranks must also join within this time."""
     init_method: Annotated[
         str, matching(r"env://|tcp://.+:\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH")
     ] = "env://"
     """Address at which ranks meet: `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
     trainer: Literal["serial", "batched"] = "serial"
-    """Whether a rank trains its rows one by one or stacked."""
+    """How a rank trains its workers: one after another (`serial`) or stacked (`batched`)."""
     hook: Hook = Hook()
-    """How ranks send the gradients that they average."""
+    """How ranks communicate averaged gradients."""
 
 
 class AsyncPolicy(ComponentTable):
-    """What the server does with each result that arrives, if there are no synchronous rounds."""
+    """How the server handles each arriving result, for runs without synchronous rounds."""
 
     place, named_by, registry = "policy", "name", policy
 
@@ -442,7 +444,7 @@ class AsyncPolicy(ComponentTable):
 
 
 class Slowdown(ComponentTable):
-    """Factor of each worker's computing time on the virtual clock: 2 is twice as slow."""
+    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow."""
 
     place, named_by, registry = "clock.slowdown", "name", slowdown
 
@@ -450,7 +452,7 @@ class Slowdown(ComponentTable):
 
 
 class Noise(ComponentTable):
-    """How the duration of work varies on the virtual clock."""
+    """Random variation of computing times on the virtual clock."""
 
     place, named_by, registry = "clock.noise", "name", noise
 
@@ -458,57 +460,63 @@ class Noise(ComponentTable):
 
 
 class Clock(Table):
-    """Virtual time: work takes gradients x step_seconds x slowdown x noise, and sending latency + bytes / bandwidth."""
+    """Durations on the virtual clock.
+
+    Computing takes gradients x step_seconds x slowdown x noise. Sending a message takes latency + bytes / bandwidth.
+    """
 
     step_seconds: PositiveFloat = 1.0
-    """Seconds of a gradient of a batch; a local step of `sgd` computes one."""
+    """Seconds per batch gradient. A local step of `sgd` computes one gradient."""
     slowdown: Slowdown = Slowdown()
-    """Factor of each worker's computing time: 2 is twice as slow."""
+    """Factor on each worker's computing time: 2 means twice as slow."""
     noise: Noise = Noise()
-    """How the duration of work varies."""
+    """Random variation of computing times."""
     latency: NonNegative = 0.0
-    """Seconds of each message."""
+    """Latency of each message in seconds."""
     bandwidth: PositiveFloat | None = None
-    """Bytes per second. Unset: infinite."""
+    """Bandwidth in bytes per second. Unset: infinite."""
     departures: dict[str, NonNegative] = Field(default={})
-    """Seconds after which workers leave: `{3 = 100.0}`."""
+    """Time in seconds at which workers leave: `{3 = 100.0}`."""
     replay_log: str | None = None
-    """A run folder of a race, or its race.csv: the clock repeats its order of events."""
+    """Run folder of a race, or its race.csv. The clock repeats the order of events in the race."""
 
 
 class Race(Table):
-    """Processes that race. The result differs each time, so a race is run several times, and the records hold all."""
+    """Settings of `mode = "race"`. Results of a race vary, so a race is repeated and all repetitions are recorded."""
 
     runs: Annotated[int, Field(gt=0, le=10_000)] = 5
-    """Number of runs."""
+    """Number of repetitions."""
 
 
 class WorkerEvaluation(Table):
-    """The test of single workers' models on the workers' own test samples; needs `data.local_test_fraction`."""
+    """Tests of single workers on their own test samples, which need `data.local_test_fraction`."""
 
     every: Amount = 10
-    """Rounds between two tests; there is one after the last round too."""
+    """Number of rounds between two tests. The last round is also tested."""
     workers: Amount = 100
-    """Workers that are tested at most, drawn once; Byzantine workers are not."""
+    """Maximum number of tested workers, drawn once at random. Byzantine workers are never tested."""
     fine_tune: Count = 0
-    """Epochs of local training of the global model before a second test; 0: no second test."""
+    """Number of epochs for which each worker trains the global model before a second test. 0: no second test."""
 
 
 class Stop(Table):
-    """A run ends after a round in which `metric` reaches `target`, or has not improved for `patience` rounds. Its model
-    is that of the last round."""
+    """Early stopping.
+
+    A run ends after the round in which `metric` reaches `target`, or has not improved for `patience` rounds. The result
+    is the model after this round.
+    """
 
     metric: str = "validation_accuracy"
-    """The number of a round that is compared: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`,
-    `train_loss`, or `metrics.NAME`."""
+    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `train_loss`, or
+    `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
-    """Whether a higher or a lower value is better. Unset: as of an accuracy or a loss."""
+    """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    """Rounds without an improvement after which the run ends. Unset: it does not end so."""
+    """Number of rounds without an improvement after which the run ends. Unset: no limit."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """By how much a value must be better to be an improvement."""
+    """Minimum difference from the best value so far that counts as an improvement."""
     target: float | None = None
-    """A value of the metric at which the run ends. Unset: it does not end so."""
+    """Value of the metric at which the run ends. Unset: no target."""
 
     @property
     def direction(self) -> Literal["min", "max"]:
@@ -524,13 +532,13 @@ class Checkpoint(Table):
     """Checkpoint settings for resuming an interrupted run with `fedsim run --resume RUN`."""
 
     every: Count | None = None
-    """Rounds between two checkpoints; 0: none. Unset: as often as possible in 1 percent of the time."""
+    """Number of rounds between two checkpoints. 0: no checkpoints. Unset: as often as 1 % of the run time allows."""
     keep: Amount = 2
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
 
 
 class Logger(ComponentTable):
-    """Where the numbers of each round go besides the run folder."""
+    """A destination for the numbers of each round, in addition to the run folder."""
 
     place, named_by, registry = "records.loggers", "name", logger
 
@@ -538,24 +546,24 @@ class Logger(ComponentTable):
 
 
 class Records(Table):
-    """Optional files of a run folder, and the loggers that get the numbers of each round."""
+    """Optional files in the run folder, and loggers for the numbers of each round."""
 
     updates: list[Amount] = Field(default=[])
-    """Rounds whose updates are recorded, for `fedsim replay`."""
+    """Rounds whose updates are recorded for `fedsim replay`."""
     model: bool = True
-    """Whether the trained model is written."""
+    """Whether to save the trained model."""
     curve: bool = True
-    """Whether the figure of accuracy and losses is drawn."""
+    """Whether to draw a figure of accuracy and losses."""
     figures: list[Literal["png", "svg", "pdf"]] = Field(default=["png"])
-    """Formats of all figures."""
+    """File formats of all figures."""
     tensorboard: bool = False
-    """Whether TensorBoard files are written; the same as the logger `tensorboard`."""
+    """Whether to write TensorBoard files, as the logger `tensorboard` does."""
     loggers: Annotated[list[Logger], Field(max_length=20)] = Field(default=[])
-    """Where the numbers of each round go besides: names or tables."""
+    """Loggers that receive the numbers of each round: names or tables."""
 
     @property
     def all_loggers(self) -> list[Logger]:
-        """The loggers, with the one that `tensorboard` stands for."""
+        """All loggers, including the TensorBoard logger if `tensorboard` is true."""
         named = [each.name for each in self.loggers]
         return [
             *self.loggers,

@@ -1,7 +1,7 @@
-"""The components and the keys of experiments as fedsim's source code declares them.
+"""Components and keys of an experiment, read from fedsim's source code with `ast`.
 
-They are read with `ast`, so that mistakes on the command line are found, and lists are made, without PyTorch, whose
-import takes seconds. Code that runs an experiment uses the registries and the pydantic tables.
+The command line can therefore report mistakes and list components without importing PyTorch, which takes seconds. Code
+that runs an experiment uses the registries and the pydantic tables instead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fedsim.synonyms import KEYS
 PACKAGE = Path(__file__).parent.parent
 
 DECLARATION = re.compile(r'^(?:(class \w+)|@?(\w+)\("|(\w+) = \w*Registry\(\s*"([^"]+)"(,\s*inputs=)?)', re.M)
-NO_PARAMETER = re.compile(r": (ClassVar|KW_ONLY)|init=False")  # in the field of a dataclass
+NO_PARAMETER = re.compile(r": (ClassVar|KW_ONLY)|init=False")  # in a dataclass field
 KIND_OF_KEY = {
     key: kind for kind, (keys, _) in reversed(COMPONENTS.items()) for key in keys.split(", ")
-}  # rules after pre-aggregators
+}  # reversed, so that aggregate.rule leads to rules and not to pre-aggregators
 
 
 @dataclass(frozen=True)
 class SourceComponent:
-    """A registered component: its name, and the names of its parameters."""
+    """A registered component: name and parameter names."""
 
     name: str
     parameter_names: tuple[str, ...]
@@ -41,14 +41,14 @@ class SourceTable:
     """A table of an experiment.
 
     Attributes:
-        keys: the names of its keys, inner tables included.
-        tables: the inner tables by key.
-        lists: the tables of which a key holds a list, by key.
-        kind: the kind of component that the table names; None: it names none.
-        named_by: the key that names the component; "" if the table names none.
-        default: the value of that key if it is not set.
-        takes_list: whether that key may also be a list of names and tables.
-        alternatives: keys of which only one may be given.
+        keys: names of the keys, including nested tables.
+        tables: nested tables by key.
+        lists: for each key that contains a list of tables, the table in the list.
+        kind: kind of component that the table names; None if the table names no component.
+        named_by: key that names the component; "" if the table names no component.
+        default: default value of the key `named_by`.
+        takes_list: whether the key `named_by` may also be a list of names and tables.
+        alternatives: mutually exclusive keys.
     """
 
     keys: tuple[str, ...]
@@ -61,19 +61,19 @@ class SourceTable:
     alternatives: tuple[str, ...] = ()
 
     def is_name(self, value: Any) -> bool:
-        """Whether a value has the type of the key `named_by`, so that it can stand for the table."""
+        """Whether `value` can replace the table, because it has the type of the key `named_by`."""
         return isinstance(value, (str, list) if self.takes_list else str)
 
 
 @functools.cache
 def experiment_table() -> SourceTable:
-    """Return the keys of an experiment, with its tables."""
+    """Return the keys and tables of an experiment."""
     return _table("Experiment")
 
 
 @functools.cache
 def component_tables() -> dict[str, SourceTable]:
-    """Yield the tables that name a component, by dotted key: `local`, ..., `clock.slowdown`; without those in lists."""
+    """Return the tables that name a component by dotted key (`local`, `clock.slowdown`, ...), except in lists."""
 
     def inner(table: SourceTable, prefix: str) -> Iterator[tuple[str, SourceTable]]:
         for key, below in table.tables.items():
@@ -86,7 +86,7 @@ def component_tables() -> dict[str, SourceTable]:
 
 @functools.cache
 def source_components(kind: str) -> dict[str, SourceComponent]:
-    """Return the registered components of a kind, by name.
+    """Return the registered components of a kind by name.
 
     >>> source_components("rules")["krum"].parameter_names
     ('f',)
@@ -103,26 +103,27 @@ def source_components(kind: str) -> dict[str, SourceComponent]:
 
 @functools.cache
 def title_of(kind: str) -> str:
-    """What errors call a component of a kind: `aggregation rule`."""
+    """Return the name of a kind in error messages, such as `aggregation rule`."""
     return _declarations().registries[_registry(kind)][0]
 
 
 def keys_of_component(name: str) -> list[str]:
-    """Return the keys of experiments that may name a component."""
+    """Return the keys of an experiment that can name the component `name`."""
     return [key for kind, (key, _) in COMPONENTS.items() if name in source_components(kind)]
 
 
 def keys_called(name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: the key itself, the last part of a key, or a synonym of one."""
+    """Return the dotted keys that `name` may mean: the key itself, keys that end with it, or keys with this synonym."""
     if name.partition(".")[0] in experiment_table().keys:
         return [name]
     return list(KEYS.get(name) or keys_of_tables({}).get(name, []))
 
 
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the dotted keys of each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+    """Return the dotted keys for each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
 
-    Parameters of components that `tables` do not name are listed only if no named component has such a parameter.
+    A parameter of a component that `tables` does not name is included only if no named component has a parameter with
+    this name.
     """
     with_these: dict[str, list[str]] = {}
     with_others: dict[str, list[str]] = {}
@@ -146,8 +147,8 @@ VOCABULARY.keys_called, VOCABULARY.keys_of_component = keys_called, keys_of_comp
 
 
 class _Declarations(NamedTuple):
-    files: dict[str, list[Path]]  # by "class NAME", or by the name of the decorator that registers components
-    registries: dict[str, tuple[str, bool]]  # by name: what a component is called, and whether it takes inputs
+    files: dict[str, list[Path]]  # by "class NAME", or by the name of a decorator that registers components
+    registries: dict[str, tuple[str, bool]]  # by name: title of a component, and whether it takes inputs
 
 
 @functools.cache
@@ -168,7 +169,7 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def _registry(kind: str) -> str:
-    """Return the name of a kind's registry, which is also that of its decorator."""
+    """Return the name of the registry of a kind, which is also the name of the decorator."""
     return COMPONENTS[kind][1].partition(":")[2]
 
 
@@ -185,16 +186,16 @@ def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, as
 
 
 def _parameters(target: ast.FunctionDef | ast.ClassDef, takes_inputs: bool) -> tuple[tuple[str, ...], bool]:
-    """Return the parameters that configure a function or class, and whether it accepts others too."""
+    """Return the configuration parameters of a function or class, and whether it accepts further parameters."""
     if isinstance(target, ast.ClassDef):
         if _is_dataclass(target):
             fields = _fields(each for each in _bases(target) if _is_dataclass(each))
-            return tuple(name for name, each in fields.items() if not NO_PARAMETER.search(ast.unparse(each))), False
-        body = (each for base in _bases(target) for each in base.body)
-        starts = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-        if not starts:
+            return tuple(name for name, field in fields.items() if not NO_PARAMETER.search(ast.unparse(field))), False
+        body = (node for base in _bases(target) for node in base.body)
+        constructors = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if not constructors:
             return (), False
-        target = starts[-1]
+        target = constructors[-1]
     arguments = target.args
     named = [*([] if takes_inputs else arguments.args), *arguments.kwonlyargs]
     return tuple(each.arg for each in named if each.arg != "self"), arguments.kwarg is not None
@@ -205,11 +206,10 @@ def _is_dataclass(definition: ast.ClassDef) -> bool:
 
 
 def _table(class_name: str, place: str = "") -> SourceTable:
-    """Return the table at a dotted key, which a class of `fedsim.config` describes."""
+    """Return the table at a dotted key, which is described by a class of `fedsim.config`."""
     definition = _class(class_name)
-    fields = {
-        name: field for name, field in _fields(_bases(definition)).items() if "ClassVar" not in ast.unparse(field)
-    }
+    all_fields = _fields(_bases(definition))
+    fields = {name: field for name, field in all_fields.items() if "ClassVar" not in ast.unparse(field)}
     tables, lists = dict[str, SourceTable](), dict[str, SourceTable]()
     for name, field in fields.items():
         for word in ast.walk(field.annotation):
@@ -234,14 +234,14 @@ def _table(class_name: str, place: str = "") -> SourceTable:
 
 @functools.cache
 def _class(name: str) -> ast.ClassDef:
-    """Return the definition of a class of fedsim, of which no two have one name."""
+    """Return the definition of a fedsim class. Class names are unique in fedsim."""
     (path,) = _declarations().files[f"class {name}"]
     return next(each for each in _body(path) if isinstance(each, ast.ClassDef) and each.name == name)
 
 
 @functools.cache
 def _bases(definition: ast.ClassDef) -> list[ast.ClassDef]:
-    """Return the base classes that fedsim defines, from the most distant ancestor to the class itself."""
+    """Return the class and its base classes in fedsim, from the most distant ancestor to the class itself."""
     names = [name for name in map(_name, definition.bases) if f"class {name}" in _declarations().files]
     return [*(base for name in names for base in _bases(_class(name))), definition]
 
@@ -251,7 +251,7 @@ def _is_table(name: str) -> bool:
 
 
 def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
-    """Return the annotated names in classes."""
+    """Return the annotated fields in classes by name."""
     annotated = (each for definition in definitions for each in definition.body if isinstance(each, ast.AnnAssign))
     return {_name(each.target): each for each in annotated}
 

@@ -1,4 +1,4 @@
-"""Combinations of settings: those that an experiment cannot have, and keys that have no effect."""
+"""Checks of combinations of settings: invalid combinations, and keys without effect."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fedsim.system.devices import free_memory
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
 
-LARGE = 1_000_000  # workers from which lists of them are compared with the free memory
-BYTES_PER_WORKER = 100  # of such lists
+LARGE = 1_000_000  # with more workers than this, lists of workers are compared with the free memory
+BYTES_PER_WORKER = 100  # memory per worker for such lists
 SETTINGS_OF_ENGINES = {
     "processes",
     "start_method",
@@ -35,11 +35,14 @@ SETTINGS_OF_ENGINES = {
     "cuda_graphs",
     "distributed",
 }
-TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}  # also of one that does not use the key
+TRUE_OF_ANY_ENGINE = {
+    "processes": 1,
+    "cuda_graphs": False,
+}  # values that are also right for engines that do not use the key
 
 
 def problems_with(experiment: Experiment) -> list[str]:
-    """Return one error line for each combination of settings that does not work; each table is valid by itself."""
+    """Return one error line for each invalid combination of settings. Each table is already valid by itself."""
     engine_class, policy = engine.get(experiment.engine).target, experiment.policy.component
     lines = [
         *_check_sizes(experiment),
@@ -52,13 +55,13 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_workers(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
-    own_checks: list[Callable[[], object]] = [
+    component_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
         partial(experiment.rule.dry_run, experiment.cohort_size, experiment.local_lr),
     ]
-    for check in () if lines else own_checks:
+    for check in () if lines else component_checks:
         try:
             check()
         except ExperimentError as error:
@@ -67,14 +70,16 @@ def problems_with(experiment: Experiment) -> list[str]:
 
 
 def warnings_about(experiment: Experiment) -> list[str]:
-    """Return one line for each setting that has no effect, or an effect that few users intend."""
+    """Return one line for each setting without effect, or with an effect that users rarely intend."""
     attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
-    if experiment.cohort_size == experiment.workers:  # otherwise n and f differ between rounds
+    if (
+        experiment.cohort_size == experiment.workers
+    ):  # otherwise the numbers of workers and attackers vary between rounds
         lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
     if (attack.fraction or attack.workers) and "name" not in attack.model_fields_set:
         lines.append(
-            "attack.name is unset: the Byzantine workers train as the others do; write attack.name=sign_flipping, or "
-            "attack.name=none if that is meant"
+            "attack.name is unset: the Byzantine workers train like honest workers; write attack.name=sign_flipping, "
+            "or attack.name=none if this is intended"
         )
     if experiment.buffers == "frozen":
         lines.append(_warning_about_statistics(experiment))
@@ -88,23 +93,23 @@ def _warning_about_statistics(experiment: Experiment) -> str | None:
         return None
     shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
     return (
-        f'buffers = "frozen": running statistics ({shown}) are never updated, so a '
-        "new BatchNorm is tested with mean 0 and variance 1; use buffers=average or buffers=local"
+        f'buffers = "frozen": running statistics ({shown}) are never updated, so '
+        "tests use their initial values; use buffers=average or buffers=local"
     )
 
 
 def settings_without_effect(experiment: Experiment) -> Iterator[str]:
-    """Yield one line for each key with another value than its default that the experiment does not use."""
+    """Yield one line for each key that the experiment does not use although it differs from its default."""
     default = type(experiment)()
     for setting, keys in _unused_keys(experiment):
         for key in sorted(keys):
-            value, usual = (reduce(getattr, key.split("."), each) for each in (experiment, default))
+            value, usual = (reduce(getattr, key.split("."), tables) for tables in (experiment, default))
             if value not in (usual, TRUE_OF_ANY_ENGINE.get(key, usual)):
                 yield f"{key} has no effect with {setting}; omit it"
 
 
 def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield settings of an experiment, each with the keys that are not used with it."""
+    """Yield settings of an experiment, each with the keys that have no effect with this setting."""
     mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
     policy, rule, algorithm = experiment.policy.component, experiment.rule, experiment.local.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
@@ -119,7 +124,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     if experiment.in_rounds:
         reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
         if reason and "distributed" in used:
-            yield f"{reason}, for which ranks send no means of gradients", {"distributed.hook"}
+            yield f"{reason}, because ranks do not average gradients", {"distributed.hook"}
         yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
         yield f"sync={sync}", {"server"} if sync == "gradients" else ()
         rule_keys = {"aggregate.root_samples": rule.accepts("root"), "aggregate.weights": rule.accepts_weights}
@@ -135,12 +140,12 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
         yield "clock.replay_log", {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     feedback = any(processor.error_feedback for processor in experiment.processors)
     if not (experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))):
-        yield "workers that keep no state", {"worker_state_memory"}
+        yield "workers without state", {"worker_state_memory"}
     if isinstance(algorithm, TrainFunction):
-        function = f"local.algorithm={experiment.local.algorithm}, which takes the steps of a round itself"
+        function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
         yield function, {"local.clip_norm", "local.accumulate", "local.schedule.per"}
     if not attack.count(experiment.workers):
-        yield "no Byzantine workers (attack.fraction or attack.workers)", {"attack.name", "attack.start_round"}
+        yield "no Byzantine workers (set attack.fraction or attack.workers)", {"attack.name", "attack.start_round"}
     if not attack.fraction:
         yield "attack.fraction unset", {"attack.resample", "attack.by_class"}
     if not experiment.data.local_test_fraction:
@@ -154,10 +159,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting because of which ranks exchange a gradient of each worker.
-
-    None if they may average gradients.
-    """
+    """Return the setting that makes ranks exchange the gradient of each worker; None if ranks may average gradients."""
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
@@ -174,14 +176,15 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 
 def _client_setting(experiment: Experiment) -> str:
-    """Return the setting that makes workers do more than step along gradients."""
+    """Return the setting that makes workers do more than plain gradient steps."""
     return experiment.local.component.setting or experiment.local.setting
 
 
 def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
-    client_remedy = "omit it" if experiment.local.keep_state else "use another algorithm"
-    client = _client_setting(experiment)
-    return f"{client}: needs local steps, so it does not work with {setting}; {client_remedy}, or {instead}"
+    remedy = "omit it" if experiment.local.keep_state else "use another algorithm"
+    return (
+        f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {remedy}, or {instead}"
+    )
 
 
 def _check_sizes(experiment: Experiment) -> Iterator[str]:
@@ -189,15 +192,15 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
     lists = []
     if cohort > LARGE:
         key = "workers" if experiment.cohort is None else "cohort"
-        lists.append((f"{key} = {cohort}: the data about each member of a cohort", cohort))
+        lists.append((f"{key} = {cohort}: data about the members of a cohort", cohort))
     if workers > LARGE and attack.workers is None and attack.count(workers):
-        lists.append((f"attack.fraction = {attack.fraction}: to draw from {workers} workers", workers))
+        lists.append((f"attack.fraction = {attack.fraction}: drawing from {workers} workers", workers))
     for line, count in lists:
         needed, free = count * BYTES_PER_WORKER, free_memory()
         if needed > free:
-            yield f"{line} takes {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free"
+            yield f"{line} takes {needed / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB of memory are free"
     if cohort > workers:
-        yield f"cohort = {cohort}: must be at most workers, {workers}"
+        yield f"cohort = {cohort}: must be at most {workers}, the number of workers"
 
 
 def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
@@ -205,7 +208,7 @@ def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterato
     if experiment.mode == "race" and traits.races_on is None:
         yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
     elif traits.ranks and not experiment.in_rounds:
-        yield f"{experiment.policy.setting}: the engine {name} only runs synchronous rounds; use another engine"
+        yield f"{experiment.policy.setting}: the engine {name} only supports synchronous rounds; use another engine"
 
 
 def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
@@ -216,14 +219,15 @@ def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
     if not experiment.data.local_test_fraction:
         return
     if not experiment.in_rounds:
-        yield f"{where}: needs synchronous rounds; omit it"
+        yield f"{where}: is only used with synchronous rounds; omit it"
     if experiment.attack.resample:
         yield (
-            f"{where}: tests workers that never attack, and with attack.resample any worker may; omit one of the two"
+            f"{where}: only workers that never attack are tested, but with attack.resample every worker may attack; "
+            "remove one of the two"
         )
     for round in experiment.records.updates:
         if round % every == 0 or round == experiment.rounds:
-            yield f"records.updates: workers are tested after round {round}, which overwrites its updates; omit it"
+            yield f"records.updates: the worker test after round {round} overwrites its updates; omit this round"
 
 
 def _check_sync(experiment: Experiment) -> Iterator[str]:
@@ -231,24 +235,24 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
     if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
         yield (
             f"{experiment.local.setting}: sends the mean of all gradients before workers can be excluded, so it does "
-            'not work with aggregate.nonfinite = "exclude"; use "error" or another client algorithm'
+            'not work with aggregate.nonfinite = "exclude"; use "error", or another client algorithm'
         )
     if sync == "post_local" and count is None:
-        yield 'sync = "post_local": needs gradient_rounds, the number of rounds before parameters are averaged'
+        yield 'sync = "post_local": needs gradient_rounds, the number of initial rounds that aggregate gradients'
     if sync == "post_local" and (count or 0) > experiment.rounds:
-        yield f"gradient_rounds = {count}: must be at most rounds, {experiment.rounds}"
+        yield f"gradient_rounds = {count}: must be at most {experiment.rounds}, the number of rounds"
     if experiment.rounds_of_gradients and needs_local_steps(algorithm):
         yield _needs_local_steps(experiment, f"sync={sync}", "sync=parameters")
     if algorithm.alters_gradients:
         setting = _client_setting(experiment)
         if not experiment.in_rounds:
-            yield f"{setting}: needs rounds of gradients, and {experiment.policy.setting} has none; omit it"
+            yield f"{setting}: needs sync=gradients, which {experiment.policy.setting} does not support; omit it"
         elif sync != "gradients":
-            yield f"{setting}: needs sync=gradients, not {sync}; omit it"
+            yield f"{setting}: is only used with sync=gradients, not with sync={sync}; omit it"
         elif experiment.rule.accepts("root"):
             yield (
-                f"{setting}: the rule {experiment.rule.name} compares it with a gradient of the server, which has "
-                "no momentum; use another rule"
+                f"{setting}: the rule {experiment.rule.name} compares worker gradients with a server gradient, which "
+                "has no momentum; use another rule"
             )
 
 
@@ -260,27 +264,27 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if isinstance(amount, list) and len(amount) != experiment.workers:
         yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
     if isinstance(amount, list) and rule.accepts("root"):
-        yield f"{where}: the rule {rule.name} lets the server train too, which is not in the list; use a number"
+        yield f"{where}: with the rule {rule.name} the server also trains, but is not in the list; use one number"
     if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
-        yield f"{where}: with {policy_setting} a worker sends each gradient and has no rounds; use a number"
+        yield f"{where}: with {policy_setting} workers send each gradient and have no rounds; use one number"
     reasons = {
-        f"with sync={experiment.sync} each batch has its own average": experiment.rounds_of_gradients,
-        "needs synchronous rounds": not experiment.in_rounds,
-        f"{show(local.algorithm)} takes further gradients of each batch": not local.component.element_wise,
+        f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
+        "only works with synchronous rounds": not experiment.in_rounds,
+        f"{show(local.algorithm)} computes several gradients per batch": not local.component.element_wise,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
     if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
         yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
     if local.schedule.per == "step" and not by_function and (exchanges(local.component) or rule.accepts("local_lr")):
         needing = local.algorithm if exchanges(local.component) else rule.name
-        yield f'local.schedule.per = "step": {show(needing)} uses one learning rate for a round; use per=round'
+        yield f'local.schedule.per = "step": {show(needing)} needs one learning rate per round; use per=round'
     for schedule in (experiment.local_schedule, experiment.server_schedule):
         if schedule is not None and not experiment.in_rounds:
-            yield f"{schedule.place}: asynchronous policies have no rounds in common; omit it"
+            yield f"{schedule.place}: asynchronous policies do not have common rounds; omit it"
 
 
 def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
-    """Yield, for each schedule of a learning rate, a check of the first rate by the component that gets it."""
+    """Yield, for each learning-rate schedule, a check whether its component accepts the first learning rate."""
     local, server = experiment.local, experiment.server
 
     def check(schedule: LRSchedule, with_lr: Callable[..., Any], params: dict[str, Any], owner: str) -> None:
@@ -306,34 +310,34 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if mode == "race" and experiment.in_rounds:
         yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
     if mode == "race" and experiment.aggregate.nonfinite == "stop":
-        yield 'aggregate.nonfinite = "stop": a race has no model of the round before; use "error", "exclude" or "keep"'
+        yield 'aggregate.nonfinite = "stop": a race has no model of the previous round; use "error", "exclude", "keep"'
     if mode != "clock":
         return
     if clock.departures and (experiment.in_rounds or experiment.cohort_size < experiment.workers):
-        yield "clock.departures: need an asynchronous policy and no cohort"
+        yield "clock.departures: only works with an asynchronous policy and without a cohort"
     elif clock.departures:
         for name in clock.departures:
             if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
-                yield f"clock.departures.{name}: must be a worker, from 0 to {experiment.workers - 1}"
+                yield f"clock.departures.{name}: must be a worker between 0 and {experiment.workers - 1}"
     if clock.replay_log is not None and (experiment.in_rounds or policy.locking != "server"):
-        yield f"clock.replay_log = {show(clock.replay_log)}: needs a policy that locks the server, and {where} does not"
+        yield f"clock.replay_log = {show(clock.replay_log)}: needs a policy with a server lock, unlike {where}"
 
 
 def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
-    """Check the labels of metrics, and the number by which a run ends early."""
-    stop, labels = experiment.stop, [each.component.label for each in experiment.metrics]
+    """Check the labels of metrics, and the metric of early stopping."""
+    stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
-        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each another `label`"
+        yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each a different `label`"
     if not stop.active:
         return
     where, label = f"stop.metric = {show(stop.metric)}", stop.metric.removeprefix("metrics.")
     if experiment.mode == "race":
-        yield "stop: does not work with mode=race, whose runs are not repeatable; omit it"
+        yield "stop: does not work with mode=race, whose runs are not reproducible; omit it"
     if label == stop.metric and stop.metric not in DIRECTIONS:
         hint = nearest(stop.metric, [*DIRECTIONS, *(f"metrics.{each}" for each in labels)])
-        yield f"{where}: no such number of a round; {hint}"
+        yield f"{where}: no such metric; {hint}"
     elif label != stop.metric and stop.mode is None:
-        yield f'{where}: needs stop.mode, "max" if a higher value is better, or "min"'
+        yield f'{where}: needs stop.mode, "max" if higher values are better, otherwise "min"'
     if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.component) is None:
         yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or a metric"
     elif label.startswith("validation_") and not experiment.data.validation_fraction:
@@ -341,54 +345,54 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
 
 
 def _check_workers(experiment: Experiment) -> Iterator[str]:
-    """Check the Byzantine workers, the weights of workers, and how cohorts are drawn."""
+    """Check the Byzantine workers, the weights of workers, and the sampling of cohorts."""
     workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
     listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.component
     if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
-        yield f"attack.workers = {show(listed)}: must be different workers, from 0 to {workers - 1}"
+        yield f"attack.workers = {show(listed)}: must be different workers between 0 and {workers - 1}"
     elif count >= workers:
         yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
     if attack.resample and attack.by_class is not None:
-        yield f"attack.by_class = {attack.by_class}: does not go with attack.resample; omit one of them"
+        yield f"attack.by_class = {attack.by_class}: does not work with attack.resample; remove one of the two"
     if attack.start_round > experiment.rounds:
-        yield f"attack.start_round = {attack.start_round}: must be at most rounds, {experiment.rounds}"
+        yield f"attack.start_round = {attack.start_round}: must be at most {experiment.rounds}, the number of rounds"
     if isinstance(weights, list) and len(weights) != workers:
         yield f"aggregate.weights = {show(weights)}: must be {workers} numbers, one per worker, not {len(weights)}"
     elif isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
         where, cohort = f"aggregate.weights = {show(weights)}", experiment.cohort_size
-        yield f"{where}: too many zeros: all weights of a cohort of {cohort} can be zero"
+        yield f"{where}: has too many zeros, so all weights of a cohort of {cohort} workers can be zero"
     if "losses" in strategy.accepts and experiment.buffers == "local":
-        yield f"{strategy.place}: computes losses of the global model, whose buffers are not sent with buffers=local"
+        yield f"{strategy.place}: needs losses of the global model, but buffers=local does not send its buffers"
 
 
 def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    """Check what an asynchronous policy does not support."""
+    """Check for settings that an asynchronous policy does not support."""
     where, algorithm = experiment.policy.setting, experiment.local.component
     attack, bound = experiment.attack.setting, experiment.attack.component
     attacks = experiment.attack.name != "none" and experiment.attack.count(experiment.workers)
     if attacks and bound.poison is None:
         yield (
-            f"{attack}: needs the rows of a cohort, and {where} has no cohort; use an attack on data, such as "
+            f"{attack}: needs the updates of a cohort, but {where} has no cohorts; use an attack on data, such as "
             "label_flipping"
         )
     elif attacks and bound.alters_rows:
         yield (
-            f"{attack}: with these parameters it also alters rows, which {where} does not support; use parameters "
+            f"{attack}: these parameters also alter updates, which {where} does not support; use parameters "
             "that alter only data"
         )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
-        yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers work; omit it"
+        yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers take part; omit it"
     if algorithm.has("correct") or algorithm.has("receive_gradients") or algorithm.starts_from_current:
         yield (
-            f"{experiment.local.setting}: needs rounds in which a cohort is aggregated, and {where} has none; use "
+            f"{experiment.local.setting}: needs rounds that aggregate a cohort, which {where} does not have; use "
             "policy=sync"
         )
     elif policy.work == "gradient" and needs_local_steps(algorithm):
         yield _needs_local_steps(experiment, where, "policy=sync")
     elif experiment.mode == "race" and exchanges(algorithm):
         yield (
-            f"{_client_setting(experiment)}: keeps worker state or exchanges more than rows with the server, which a "
-            "race does not support; use mode=clock"
+            f"{_client_setting(experiment)}: keeps worker state or exchanges more than parameters with the server, "
+            "which a race does not support; use mode=clock"
         )
     if policy.needs_momentum and not algorithm.start(torch.zeros(1)):
         yield f"{where}: needs momentum; set local.momentum"

@@ -208,7 +208,7 @@ def test_lost_updates_are_counted():
     ("tables", "line"),
     [
         ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=spawn or engine=auto'),
-        ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers work; omit it'),
+        ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers take part; omit it'),
         ({"policy": "sync"}, 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
     ],
 )

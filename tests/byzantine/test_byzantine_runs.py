@@ -214,16 +214,16 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be different workers, from 0 to 6"),
+        ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be different workers between 0 and 6"),
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
         ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "set fraction or workers, not both"),
         (
             {"attack": {"name": "ipm", "fraction": 0.3, "resample": True, "by_class": 1}},
-            "attack.by_class = 1: does not go",
+            "attack.by_class = 1: does not work",
         ),
         (
             {"attack": {"name": "ipm", "workers": [0], "start_round": 9}},
-            "attack.start_round = 9: must be at most rounds",
+            "attack.start_round = 9: must be at most ",
         ),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon is a parameter of mimic"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),

@@ -39,10 +39,13 @@ WORDS = [
     ("rounds 3", '"rounds 3": write rounds=3, without spaces'),
     ("rounds = 3", '"rounds = 3": write rounds=3, without spaces'),
     ("rounds", "this key needs a value"),
-    ("attack.workers=[0, 1]", "put it in quotes, as in 'attack.workers=[0, 1]'"),
-    ("aggregate.rule=[nnm,median]", """names in it need double quotes, and a shell single ones around it: '["nnm","""),
-    ('model={name="net"', "is neither a list nor a table of TOML"),
-    ("seed=0, 1, 2", '"1,": expected key=value; several values are written seed=0,1,2'),
+    ("attack.workers=[0, 1]", "put the word in quotes, as in 'attack.workers=[0, 1]'"),
+    (
+        "aggregate.rule=[nnm,median]",
+        """put names in double quotes, and in a shell put the whole word in single quotes: '["nnm",""",
+    ),
+    ('model={name="net"', "is not a valid TOML list or table"),
+    ("seed=0, 1, 2", '"1,": expected key=value; write several values as in seed=0,1,2'),
     ("seed=0..3", "must be a valid integer; with fedsim compare write 0,1,2,3"),
     ("mode=hogwild", "mode=race policy=hogwild"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare; for a list write ["nnm","median"]'),
@@ -56,15 +59,15 @@ WORDS = [
         "fedsim does not pass the argument value, only updates, weights, gram,",
     ),
     ("nothere.toml", "no such file"),
-    ("a.toml b.toml", '"b.toml": expected key=value; the experiment is "a.toml" already'),
+    ("a.toml b.toml", '"b.toml": expected key=value, because "a.toml" is already the experiment'),
     (".", "cannot be read: Is a directory"),
 ]
 
 FILES = [
-    ("local:\n  lr: 0.1", '(at line 1, column 6): "local:"; write key = value, '),
+    ("local:\n  lr: 0.1", '(at line 1, column 6): "local:"; write key = value with'),
     (
         "rounds = 3\nmodel = 2nn  # small",
-        '(at line 2, column 10): "model = 2nn  # small"; write key = value, text',
+        '(at line 2, column 10): "model = 2nn  # small"; write key = value with text',
     ),
     ("rounds = 3\nrounds = 4", 'Cannot overwrite a value (at end of document): "rounds = 4"'),
     ("[local]\nlr = 0.1\nworkers = 8", "workers is a top-level key; in a file write it above the first [table]"),
@@ -74,7 +77,7 @@ FILES = [
 COMPARED = [
     ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
     ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
-    ("seed=0 1 2", '"1": expected key=value; several values are written seed=0,1,2'),
+    ("seed=0 1 2", '"1": expected key=value; write several values as in seed=0,1,2'),
     ("", "nothing to compare"),
 ]
 

@@ -78,8 +78,8 @@ def test_its_readme_is_short_and_names_every_component():
     [
         ("taken", "taken: exists already; choose another name"),
         ("numpy", '"numpy": is the name of an installed Python module; choose another name'),
-        ("3d", '"3d": is no name of a Python module; use letters, digits and _, as in my_study'),
-        (".", '"": is no name of a Python module'),
+        ("3d", '"3d": is not a valid name of a Python module; use letters, digits and _, as in my_study'),
+        (".", '"": is not a valid name of a Python module'),
         ("__main__", '"__main__": is the name of an installed Python module'),
     ],
 )

@@ -221,9 +221,7 @@ def test_a_function_that_cannot_be_used_is_one_line(algorithm, local, line):
 def test_settings_of_single_steps_have_no_effect_on_a_function():
     keys = {"clip_norm": 1.0, "accumulate": 2, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}}
     experiment = fedsim.Experiment(**{**TABLES, "local": {"algorithm": by_optimizer, "lr": 0.1, "steps": 2, **keys}})
-    lines = [
-        line for line in warnings_about(experiment) if "by_optimizer, which takes the steps of a round itself" in line
-    ]
+    lines = [line for line in warnings_about(experiment) if "by_optimizer, which performs the steps itself" in line]
     assert [line.partition(" ")[0] for line in lines] == ["local.accumulate", "local.clip_norm", "local.schedule.per"]
 
 

@@ -49,7 +49,7 @@ def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["workers=1,2", "cohort=2"], "error: workers=1: cohort = 2: must be at most workers, 1"),
+        (["workers=1,2", "cohort=2"], "error: workers=1: cohort = 2: must be at most 1, the number of workers"),
         (["seed=0,1", "--jobs", "0"], "error: jobs = 0: must be at least 1\n"),
     ],
 )

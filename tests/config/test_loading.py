@@ -205,9 +205,9 @@ def test_dotted_keys_in_python_are_nested_keys():
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"local.lr": 0.1, "local": {"lr": 0.2}}, "local.lr: is given twice"),
-        ({"model.name": "net", "model": "2nn"}, "model.name: is given twice"),
-        ({"local.name": "sgd", "local.algorithm": "adam"}, "local.algorithm: is given twice"),
+        ({"local.lr": 0.1, "local": {"lr": 0.2}}, "local.lr: is set twice"),
+        ({"model.name": "net", "model": "2nn"}, "model.name: is set twice"),
+        ({"local.name": "sgd", "local.algorithm": "adam"}, "local.algorithm: is set twice"),
         ({"local.steps": 5, "local": {"epochs": 2}}, "local: set epochs or steps, not both"),
         ({"rounds.x": 1, "rounds": 2}, "rounds.x = 1: rounds is not a table"),
         ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),

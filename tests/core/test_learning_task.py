@@ -190,7 +190,7 @@ def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch
             r"must return one loss per sample, \[batch\] .*\(\)$",
         ),
         (nn.CosineEmbeddingLoss(), "the loss <CosineEmbeddingLoss.*> fails for outputs .8. and targets float32 .8.: "),
-        (nn.MSELoss(reduction="sum"), 'task.name = .*MSELoss.*: has the reduction "sum"; must be "mean" or "none"'),
+        (nn.MSELoss(reduction="sum"), 'task.name = .*MSELoss.*: has reduction="sum"; must be "mean" or "none"'),
     ],
     ids=["mean", "three inputs", "sum"],
 )

@@ -345,7 +345,7 @@ BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"mode": "clock", "policy": "asgd"}, "only runs synchronous rounds"),
+        ({"mode": "clock", "policy": "asgd"}, "only supports synchronous rounds"),
         ({"distributed": {"init_method": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
         ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
     ],
@@ -368,4 +368,4 @@ def test_settings_that_ranks_do_not_support_are_refused(tables, line):
 )
 def test_a_hook_has_no_effect_where_ranks_send_a_row_of_each_worker(tables, reason):
     (line,) = warnings_about(fedsim.Experiment(**{"engine": "distributed", **BY_BF16, **tables}))
-    assert line == f"distributed.hook has no effect with {reason}, for which ranks send no means of gradients; omit it"
+    assert line == f"distributed.hook has no effect with {reason}, because ranks do not average gradients; omit it"

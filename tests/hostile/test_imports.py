@@ -230,7 +230,9 @@ def test_a_run_folder_is_untrusted(cli, here):
 def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     file = write(here / "x.toml", {"data": {"name": "mnist", "root": str(elsewhere)}})
-    with pytest.raises(ExperimentError, match="has no mnist, and a file may not download data to a folder outside the"):
+    with pytest.raises(
+        ExperimentError, match="does not contain mnist, and a file may not download data to a folder outside the"
+    ):
         fedsim.load_experiment(file)
     assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
     assert fedsim.load_experiment(write(here / "x.toml", {"data": {"name": "mnist", "root": "data"}}))

@@ -166,7 +166,7 @@ WRONG = {
     "sampling=fixed sampling.workers=[1,2]": "must be as many as the cohort, 3; set cohort=2",
     "sampling=fixed sampling.workers=[1,2,6]": "must be different workers, from 0 to 5",
     "sampling=power_of_choice sampling.candidates=7": "must be from 3, the cohort, to 6, the workers",
-    "sampling=power_of_choice sampling.candidates=4 buffers=local": "not sent with buffers=local",
+    "sampling=power_of_choice sampling.candidates=4 buffers=local": "buffers=local does not send its buffers",
     "sampling=available sampling.trace=nothing.csv": "cannot be read",
 }
 
