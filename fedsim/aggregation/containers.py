@@ -29,7 +29,7 @@ class MatrixForm:
         self._is_array = is_array
 
     def row(self, update: Any, place: str) -> Any:
-        """Return one update as a row [d]; any other object is returned unchanged."""
+        """Return an update of this form as a row [d], and any other object unchanged."""
         if isinstance(update, (list, tuple, Mapping)) and has_tensors(update):
             return as_rows([update], place)[0][0]
         return _tensor(update, place) if isinstance(update, np.ndarray) else update

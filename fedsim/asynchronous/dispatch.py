@@ -29,7 +29,7 @@ Counts = list[tuple[Number, Number]]  # (worker, count)
 
 
 class CheckpointModel(BaseModel):
-    """Base of the states that checkpoints hold: frozen, without unknown keys, with checked types."""
+    """Base class of the states in checkpoints: frozen, with checked types, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -97,7 +97,7 @@ class Scheduler:
         return self._schedule.of(item.worker, item.round).steps_for(self._sizes(item.worker))
 
     def gradients(self, item: WorkItem, algorithm: ClientAlgorithm) -> int:
-        """Number of gradients of a batch that a work item computes."""
+        """Number of mini-batch gradients that a work item computes."""
         if item.step is not None:
             return 1
         return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
@@ -114,7 +114,7 @@ class Scheduler:
         return self._schedule.of(worker, 1).steps_for(self._sizes(worker)) if self._by_step else 1
 
     def total_items_per_round(self) -> int:
-        """Number of work items that are as much work as a synchronous round."""
+        """Number of work items that amount to one synchronous round."""
         return sum(map(self.items_per_round, range(self.n_workers))) if self._by_step else self._slots
 
     def items_done(self, worker: int) -> int:
@@ -126,7 +126,7 @@ class Scheduler:
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
-        """Continue from such a state, while these workers are busy."""
+        """Continue from a state that `state` returned, with these busy workers."""
         self._done, self._drawn, self._busy = defaultdict(int, dict(state.done)), state.drawn, set(busy)
 
     def _draw(self) -> int:

@@ -32,7 +32,7 @@ VIEWS = ("shared", "rows", "global_row", "models", "_version", "read", "units", 
 
 
 class ServerState:
-    """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
+    """State of an asynchronous run. Every part is a tensor, in shared memory if processes race.
 
     Args:
         task: the run, with its policy, its server optimizer, and its client algorithm for steps along gradients.
@@ -114,7 +114,7 @@ class ServerState:
             self.policy.on_departure(self)
 
     def pull(self, slot: int) -> None:
-        """Copy the global model, or what the server optimizer sends in its place, to a worker."""
+        """Copy the global model, or the model that the server optimizer sends instead, to a worker."""
         self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.server.states["parameters"]))
         for name, sent in self.algorithm.send(self.shared.server.algorithm).items():
             self.shared.cohort.received[name][slot] = sent
@@ -164,7 +164,7 @@ class ServerState:
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
-        """One step of the server optimizer along an update [d]: a new version."""
+        """Take one step of the server optimizer along an update [d], which creates a new version."""
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
 

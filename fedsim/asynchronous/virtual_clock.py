@@ -108,7 +108,7 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state, with the server's tensors as they were then.
+        """Continue from a state that `state` returned. The server's tensors must have the values of that moment.
 
         Raises ValueError if the state is not one of this clock.
         """
@@ -156,7 +156,7 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """One of the slots `arriving` now: its worker leaves, or the policy takes its result."""
+        """Process the arrival of one of the slots in `arriving`: its worker leaves, or the policy takes its result."""
         dispatcher = self.dispatcher
         if slot in self._leaving:
             self._leave(slot)

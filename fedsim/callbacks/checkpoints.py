@@ -136,7 +136,7 @@ class CheckpointFolder:
         except OSError as error:
             raise unwritable_error(self._folder, error) from error
         if is_outside(self._folder, self._folder.parent):
-            raise RecordError(f"{self._folder}: leads out of the run's folder")
+            raise RecordError(f"{self._folder}: is a link to a place outside the run folder")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})
         head_data = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
         head_data["facts"] = state.facts

@@ -70,7 +70,7 @@ class CellOutput:
         return self._works and time.monotonic() - self._shown_at >= PAUSE
 
     def show(self, content: str) -> None:
-        """Show this HTML in place of what was shown before."""
+        """Show HTML instead of the previous output."""
         if not self._works:
             return
         try:

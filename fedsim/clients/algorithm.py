@@ -228,7 +228,7 @@ class ClientAlgorithm:
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
-        """What is added to the loss of each sample, [..., batch].
+        """Term added to the loss of each sample, [..., batch].
 
         Args:
             features: of the samples at the rows, [..., batch, f]; see `fedsim.core.recorded_features`.
@@ -274,22 +274,22 @@ class ClientAlgorithm:
         return rows
 
     def _copy(self, **changes: Any) -> ClientAlgorithm:
-        """Return a copy with other attributes. `dataclasses.replace` would lose those that are no fields."""
+        """Return a copy with changed attributes. `dataclasses.replace` would lose attributes that are not fields."""
         copied = copy.copy(self)
         vars(copied).update(changes)
         return copied
 
     def has(self, method: str) -> bool:
-        """Whether the algorithm defines a method itself, so that it has to be called."""
+        """Whether the algorithm overrides an optional method, which then has to be called."""
         return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
 
     @property
     def alters_gradients(self) -> bool:
-        """Whether workers send something else than their gradients in a round of gradients."""
+        """Whether workers send something other than their gradients with `sync = "gradients"`."""
         return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        """How many numbers a worker receives and sends in a round besides its row [d] without personal columns."""
+        """Numbers that a worker receives and sends in a round in addition to the shared columns of its row."""
         row = torch.empty(d, device="meta")
         received, sent = self.send(self.server_state(row)), self.message(row)
         return sum(tensor.numel() for tensor in received.values()), sum(tensor.numel() for tensor in sent.values())

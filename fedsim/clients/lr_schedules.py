@@ -75,7 +75,7 @@ def linear(
     end_factor: Annotated[float, Field(ge=0, le=1)] = 1.0,
     total_iters: Count = 5,
 ) -> LRScheduler:
-    """From lr start_factor to lr end_factor in `total_iters` rounds: `torch.optim.lr_scheduler.LinearLR`."""
+    """Linear change from lr * start_factor to lr * end_factor in `total_iters` rounds, as in PyTorch's `LinearLR`."""
     return lr_scheduler.LinearLR(optimizer, start_factor, end_factor, total_iters)
 
 
@@ -87,7 +87,7 @@ def cosine(
     T_max: Count | None = None,  # noqa: N803
     eta_min: NonNegative = 0.0,
 ) -> LRScheduler:
-    """From lr to `eta_min` by a cosine in `T_max` rounds, by default all, and back: PyTorch's `CosineAnnealingLR`.
+    """Cosine decay from lr to `eta_min` in `T_max` rounds (default: all), as in PyTorch's `CosineAnnealingLR`.
 
     Loshchilov and Hutter 2017.
     """
@@ -106,7 +106,7 @@ def one_cycle(
     final_div_factor: Positive = 1e4,
     three_phase: bool = False,
 ) -> LRScheduler:
-    """Up to lr, the largest rate, and down, in `total_steps` rounds, by default all: PyTorch's `OneCycleLR`.
+    """One-cycle schedule that peaks at lr, in `total_steps` rounds (default: all), as in PyTorch's `OneCycleLR`.
 
     Smith and Topin 2019.
     """

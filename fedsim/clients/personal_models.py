@@ -129,7 +129,7 @@ class Ditto(LocalSGD):
         self.step(rows, gradients, state)
 
     def _moves_personal(self, state: State) -> bool:
-        """Whether v takes this step; all rows of a stack are at the same step."""
+        """Whether the personal model v takes this step. All rows of a stack are at the same step."""
         if self.personal_steps is None:
             return True
         taken = state["taken"].add_(1)

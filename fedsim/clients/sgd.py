@@ -17,7 +17,7 @@ from fedsim.errors import ExperimentError
 
 @dataclass(frozen=True)
 class LocalSGD(ClientAlgorithm):
-    """The local steps of `SGD`, without `momentum_at`: the base class of client algorithms that need local steps."""
+    """SGD with momentum at the worker. Base class of client algorithms that need several local steps."""
 
     lr: NonNegative = 0.05
     momentum: Decay = 0.0

@@ -42,7 +42,7 @@ class Standing:
         tied: number of cells in which the candidate is best or not significantly different from the best.
         worst_cell: labels of the cell in which the candidate did worst. A cell with a failed, diverged or missing run
             counts as worst.
-        worst: mean result in `worst_cell`; None if a run there has no result.
+        worst: mean result in `worst_cell`; None if a run there failed, diverged or has no result.
     """
 
     name: str

@@ -83,7 +83,7 @@ class ComparisonPlan:
 
     @property
     def base(self) -> dict[str, Any]:
-        """The settings that the runs share, as nested tables."""
+        """The settings before the axes are applied, reconstructed from the runs, as nested tables."""
         return common_tables(self.runs)
 
     @property

@@ -45,7 +45,7 @@ class ImageTransform(NamedTuple):
             raise ExperimentError(f"partition.name: a transform of it cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Transform images; `given` holds its other inputs."""
+        """Transform images. `inputs` contains the other inputs."""
         return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 

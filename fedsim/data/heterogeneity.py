@@ -110,7 +110,7 @@ def heterogeneity(counts: np.ndarray) -> Heterogeneity:
 
 
 def _mean_hellinger(roots: np.ndarray) -> float:
-    """From square roots of histograms, by differences: 1 - roots @ roots.T would lose half of the digits."""
+    """Mean pairwise distance from differences of roots, since 1 - roots @ roots.T loses half of the digits."""
     n = len(roots)
     total = sum(np.sqrt(((roots[i + 1 :] - roots[i]) ** 2).sum(1) / 2).sum() for i in range(n - 1))
     return float(total / (n * (n - 1) / 2)) if n > 1 else 0.0

@@ -90,7 +90,7 @@ class TensorData(Dataset):
         return self._normalised(raw), targets
 
     def _normalised(self, raw: Tensor) -> Tensor:
-        """Gathered samples, converted and normalised: on a GPU by one kernel."""
+        """Convert and normalise gathered samples, on a GPU in one kernel."""
         plain = self.scale == 1.0 and not self.shift
         scale, shift = self._scale_and_shift
         if raw.device.type == "cpu":
@@ -239,7 +239,7 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
 
 
 def _as_int64(array: np.ndarray) -> np.ndarray:
-    """Targets with int64 in place of other integers, and classes [n, 1] as [n]."""
+    """Targets with integers converted to int64, and class labels [n, 1] flattened to [n]."""
     if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # classes as arrays of one number
         array = array[:, 0]
     return array.astype(np.int64) if array.dtype.kind in "iub" else array

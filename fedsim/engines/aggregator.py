@@ -77,7 +77,7 @@ def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | Non
 
 
 def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
-    """Return the inputs without the rows at the positions `bad`, which are not finite.
+    """Return the inputs without the rows at positions `bad`, which contain NaN or infinity.
 
     Raises DivergedError, with the round, if the task does not exclude them, or if no row is left.
     """

@@ -111,7 +111,7 @@ class AggregationStats:
 
 
 class GradientRoundStats:
-    """Facts about all aggregations of a round: mean shares over its steps, and the workers left out of any."""
+    """Statistics of a round with one aggregation per step: mean shares, and workers excluded in any step."""
 
     def __init__(self, cohort: Sequence[int]) -> None:
         self._shares = [0.0] * len(cohort)

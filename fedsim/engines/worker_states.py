@@ -115,7 +115,7 @@ class WorkerStates:
     def save_cohort(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
     ) -> None:
-        """Copy the state of the members that this process trains back; excluded workers keep that of before."""
+        """Store the worker state of the members that this process trained. Excluded workers keep their old state."""
         self.add([worker for worker in cohort if worker not in excluded])
         saved = set(cohort).difference(excluded)  # without the server's own row
         members = [member for member in mine if member.worker in saved]

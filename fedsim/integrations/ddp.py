@@ -150,7 +150,7 @@ def set_gradients(
     for worker, worker_gradients in enumerate(gradients):
         if len(worker_gradients) != len(parameters):
             raise ExperimentError(
-                f"gradients[{worker}]: {len(parameters)} parameters need as many, not {len(worker_gradients)}"
+                f"gradients[{worker}]: {len(parameters)} parameters need as many gradients, not {len(worker_gradients)}"
             )
         pairs = zip(parameters, worker_gradients, strict=True)
         updates.append([torch.zeros_like(like) if gradient is None else gradient for like, gradient in pairs])

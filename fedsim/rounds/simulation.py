@@ -314,7 +314,7 @@ class Simulation(Executor):
         return record, of_workers
 
     def end_round(self, round: int) -> None:
-        """Begin with parameters if this was the last round in which gradients are aggregated."""
+        """Switch from gradients to parameters after the last gradient round (`sync = "post_local"`)."""
         if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
             self.aggregator.begin_with_parameters()
 

@@ -17,7 +17,7 @@ from fedsim.system.devices import describe_device
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that are known before its first round.
+    """Facts about a run that are known before its first round.
 
     Attributes:
         device: its description.

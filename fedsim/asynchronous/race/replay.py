@@ -64,7 +64,7 @@ class LoggedOrder:
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state, with the server's tensors as they were then."""
+        """Continue from a state that `state` returned. The server's tensors must have the values of that moment."""
         self.dispatcher.resume(DispatcherState.model_validate(state))
 
     def _start(self, event: Event) -> None:

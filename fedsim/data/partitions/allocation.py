@@ -32,7 +32,7 @@ def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
 
 
 def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
-    """Return the members [n] of each owner in range(n_owners), in their order.
+    """Return the indices that belong to each owner in range(n_owners), in ascending order.
 
     `owners` [n] is the owner of each member.
     """
@@ -41,7 +41,7 @@ def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.nda
 
 
 def has_classes(labels: np.ndarray) -> bool:
-    """Whether these are class labels, one for each sample, and no measured values or tokens."""
+    """Whether targets are class labels, one per sample, as opposed to measured values or tokens."""
     return labels.ndim == 1 and labels.dtype.kind != "f"
 
 

@@ -134,7 +134,7 @@ def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[T
 
 
 def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Sequence[Transform | None] | None:
-    """Return the transforms of a strategy as its own sequence, which may be lazy; None if it has none."""
+    """Return the sequence of per-worker input transforms that a strategy defines, or None."""
     registration = partition_strategy.get(strategy, "partition.name")
     bound = registration.bind(registration.check(params, "partition", beside=["name"]))
     transforms = getattr(bound, "transforms", None)

@@ -133,7 +133,7 @@ def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.
 
 
 def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alphas: np.ndarray) -> np.ndarray:
-    """Shares ~ Dir(alphas) with the closed ones zero and the sum one."""
+    """Shares ~ Dir(alphas), set to zero for the closed classes and scaled to sum 1."""
     shares = np.where(is_open, shares, 0.0)
     if not shares.any():
         # The open shares of a Dirichlet draw, divided by their sum, are Dir(alphas) whatever the closed ones are.

@@ -19,7 +19,7 @@ KEPT = 4096  # drawn shards that a process keeps, so that a round draws most of 
 
 
 class Shards(ABC):
-    """The samples of each worker. It is sent to other processes with its tensors by handle.
+    """The samples of each worker. Other processes receive the tensors by handle, without a copy.
 
     Attributes:
         listed: whether all shards exist already, so reading all of them costs little.

@@ -32,7 +32,7 @@ class ClientRounds:
         return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
-        """Store messages and worker state after the buffers were stored. May change `rows`."""
+        """Store the workers' messages and worker state. Call after the buffers were stored; may change `rows`."""
         if not members[0].ends:
             return
         columns = self._algorithm.personal_buffers

@@ -121,7 +121,7 @@ def _source_of(
     bytes_up: int,
     bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
-    """Return the source of the order of events: delays, or the log of a race."""
+    """Return the source of the event order: simulated delays, or the recorded log of a race."""
     clock = experiment.clock
     if clock.replay_log is not None:
         return LoggedOrder(

@@ -40,12 +40,12 @@ KeepLog = Callable[[bytes], object]
 
 @dataclass(frozen=True)
 class RaceRoundResult:
-    """The result of a round of one run.
+    """Result of one round of one run of a race.
 
     Attributes:
-        work: the sum over the processes.
+        work: losses, times and counts, summed over the processes.
         lost: number of overwritten updates, by the loss counters.
-        test: of the global model.
+        test: test result of the global model.
     """
 
     work: ProcessResult
