@@ -30,7 +30,7 @@ ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
 class ProgressBar(tqdm):
-    """A progress bar that starts no thread: each round moves it."""
+    """A progress bar without a monitor thread. Each round updates the bar."""
 
     monitor_interval = 0
 

@@ -28,7 +28,7 @@ RunLogger = tuple[str, contextlib.AbstractContextManager[Log], Log]  # its name,
 
 
 class Loggers(Callback):
-    """Tells the loggers that an experiment names; a context manager around the rounds.
+    """Passes each round to the loggers that an experiment names. Use as a context manager around the rounds.
 
     A logger that cannot begin ends the run, before its first round. One that fails later is left out from then on,
     with a warning, so that the run is not lost; but what cannot be written to the run folder ends the run.

@@ -47,7 +47,7 @@ def progress_html(done: int, total: int, text: str) -> str:
 
 
 def figure_html(figure: Figure, description: str) -> str:
-    """Return a figure as a picture within the page; `what` says in words what it shows."""
+    """Return a figure as an embedded picture with the alternative text `description`."""
     data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
     width = round(figure.get_figwidth() * 96)
     return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(description)}">'
@@ -126,7 +126,7 @@ class NotebookDisplay(Display):
 
 
 def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display:
-    """What a run shows: lines if `progress` is true; if it is None, a bar and a curve in a notebook, else nothing."""
+    """Display of a run: lines if `progress` is true. If it is None, a bar and a curve in a notebook, else nothing."""
     if progress is None and in_notebook():
         return NotebookDisplay(experiment)
     return Display(experiment, folder, quiet=not progress)

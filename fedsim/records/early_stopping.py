@@ -34,7 +34,7 @@ class EarlyStopping:
         self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:
-        """Why the run ends after this round; None if it does not."""
+        """Reason why the run ends after this round, or None if it continues."""
         stop, sign = self._stop, 1 if self._stop.direction == "max" else -1
         first, *name = self._metric.path
         # A file has null for NaN, which is measured: so only the cohort tells whether there was a train loss.
@@ -76,7 +76,7 @@ class EarlyStopping:
 
 
 def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
-    """Why a run ended with the last of these records; None if it did not end early."""
+    """Reason why the run ended early with the last of these records, or None."""
     stopping, reason = EarlyStopping(stop), None
     for record in history:
         reason = divergence(record) or (stopping.update(record) if stop.active else None)
@@ -84,7 +84,7 @@ def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
 
 
 def divergence(record: RoundRecord) -> str | None:
-    """Why a round that diverged ends the run; None if it did not diverge.
+    """Reason why a diverged round ends the run; None if the round did not diverge.
 
     >>> divergence(RoundRecord(round=5, diverged="4 of 17 updates hold NaN or infinity"))
     'diverged in round 5: 4 of 17 updates hold NaN or infinity; the results are those of the model before it'

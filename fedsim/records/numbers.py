@@ -33,7 +33,7 @@ ALWAYS = ("test_accuracy", "test_loss", "train_loss")  # columns that every fram
 
 
 class Progress(NamedTuple):
-    """The totals of a run since its start; None if its records do not hold them.
+    """Totals of a run since its start. A total is None if the records do not contain it.
 
     Attributes:
         round: number of the round.
@@ -86,7 +86,7 @@ def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundR
 
 
 def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:
-    """How many rows each worker of the cohort sends in a synchronous round; None if that is unknown."""
+    """Number of rows that each worker of the cohort sends in a synchronous round; None if unknown."""
     cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("gradient_rounds")
     if not (sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record.round <= first)):
         return [1] * len(cohort)

@@ -140,7 +140,7 @@ class Run:
 
     @cached_property
     def stopped(self) -> str | None:
-        """Why it ended before its last round; None if it did not.
+        """Reason why the run ended before its last round, or None.
 
         In a comparison, a run that `StopRun` ended is not finished: the comparison continues it.
         """
@@ -149,7 +149,7 @@ class Run:
 
     @cached_property
     def finished(self) -> bool:
-        """Whether it has ended and did not fail; in a comparison, also whether all files of its records are there."""
+        """Whether the run ended without failing. In a comparison, all files of its records must also exist."""
         if self.counts:
             return True
         ended = bool(self.history) and (len(self.history) >= (self.planned or 0) or self.stopped is not None)
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def error(self) -> str | None:
-        """Why it has no result, in one line; None if it is finished."""
+        """Reason in one line why the run has no result; None if the run is finished."""
         return None if self.finished else self.failure or INCOMPLETE
 
     @property

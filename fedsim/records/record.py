@@ -106,7 +106,7 @@ def better_called(name: str) -> Literal["higher", "lower"] | None:
 
 
 def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
-    """None in place of a number in a file that is not finite, or too large to compute with."""
+    """Replace a number from a file by None if it is not finite or too large to compute with."""
     return None if value is not None and info.mode == "json" and not abs(value) <= LARGEST else value
 
 

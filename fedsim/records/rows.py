@@ -61,7 +61,7 @@ class Row:
 
     @property
     def failed(self) -> int:
-        """How many runs failed or did not finish; these count in no mean."""
+        """Number of runs that failed or did not finish. No mean includes them."""
         return len(self.runs) - len(self.finished)
 
     @cached_property
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def diverged(self) -> int:
-        """How many of the finished runs diverged: their results are those of an earlier model."""
+        """Number of finished runs that diverged. Their results are those of the last finite model."""
         return sum(run.history[-1].diverged is not None for run in self.finished)
 
     @property
@@ -201,7 +201,7 @@ def groups_of(rows: Iterable[Row]) -> list[Group]:
 
 
 def score_of(runs: Iterable[Any], by: str | None = None) -> Metric:
-    """The number that runs are compared by: `by`, see `metric_called`, or else the test result, see `score_in`."""
+    """The metric that runs are compared by: the metric called `by`, or the test result."""
     return score_in(record for run in runs for record in run.history) if by is None else metric_called(by)
 
 
@@ -378,7 +378,7 @@ class ComparisonSettings:
 
     @property
     def remark(self) -> str:
-        """How values were chosen, for titles; empty if none were."""
+        """Text for titles that says how values were chosen; empty if no values were chosen."""
         return ", ".join(self.headings.values())
 
     def compared(self, axes: Sequence[str]) -> list[str]:

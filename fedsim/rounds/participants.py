@@ -59,7 +59,7 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
 
 
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
-    """Some workers, drawn at random, whose shards are described in place of all; None if all are described.
+    """Randomly drawn workers whose shards are described instead of all shards; None if all are described.
 
     The shards of a virtual population are drawn one by one, so those of a large one are not all drawn for this.
     """

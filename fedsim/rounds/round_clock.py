@@ -73,7 +73,7 @@ class RoundClock:
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
-        """Advance until every worker of the cohort has computed its gradients; all start at the same time."""
+        """Advance the time until every worker of the cohort has computed its gradients. All start at the same time."""
         seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in gradients.items()]
         self._started.update(gradients.keys())
         self.now += max(seconds, default=0.0)

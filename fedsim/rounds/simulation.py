@@ -250,7 +250,7 @@ class Simulation(Executor):
         self.aggregator.begin(round, [member.slot for member in mine])
 
     def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
-        """Apply the processors to what this process's members send that take part in an aggregation."""
+        """Apply the processors to the updates of this process's members that take part in an aggregation."""
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
         personal = task.algorithm.personal_columns.width > 0
@@ -331,7 +331,7 @@ class Simulation(Executor):
         self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
 
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
-        """Test the models of single workers on their own test samples, in the rounds in which that is due, or now.
+        """Test the models of single workers on their own test samples, if a test is due in this round or `now` is true.
 
         Overwrites the rows.
         """
@@ -429,13 +429,13 @@ class Simulation(Executor):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the time of a part of the round, to the end of what the device does."""
+        """Measure the time of a phase of the round, including the pending work of the device."""
         with self.timer(name):
             yield
             synchronize(self.task.device)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
-        """What the next round depends on and this process knows: facts, the rule's state, and columns of ranks.
+        """State of this process that the next round depends on: facts, the rule's state, and columns of ranks.
 
         By value: tensors would travel as shared memory, which a killed process would leave behind.
         """
@@ -447,7 +447,7 @@ class Simulation(Executor):
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
     ) -> None:
-        """Continue from such a state; the tensors that all processes share have been restored.
+        """Continue from a state that `state` returned, after the shared tensors have been restored.
 
         Args:
             workers: those that have state, in the order of their places.

@@ -22,7 +22,7 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
-    """Return a loop that repeats rounds that lose a process.
+    """Return a loop that repeats each round in which a process is lost.
 
     `loop` itself without `process_retries` or without processes.
 
@@ -34,7 +34,7 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
 
 
 class RecoveringLoop:
-    """A loop that repeats a round that loses a process, at most `process_retries` times.
+    """A loop that repeats a round in which a process is lost, at most `process_retries` times.
 
     The same holds for calls between rounds. It keeps a copy of the state before the current round, on the GPU if that
     has enough memory, since copies there are fast.
@@ -46,7 +46,7 @@ class RecoveringLoop:
         self._before: Snapshot | None = None
 
     def run_round(self, round: int) -> RoundRecord:
-        """Run one round. Raises WorkerError if it loses more processes than it may be repeated."""
+        """Run one round. Raises WorkerError if processes are lost more than `process_retries` times."""
         self.state()
 
         def call() -> tuple[RoundRecord, Snapshot]:

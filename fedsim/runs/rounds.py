@@ -113,7 +113,7 @@ class Rounds:
         return {name: tensor.cpu().clone() for name, tensor in updates.items()}
 
     def release(self) -> None:
-        """Let go of the tensors: the engine must be the last to hold its memory when it leaves the task."""
+        """Drop the references to tensors, because the engine frees its memory when it leaves the task."""
         del self.run_round, self.loop, self.engine
 
     def _keep_tests(self, tests: WorkerResults) -> None:
@@ -130,7 +130,7 @@ def prepared_rounds(
     scratch: str | None = None,
     keep_log: Callable[[bytes], object] | None = None,
 ) -> Iterator[Rounds]:
-    """Prepare a run, and give its rounds for the duration of the block.
+    """Prepare a run, and yield its rounds. Release them at the end of the block.
 
     Args:
         experiment, session, note, on_setup, scratch: see `prepare`.

@@ -17,7 +17,7 @@ MOST_DATA_SETS = 4  # in memory; the least recently used ones are dropped
 
 
 class Session:
-    """Keeps an engine with its processes, and data sets, between runs; a context manager that ends them.
+    """Keeps an engine, its processes and data sets between runs. Use as a context manager, which ends the processes.
 
     The engine is reused while runs ask for the same one and it has not failed. Data sets stay on the device, or in the
     shared memory of an engine.

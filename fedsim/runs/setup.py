@@ -84,7 +84,7 @@ def prepare(
 
 
 def check_run(experiment: Experiment) -> None:
-    """Find the errors that a run would report before its first round. Data that is not here is not downloaded."""
+    """Find the errors that a run would report before its first round, without downloading data."""
     cpu, data = torch.device("cpu"), experiment.data
     task = task_of(experiment, cpu)
     if not lacks_files(data.name, data.root or default_root()):
@@ -136,7 +136,7 @@ def engine_of(experiment: Experiment) -> str:
 
 
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
-    """Give the engine its task, again if it loses a process meanwhile."""
+    """Give the engine its task. Repeat this if a process is lost."""
     retried(
         lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
         experiment.process_retries,

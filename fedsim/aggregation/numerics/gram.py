@@ -125,7 +125,7 @@ class Gram:
 
     @cached_property
     def _reach(self) -> np.ndarray:
-        """Distances [m] of the rows from the centre: rounding errors of products grow with them."""
+        """Distances [m] of the rows from the centre. The rounding errors of products grow with these distances."""
         if self._mixing is None:
             squares = self._basis.numpy().diagonal()[:-1]
         else:

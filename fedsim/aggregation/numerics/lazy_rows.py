@@ -64,7 +64,7 @@ class LazyRows:
         )
 
     def replaced(self, rows: Tensor) -> LazyRows:
-        """Rows [m, d] that are no known combinations of the updates."""
+        """Rows [m, d] that are not known to be combinations of the updates."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice | None = None) -> Tensor:

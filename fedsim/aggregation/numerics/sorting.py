@@ -79,7 +79,7 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
 
 
 def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
-    """Pairs of places; the minimum goes to the first place."""
+    """Comparators as pairs of positions. The minimum goes to the first position."""
     top = 1 << max(0, (n - 1).bit_length() - 1)
     run = top if n > 1 else 0
     while run:  # values 2 `run` apart are sorted

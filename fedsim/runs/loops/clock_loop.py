@@ -28,7 +28,7 @@ from fedsim.system.precision import full_precision
 
 
 class ClockLoop:
-    """The rounds of an asynchronous policy on the virtual clock."""
+    """Loop over the rounds of an asynchronous policy on the virtual clock."""
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
@@ -77,7 +77,7 @@ class ClockLoop:
         self._source.resume(state.facts["clock"])
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Nothing: asynchronous policies refuse tests of workers."""
+        """Return no numbers, since asynchronous policies do not support tests of single workers."""
         return {}
 
     def finish(self) -> None:

@@ -32,7 +32,7 @@ class Loop(Protocol):
         """Continue from the state of a loop of the same experiment."""
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after a round, if workers are evaluated; figures of the results."""
+        """Test the models of single workers after a round, if a test is due, and return metrics of the results."""
 
     def finish(self) -> None:
         """Do what is due after the last round."""

@@ -55,7 +55,7 @@ class RaceRoundResult:
 
 
 class RaceLoop:
-    """The rounds of a race, on shared tensors that hold the state of one run at a time.
+    """Loop over the rounds of a race. The shared tensors hold the state of one run at a time.
 
     keep_log: receives the log as a file after the last round, if the policy locks the server.
     """
@@ -121,7 +121,7 @@ class RaceLoop:
         return {}
 
     def finish(self) -> None:
-        """Load the first run into the engine's memory, and hand over the log."""
+        """Load the first run into the engine's memory, and return the log."""
         self._switch_to(0)
         if self._keep_log:
             self._keep_log(to_csv(self._experiment.resolved(), self._log))
@@ -150,11 +150,11 @@ class RaceLoop:
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a method of `RaceWorker` in every process; the results in their order."""
+        """Call a method of `RaceWorker` in every process, and return the results in the order of the processes."""
         return self._engine.backend.run(_call_worker, method, *arguments)
 
     def _switch_to(self, run: int) -> None:
-        """Save the state of the current run, and load that of another into the shared tensors."""
+        """Save the state of the current run, and load the state of another run into the shared tensors."""
         if run == self._current:
             return
         tensors = self._tensors().values()

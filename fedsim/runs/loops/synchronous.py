@@ -36,7 +36,7 @@ class SynchronousLoop:
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after a round; figures of their accuracies. Overwrites the rows."""
+        """Test the models of single workers after a round, and return metrics. Overwrites the rows."""
         return self._keep(self._engine.backend.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
