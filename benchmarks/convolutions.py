@@ -89,8 +89,8 @@ def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[st
     """Milliseconds for a row of the baseline, and how many times faster each way is."""
     for name, way in WAYS.items():
         exact = layer(shape, k, torch.double, device)
-        for found, expected in zip(step(way, shape, exact), step(one_by_one, shape, exact), strict=True):
-            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+        for actual, expected in zip(step(way, shape, exact), step(one_by_one, shape, exact), strict=True):
+            torch.testing.assert_close(actual, expected, msg=lambda text, name=name: f"{name}: {text}")
     tensors = layer(shape, k, torch.float, device)
     runs = {name: lambda way=way: step(way, shape, tensors) for name, way in WAYS.items()}
     taken: dict[str, list[float]] = {name: [] for name in runs}

@@ -8,7 +8,7 @@ timed, the rows of the ranks are compared with those of `serial`.
 
 Bytes are the kernel's counts at the loopback interface of a new network namespace (Linux, as root): those of a run of
 six rounds less those of a run of two, so without start and end. They are compared with the formulas of
-docs/explanation/scaling.md. Without such a namespace they are not measured.
+docs/explanation/performance.md. Without such a namespace they are not measured.
 
     python benchmarks/distributed.py [--rounds 6] [--most-ranks 4]
 """
@@ -132,7 +132,7 @@ def check_work(ranks: int) -> float:
 
 
 def formula(rule: str, n: int, d: int, ranks: int) -> float:
-    """Bytes that all ranks together send in a round, of float32 rows; docs/explanation/scaling.md."""
+    """Bytes that all ranks together send in a round, of float32 rows; docs/explanation/performance.md."""
     if rule == "mean":
         return 2 * (ranks - 1) * d * 4
     pairs = 2 * (ranks - 1) * n * n * 8 if rule == "krum" else 0
@@ -209,8 +209,10 @@ def main() -> None:
     figures |= seconds_of_gradients(counts, options.rounds)
     with own_network() as inside:
         if inside is not None:
-            figures |= (found := bytes_of_all([count for count in counts if count > 1], inside))
-            shares = {name: found[name] for name in found if name.endswith("_of_formula") and "powersgd" not in name}
+            figures |= (counted := bytes_of_all([count for count in counts if count > 1], inside))
+            shares = {
+                name: counted[name] for name in counted if name.endswith("_of_formula") and "powersgd" not in name
+            }
             figures["holds"] &= all(abs(share - 1) <= EXACT for each in shares.values() for share in each.values())
     report("distributed", **figures)
 

@@ -46,8 +46,8 @@ class Cost(NamedTuple):
     def times(self, factor: float) -> Cost:
         return Cost(*(factor * part for part in self))
 
-    def plus(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, cost: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(self, cost, strict=True)))
 
 
 class Traffic(TorchDispatchMode):

@@ -44,16 +44,16 @@ def params_of(name: str, f: int) -> dict[str, Any]:
 
 
 def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
-    registration, given = rule.get(name), params_of(name, f)
+    registration, parameters = rule.get(name), params_of(name, f)
     if name == "geometric_median":
-        given |= {"nu": 0.1, "iterations": 3, "tol": 0.0, "start": "zeros"}  # byzfl's
+        parameters |= {"nu": 0.1, "iterations": 3, "tol": 0.0, "start": "zeros"}  # byzfl's
     if name == "centered_clipping":
-        given |= {"tau": 100.0}  # byzfl's
+        parameters |= {"tau": 100.0}  # byzfl's
     if "root" in registration.takes:
-        given["root"] = updates[0].clone()
+        parameters["root"] = updates[0].clone()
     if "losses" in registration.takes:
-        given["losses"] = torch.ones(len(updates))
-    return lambda: fedsim.aggregate(updates, rule=name, **given)
+        parameters["losses"] = torch.ones(len(updates))
+    return lambda: fedsim.aggregate(updates, rule=name, **parameters)
 
 
 def theirs(f: int) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
         function = ours(registration.name, updates, largest_f(registration.name, n))
         against = {name: baselines[name] for name in PLAINLY.get(registration.name, ())}
         if registration.name in others:
-            against["byzfl"] = lambda other=others[registration.name]: other(updates)
+            against["byzfl"] = lambda byzfl_rule=others[registration.name]: byzfl_rule(updates)
             if registration.name not in OTHERWISE_DEFINED:
                 away = float((function() - against["byzfl"]()).abs().max())
                 assert away < 1e-5, f"{registration.name}: byzfl's result differs by {away}"

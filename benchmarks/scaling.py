@@ -124,21 +124,21 @@ def draw(figures: dict[str, Any]) -> None:
 
 def measure_cohorts(repeats: int, session: Session) -> list[float]:
     """Seconds of a round for each cohort: the median over the repeats."""
-    found: list[list[float]] = [[] for _ in COHORTS]
+    times: list[list[float]] = [[] for _ in COHORTS]
     for _ in range(repeats):
-        for cohort, seconds in zip(COHORTS, found, strict=True):
+        for cohort, seconds in zip(COHORTS, times, strict=True):
             seconds.append(round_seconds(POPULATION, cohort, max(2, min(20, 300 // cohort)), session))
-    return [statistics.median(seconds) for seconds in found]
+    return [statistics.median(seconds) for seconds in times]
 
 
 def measure_populations(repeats: int, session: Session) -> tuple[list[float], float]:
     """Seconds of a round for each population, and the last over the first: medians over the repeats."""
-    found: list[list[float]] = [[] for _ in POPULATIONS]
+    times: list[list[float]] = [[] for _ in POPULATIONS]
     for _ in range(repeats):
-        for population, seconds in zip(POPULATIONS, found, strict=True):
+        for population, seconds in zip(POPULATIONS, times, strict=True):
             seconds.append(round_seconds(population, COHORT, 30, session))
-    ratios = [last / first for first, last in zip(found[0], found[-1], strict=True)]
-    return [statistics.median(seconds) for seconds in found], statistics.median(ratios)
+    ratios = [last / first for first, last in zip(times[0], times[-1], strict=True)]
+    return [statistics.median(seconds) for seconds in times], statistics.median(ratios)
 
 
 def significant(values: Sequence[float]) -> list[float]:

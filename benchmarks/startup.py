@@ -70,13 +70,13 @@ def main() -> None:
             for key, tensor in weights.items():
                 torch.testing.assert_close(tensor, first[key], atol=1e-6, rtol=0)
             rounds = {int(found[1]): at for at, line in lines if (found := re.match(r"\s*(\d+)\s+[\d.]+", line))}
-            for what, seconds in {
+            for phase, seconds in {
                 "to_first_round": rounds[1],
                 "after_last_round": end - rounds[ROUNDS],
                 "whole": end,
             }.items():
-                ratios[name].setdefault(what, []).append(seconds / imports[-1])
-    figures = {name: {what: median(some) for what, some in by.items()} for name, by in ratios.items()}
+                ratios[name].setdefault(phase, []).append(seconds / imports[-1])
+    figures = {name: {phase: median(some) for phase, some in by.items()} for name, by in ratios.items()}
     report("startup", import_seconds=median(imports), repeats=arguments.repeats, **figures, keep=not arguments.no_keep)
 
 

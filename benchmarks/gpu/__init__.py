@@ -1,4 +1,4 @@
 """The GPU check: everything that can be checked and measured on a real GPU, in one command.
 
-See docs/explanation/gpu.md.
+See docs/how-to/gpu.md.
 """

@@ -3,7 +3,7 @@
 python -m benchmarks.gpu --out results
 
 Everything runs in pytest processes, which `plugin` keeps going when a test fails, hangs or crashes. Results are in
-`lines.jsonl` as soon as they are known. See docs/explanation/gpu.md.
+`lines.jsonl` as soon as they are known. See docs/how-to/gpu.md.
 """
 
 from __future__ import annotations

@@ -80,22 +80,22 @@ class Results:
 
 def goals(figures: dict[str, dict[str, Any]]) -> dict[str, bool]:
     """Whether `batched` is as fast as wanted: against the faster of `serial` and the bare loop, and the limit."""
-    found = {}
+    reached = {}
     for name, wanted in TIMES_FASTER.items():
         ours, serial, bare = (cell(figures, name, way, "round_ms") for way in ("batched", "serial", "bare loop"))
         baselines = [ms for ms in (serial, bare) if ms]
         if ours and baselines:
             times = min(baselines) / ours
-            found[f"{name}: {times:.3g} times faster than one worker after another (wanted: {wanted:g})"] = (
+            reached[f"{name}: {times:.3g} times faster than one worker after another (wanted: {wanted:g})"] = (
                 times >= wanted
             )
         limit = figures.get(f"{name}, limit", {}).get("limit_ms")
         if ours and limit:
             times = ours / limit
-            found[f"{name}: {times:.3g} times the limit (wanted: at most {TIMES_THE_LIMIT:g})"] = (
+            reached[f"{name}: {times:.3g} times the limit (wanted: at most {TIMES_THE_LIMIT:g})"] = (
                 times <= TIMES_THE_LIMIT
             )
-    return found
+    return reached
 
 
 def summarize(results: Results) -> str:

@@ -8,7 +8,6 @@ WORDS are those of the command that made the folder, `fedsim compare NAME WORDS`
     about.json      the words, the machine, the time, and, to be edited, the arguments of `fedsim.plot` for each figure,
                     and for a table of other metrics than the compared one their names by heading
     records.tar.xz  the comparison without models: comparison.json, and of each run experiment.toml and metrics.jsonl
-    summary.txt     the table, as the comparison printed it
 
 The site's build stops if a result is not that of the file in experiments/. docs/gallery/NAME.md has the title, and
 below it what is known beside the results; the build puts them between.
@@ -30,7 +29,11 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedsim.comparison import Comparison
+    from fedsim.records.rows import Row
 
 ROOT = Path(__file__).parents[2]
 GALLERY = ROOT / "docs" / "gallery"
@@ -39,6 +42,9 @@ MOST_BYTES = 300_000  # of the records of an experiment
 NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or are of a machine
 NOT_KEPT = ("coefficients", "samples", "seconds")  # large, and on no figure
 DIGITS = 6  # of the numbers of a round
+MOST_WIDE = 3  # columns with intervals that fit the width of a page
+TABLE_COLUMNS = ("score", "difference", "best_accuracy", "to_target")
+CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # of runs on the virtual clock
 
 
 class StaleResultError(Exception):
@@ -85,7 +91,6 @@ def add(name: str, folder: Path, words: list[str]) -> None:
     if results(name):
         found |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
     (target / "records.tar.xz").write_bytes(packed(folder, now))
-    (target / "summary.txt").write_text((folder / "summary.txt").read_text())
     (target / "about.json").write_text(json.dumps(found, indent=2) + "\n")
     check(name)
     size = sum(path.stat().st_size for path in target.iterdir())
@@ -201,6 +206,11 @@ def unpacked(name: str) -> Iterator[Path]:
 # -- pages
 
 
+def title(name: str) -> str:
+    """The heading of an experiment's page."""
+    return (GALLERY / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
+
+
 def question(name: str) -> tuple[str, str]:
     """The first line of the comment at the top of an experiment's file, and the others, with commands as code.
 
@@ -260,11 +270,7 @@ def filled(name: str, markdown: str) -> str:
                 stem = file.removesuffix(".png")
                 caption = figures(name)[f"{stem}.txt"].decode()
                 parts.append(f"![{caption}]({file})\n\n{caption} [SVG]({stem}.svg)")
-        table = GALLERY / "results" / name / "summary.txt"
-        if "table" in known:
-            parts.append(metrics_table(name, known["table"]))
-        elif table.is_file():
-            parts.append(f"```text\n{table.read_text().rstrip()}\n```")
+        parts.append(results_table(name, known.get("table")))
         parts.append(
             f"{known['runs']} runs, {_hours(known['core_hours'])} of one core in all ({known['processor']}, "
             f"PyTorch {known['torch']}, {known['date']})."
@@ -273,28 +279,82 @@ def filled(name: str, markdown: str) -> str:
     return "\n\n".join([*parts, notes.strip()]) + "\n"
 
 
-def metrics_table(name: str, metrics: dict[str, str]) -> str:
-    """A table of the last round: metrics by heading, means over the seeds. FEDSIM_DOCS_RUN=no builds without it."""
+def results_table(name: str, metrics: dict[str, str] | None) -> str:
+    """The stored results as a Markdown table. FEDSIM_DOCS_RUN=no builds without it.
+
+    Args:
+        metrics: metrics of the last round by heading, shown as means over the seeds. None: the compared metric. Its
+            values along the last of several axes have one column each.
+    """
     if os.environ.get("FEDSIM_DOCS_RUN") == "no":
         return ""
     from fedsim.comparison import Comparison
-    from fedsim.records.axes import label
 
     with unpacked(name) as folder:
         comparison = Comparison.read(folder)
+    if metrics:
+        return _table_of_metrics(comparison, metrics)
+    return _table_across(comparison) if len(comparison.compared) > 1 else _table_of_rows(comparison)
+
+
+def _table_of_metrics(comparison: Comparison, metrics: dict[str, str]) -> str:
     columns = [
         replace(comparison.settings, metric=metric).combined(comparison.runs, list(comparison.axes))
         for metric in metrics.values()
     ]
-    rows = [
-        "| " + " | ".join([*comparison.compared, *metrics]) + " |",
-        "|---" * (len(comparison.compared) + len(metrics)) + "|",
-    ]
+    lines = []
     for cells in zip(*columns, strict=True):
-        values = [label(cells[0].runs[0].point[key]) for key in comparison.compared]
-        means = ["" if each.score is None else f"{each.score.mean:.4f}" for each in cells]
-        rows.append("| " + " | ".join([*values, *means]) + " |")
-    return "\n".join(rows)
+        means = ["" if cell.score is None else f"{cell.score.mean:.4f}" for cell in cells]
+        lines.append([*_labels(comparison, cells[0], comparison.compared), *means])
+    return _markdown_table([*comparison.compared, *metrics], lines)
+
+
+def _table_across(comparison: Comparison) -> str:
+    """One line for each value of the first axes, and one column for each value of the last one."""
+    from fedsim.records.axes import label
+
+    *down, across = comparison.compared
+    headings = [label(value) for value in comparison.axes[across]]
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in comparison.summary:
+        (column,) = _labels(comparison, row, [across])
+        lines.setdefault(tuple(_labels(comparison, row, down)), {})[column] = _score(row, len(headings) <= MOST_WIDE)
+    cells = [[*names, *(scores.get(heading, "") for heading in headings)] for names, scores in lines.items()]
+    metric = comparison.metric.label.lower()
+    narrow = [heading.replace(",", "<br>") for heading in headings]
+    return _markdown_table([*down, *narrow], cells) + f"\n\nMeans of the {metric}; the best of a column is bold."
+
+
+def _table_of_rows(comparison: Comparison) -> str:
+    from fedsim.comparison.tables import columns, filled
+
+    available = columns(comparison)
+    names = TABLE_COLUMNS + CLOCK_COLUMNS * ("virtual_seconds" in available)
+    cells = filled(available, names, comparison.rows)
+    headings = [*comparison.compared, *(available[column].heading for column in cells)]
+    texts = [[str(cell) for cell in column] for column in cells.values()]
+    labels = [_labels(comparison, row, comparison.compared) for row in comparison.rows]
+    return _markdown_table(headings, [[*first, *line] for first, *line in zip(labels, *texts, strict=True)])
+
+
+def _labels(comparison: Comparison, row: Row, axes: list[str]) -> list[str]:
+    from fedsim.records.axes import label
+
+    return [label(row.runs[0].point[axis]) for axis in axes]
+
+
+def _score(row: Row, with_spread: bool) -> str:
+    from fedsim.comparison.tables import estimate_cell
+
+    if row.score is None:
+        return ""
+    text = str(estimate_cell(row.score, row.metric.decimals_for)) if with_spread else f"{row.score.mean:.3f}"
+    return f"**{text}**" if row.group and row is row.group.best else text
+
+
+def _markdown_table(headings: list[str], lines: list[list[str]]) -> str:
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _hours(hours: float) -> str:
@@ -304,12 +364,13 @@ def _hours(hours: float) -> str:
 
 
 def overview() -> str:
-    """The table of all experiments, for the first page of the gallery."""
-    rows = ["| experiment | | results |", "|---|---|---|"]
+    """The table of all experiments with thumbnails, for the first page of the gallery."""
+    rows = ["| | question | command | stored results |", "|---|---|---|---|"]
     for name in names():
         known = about(name) if results(name) else None
         time = f"{known['runs']} runs, {_hours(known['core_hours'])}" if known else "none stored"
-        rows.append(f"| [{name}]({name}.md) | {question(name)[0]} | {time} |")
+        picture = f"[![]({name}.png){{ width=160 }}]({name}.md)" if known else ""
+        rows.append(f"| {picture} | [{title(name)}]({name}.md)<br>{question(name)[0]} | `{command(name)}` | {time} |")
     return "\n".join(rows)
 
 

@@ -29,13 +29,13 @@ class MatrixForm:
         self._is_array = is_array
 
     def row(self, update: Any, place: str) -> Any:
-        """One update as a row [d]; any other object is returned unchanged."""
+        """Return an update of this form as a row [d], and any other object unchanged."""
         if isinstance(update, (list, tuple, Mapping)) and has_tensors(update):
             return as_rows([update], place)[0][0]
         return _tensor(update, place) if isinstance(update, np.ndarray) else update
 
     def rebuild(self, result: Tensor) -> Any:
-        """A row [d], or rows [m, d], in this form."""
+        """Return a row [d], or rows [m, d], in this form."""
         return result.cpu().numpy() if self._is_array else result
 
 
@@ -64,20 +64,20 @@ class NestedForm:
         return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
 
     def row(self, update: Any, place: str) -> Any:
-        """One update, or a row [d], as a row [d]."""
+        """Return one update, or a row [d], as a row [d]."""
         if isinstance(update, (Tensor, np.ndarray)) and update.ndim == 1:
             return _tensor(update, place)
         return self.flat(_entries_like(self, update, place)) if has_tensors(update) else update
 
     def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
-        """The floating entries, of shapes [*lead, ...], side by side: [*lead, d]."""
+        """Return the floating entries, of shapes [*lead, ...], side by side: [*lead, d]."""
         like = [self.entries[place] for place in self.columns]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in like))
         parts = [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
         return torch.cat(parts, dim=-1)
 
     def rebuild(self, result: Tensor) -> Any:
-        """A row [d], or rows [m, d], in this form; other entries are those of the first update."""
+        """Return a row [d], or rows [m, d], in this form; other entries are those of the first update."""
         if result.ndim == 2 and not self.stacked:
             return [self.rebuild(row) for row in result]
         lead, columns = result.shape[:-1], self.columns
@@ -102,7 +102,7 @@ Form = MatrixForm | NestedForm
 
 
 def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Form]:
-    """The floating entries of updates as a matrix [n, d], and their form.
+    """Return the floating entries of updates as a matrix [n, d], and their form.
 
     Args:
         updates: a tensor or array [n, d]; a list of updates: tensors or arrays of any shape, or dicts (as a state_dict)
@@ -121,10 +121,10 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
     if not isinstance(updates, (list, tuple)) or not updates or not has_tensors(updates[0]):
         return updates, MatrixForm(is_array=False)
     form = like if isinstance(like, NestedForm) else _form_of(updates[0], f"{place}[0]")
-    each = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
+    all_entries = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
     if form is not like and isinstance(updates[0], Mapping):  # gradients in a list may share memory by chance
-        form = replace(form, shared=_shared(each))
-    return torch.stack([form.flat(entries) for entries in each]), form
+        form = replace(form, shared=_shared(all_entries))
+    return torch.stack([form.flat(entries) for entries in all_entries]), form
 
 
 def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, NestedForm]:
@@ -142,11 +142,14 @@ def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, 
 
 
 def checked_matrix(updates: Any, place: str) -> Tensor:
-    """The result of `as_rows` without its gradient. Raises ExperimentError unless it is a floating tensor [n, d]."""
+    """Return the result of `as_rows` without its gradient.
+
+    Raises ExperimentError unless it is a floating tensor [n, d].
+    """
     if isinstance(updates, Tensor) and updates.ndim == 2 and len(updates) and updates.is_floating_point():
         return updates.detach()
-    found = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
-    raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {found}")
+    actual = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
+    raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {actual}")
 
 
 def has_tensors(value: Any) -> bool:
@@ -185,7 +188,7 @@ def _tensor(value: Any, place: str) -> Tensor:
 
 
 def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> Entries:
-    """The entries of an update, of which the first `skip` dimensions number updates.
+    """Return the entries of an update, of which the first `skip` dimensions number updates.
 
     Raises ExperimentError unless they are those of the form, with the same shapes.
     """
@@ -206,14 +209,14 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
     return entries
 
 
-def _shared(each: list[Entries]) -> dict[str, str]:
-    """The entries that share the memory of an earlier entry in all updates, and that one."""
+def _shared(all_entries: list[Entries]) -> dict[str, str]:
+    """Return the entries that share the memory of an earlier entry in all updates, and that one."""
     seen: dict[Any, str] = {}
-    pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in each[0].items()}
+    pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in all_entries[0].items()}
     return {
         where: earlier
         for where, earlier in pairs.items()
-        if where != earlier and all(_memory(entries[where]) == _memory(entries[earlier]) for entries in each)
+        if where != earlier and all(_memory(entries[where]) == _memory(entries[earlier]) for entries in all_entries)
     }
 
 

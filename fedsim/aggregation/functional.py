@@ -84,7 +84,10 @@ def aggregate(
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """The pipeline of the arguments of `aggregate`; that of a registered rule with plain parameters is made once."""
+    """Return the pipeline of the arguments of `aggregate`.
+
+    That of a registered rule with plain parameters is made once.
+    """
     if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
         return _registered(rule, **params)
     return make_pipeline(resolve(rule, params))
@@ -104,13 +107,13 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
             update = pipeline.by_columns(inputs.rows(), inputs)
             if math.isfinite(update.sum() if linear else update.sum() + updates.sum()):  # one wait for the device
                 return AggregationResult(update)
-        kept, _ = screened(inputs, nonfinite)
-        result = pipeline(kept)
+        finite_inputs, _ = screened(inputs, nonfinite)
+        result = pipeline(finite_inputs)
         if nonfinite != "keep" and not all_finite(result.update):
             dtype = result.update.dtype
             raise ExperimentError(
                 f"{pipeline.name}: the result is not finite; updates have values up to "
-                f"{float(kept.updates.abs().max()):.3g}, and {dtype} at most {torch.finfo(dtype).max:.3g}"
+                f"{float(finite_inputs.updates.abs().max()):.3g}, and {dtype} at most {torch.finfo(dtype).max:.3g}"
             )
         return result
 

@@ -81,16 +81,16 @@ class AggregationInputs:
         return Draws.of(self.seed, "aggregate", *self.moment, device=self.updates.device)
 
     def rows(self) -> LazyRows:
-        """The updates as LazyRows."""
+        """Return the updates as LazyRows."""
         known = self.gram
         return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: RuleStage) -> int | None:
-        """The stage's f minus the number of excluded rows, at least 0."""
+        """Return the stage's f minus the number of excluded rows, at least 0."""
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
     def value_of(self, name: str, rows: LazyRows, stage: RuleStage) -> Any:
-        """The input `name` of a stage that is applied to `rows`."""
+        """Return the input `name` of a stage that is applied to `rows`."""
         if name == "updates":
             return rows.block()
         if name == "gram":
@@ -129,7 +129,7 @@ class AggregationInputs:
 def screened(
     inputs: AggregationInputs, nonfinite: Nonfinite, bad: list[int] | None = None
 ) -> tuple[AggregationInputs, list[int]]:
-    """The inputs without the rows that hold NaN or infinity, and the positions of these rows.
+    """Return the inputs without the rows that hold NaN or infinity, and the positions of these rows.
 
     Args:
         nonfinite: "error", "exclude" or "keep" such rows.
@@ -155,7 +155,7 @@ def screened(
             'nonfinite = "exclude" leaves such rows out',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]
-    kept = replace(
+    finite_inputs = replace(
         inputs,
         updates=inputs.updates[good],
         weights=None if inputs.weights is None else inputs.weights[good],
@@ -164,4 +164,4 @@ def screened(
         excluded=inputs.excluded + len(bad),
         gram=None,
     )
-    return kept, bad
+    return finite_inputs, bad

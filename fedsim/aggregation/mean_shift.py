@@ -10,7 +10,7 @@ ROUNDING = 1e-9  # a distance that exceeds the bandwidth by this part of it is e
 
 
 def bandwidth_of(points: np.ndarray) -> float:
-    """The mean distance of the points [n, features] to their n/2-th nearest point, themselves included.
+    """Return the mean distance of the points [n, features] to their n/2-th nearest point, themselves included.
 
     >>> bandwidth_of(np.array([[0.0], [1.0], [3.0], [6.0]]))
     1.75
@@ -20,7 +20,7 @@ def bandwidth_of(points: np.ndarray) -> float:
 
 
 def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
-    """The cluster of each point [n, features]: labels [n] from 0; -1 for a point that is near no centre.
+    """Return the cluster of each point [n, features]: labels [n] from 0; -1 for a point that is near no centre.
 
     From the middle of each grid cell that holds points, a centre moves to the mean of the points within the bandwidth,
     until it stays. Of centres within the bandwidth of each other, the one with the most points remains. A point belongs
@@ -32,10 +32,10 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
     bandwidth *= 1 + ROUNDING
     cells = np.unique(np.round(points / bandwidth), axis=0)
     seeds = points if len(cells) == len(points) else cells * bandwidth
-    found = [ended for seed in seeds if (ended := _climb(points, seed, bandwidth)) is not None]
-    found.sort(key=lambda ended: (ended[0], tuple(ended[1])), reverse=True)
+    modes = [ended for seed in seeds if (ended := _climb(points, seed, bandwidth)) is not None]
+    modes.sort(key=lambda ended: (ended[0], tuple(ended[1])), reverse=True)
     centres: list[np.ndarray] = []
-    for _, centre in found:
+    for _, centre in modes:
         if not centres or _distances(centre[None], np.array(centres)).min() > bandwidth:
             centres.append(centre)
     if not centres:
@@ -45,7 +45,7 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
 
 
 def _climb(points: np.ndarray, centre: np.ndarray, bandwidth: float) -> tuple[int, np.ndarray] | None:
-    """The number of points near the last centre, and that centre; None if no points are near."""
+    """Return the number of points near the last centre, and that centre; None if no points are near."""
     for _ in range(MAX_STEPS + 1):
         near = points[_distances(centre[None], points)[0] <= bandwidth]
         if not len(near):

@@ -108,7 +108,7 @@ class Pipeline:
             return AggregationResult(rows.row(result), rows.shares(result), state)
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:
-        """The rows that the rule is applied to: the updates, or the result of the pre-aggregators."""
+        """Return the rows that the rule is applied to: the updates, or the result of the pre-aggregators."""
         rows = inputs.rows()
         for stage in self.pre:
             result = stage(partial(inputs.value_of, rows=rows, stage=stage), inputs.f_for(stage))
@@ -122,7 +122,7 @@ class Pipeline:
         return rows
 
     def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
-        """The result [d] of a columnwise rule that is applied to `rows`."""
+        """Return the result [d] of a columnwise rule that is applied to `rows`."""
         updates, (n, d) = inputs.updates, inputs.updates.shape
         shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
         if shares is not None:
@@ -139,7 +139,7 @@ class Pipeline:
     def of_columns(
         self, part: Tensor, rows: LazyRows, inputs: AggregationInputs, shares: Tensor | None = None
     ) -> Tensor:
-        """The result of a columnwise rule for `part`, some columns [n, columns] of `rows`.
+        """Return the result of a columnwise rule for `part`, some columns [n, columns] of `rows`.
 
         Args:
             shares: the result of `shares` if it is known; it replaces a linear rule on other devices than the CPU.
@@ -150,7 +150,7 @@ class Pipeline:
         return check_result(result, self.rule, part, part.shape[1:])
 
     def shares(self, inputs: AggregationInputs) -> Tensor | None:
-        """The coefficient of each row [n]; None unless the rule is linear and the same in all columns."""
+        """Return the coefficient of each row [n]; None unless the rule is linear and the same in all columns."""
         return self._linear_shares(inputs.rows(), inputs) if self.columnwise else None
 
     def _linear_shares(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor | None:
@@ -185,11 +185,11 @@ class Pipeline:
 def check_result(
     result: Any, stage: RuleStage, rows: LazyRows | Tensor, shape: Sequence[int], expected: str = "a row [d]"
 ) -> Any:
-    """The result of a stage. Raises ResultError unless it is a tensor of that shape."""
+    """Return the result of a stage. Raises ResultError unless it is a tensor of that shape."""
     if isinstance(result, Tensor) and result.shape == tuple(shape):
         return result
-    found = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    actual = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     raise ResultError(
         f"{stage.name}: for updates [n, d] = {list(rows.shape)} it must return {expected}, here a tensor of shape "
-        f"{list(shape)}; it returned {found}"
+        f"{list(shape)}; it returned {actual}"
     )

@@ -23,7 +23,7 @@ def resolve(
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
 ) -> list[tuple[Registration, dict[str, Any]]]:
-    """A rule, or a list of pre-aggregators and a rule, with every parameter checked.
+    """Return a rule, or a list of pre-aggregators and a rule, with every parameter checked.
 
     Args:
         stages: names, "package.module:function", or tables {rule = name, parameters}.
@@ -56,7 +56,7 @@ def resolve(
     if lines := parameter_errors(params, components, rule.kind, [*rule, *pre_aggregator], table, beside):
         raise ExperimentError(*lines)
     resolved = []
-    for registration, own, where in zip(components, tables, wheres, strict=True):
+    for registration, parameters, where in zip(components, tables, wheres, strict=True):
         fields = registration.parameters.model_fields
         shared = {
             name: value
@@ -65,10 +65,10 @@ def resolve(
         }
         shared |= {name: value for name, value in params.items() if registration.accepts_any or name in fields}
         try:
-            resolved.append((registration, registration.check({**shared, **own}, beside=["rule"])))
+            resolved.append((registration, registration.check({**shared, **parameters}, beside=["rule"])))
         except ExperimentError as error:  # each line begins with a parameter
-            is_own = [re.split(r"\W", line, maxsplit=1)[0] in own for line in error.lines]
-            places = [f"{where}." if own else f"{table}." if table else "" for own in is_own]
+            is_own = [re.split(r"\W", line, maxsplit=1)[0] in parameters for line in error.lines]
+            places = [f"{where}." if parameters else f"{table}." if table else "" for parameters in is_own]
             raise ExperimentError(*map("".join, zip(places, error.lines, strict=True))) from None
     if len(components) > 1 and components[-1].takes.get("weights"):
         raise ExperimentError(
@@ -78,7 +78,7 @@ def resolve(
 
 
 def as_table(stage: Any, where: str) -> dict[str, Any]:
-    """A copy of the table of a stage, in which `rule` names it."""
+    """Return a copy of the table of a stage, in which `rule` names it."""
     table = {"rule": stage} if isinstance(stage, str) else stage
     table = with_key(table, "rule", where) if isinstance(table, dict) else table
     if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
@@ -99,7 +99,7 @@ def _registration(name: str, where: str, registry: Registry) -> Registration:
 
 
 def make_pipeline(resolved: Sequence[tuple[Registration, dict[str, Any]]]) -> Pipeline:
-    """The pipeline of the result of `resolve`.
+    """Return the pipeline of the result of `resolve`.
 
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1

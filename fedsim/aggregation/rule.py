@@ -99,7 +99,7 @@ class RuleStage(Component):
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> RuleStage:
-        """The rule or pre-aggregator with checked parameters.
+        """Return the rule or pre-aggregator with checked parameters.
 
         Raises ExperimentError for a columnwise rule that accepts `metrics`, because it would record numbers for every
         block of columns, or `last` or `root`, which are whole rows.
@@ -114,12 +114,12 @@ class RuleStage(Component):
 
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
         """Call the function with `value_of(name)` for each input, and with another `f` if it is not None."""
-        given = {name: value_of(name) for name in self.accepts}
-        return self.function(**given) if f is None else self.function(**given, f=f)
+        inputs = {name: value_of(name) for name in self.accepts}
+        return self.function(**inputs) if f is None else self.function(**inputs, f=f)
 
 
 def average_of(chosen: Tensor, n: int) -> LinearCombination:
-    """The mean of the rows at the positions `chosen`, of n rows."""
+    """Return the mean of the rows at the positions `chosen`, of n rows."""
     coefficients = np.zeros(n)
     coefficients[chosen.numpy()] = 1 / len(chosen)
     return LinearCombination(torch.from_numpy(coefficients))

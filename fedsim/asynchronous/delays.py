@@ -39,7 +39,7 @@ from fedsim.system.files import read_bounded
 
 
 def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0) -> np.ndarray:
-    """The factors that a component returned, as float64 [size].
+    """Return the factors that a component returned, as float64 [size].
 
     Raises ExperimentError for another shape, or a factor that is negative or not finite. `place` names the component,
     and `unit` the position of a factor, with {} for its number, from `first`.
@@ -57,7 +57,7 @@ def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0)
 
 @dataclass(frozen=True)
 class SlowdownDistribution(Component):
-    """A distribution of workers' slowdowns with its parameters."""
+    """Distribution of the workers' slowdowns, with its parameters."""
 
     def __call__(self, n_workers: int, seed: int) -> np.ndarray:
         """Each worker's factor, float64 [n_workers]; draws are of numpy_generator(seed, "speed").
@@ -77,16 +77,16 @@ class DurationNoise(Component):
     """A distribution of the duration of work with its parameters."""
 
     def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
-        """The factors of the units start, ..., start + size - 1 of a worker, float64 [size].
+        """Return the factors of the units start, ..., start + size - 1 of a worker, float64 [size].
 
         `start` is a multiple of `size`: draws are of numpy_generator(seed, "delay", worker, start // size).
 
         Raises ExperimentError unless the component returns `size` finite factors of at least 0.
         """
         rng = numpy_generator(seed, "delay", worker, start // size)
-        given = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
+        inputs = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
         place = f"clock.noise.name = {show(self.name)}"
-        return check_factors(place, self.on(given), size, f"unit {{}} of worker {worker}", start)
+        return check_factors(place, self.on(inputs), size, f"unit {{}} of worker {worker}", start)
 
 
 slowdown = Registry("slowdown", inputs=("n_workers", "rng"), component=SlowdownDistribution)
@@ -310,7 +310,7 @@ CACHED_BLOCKS = 2**15  # less than 100 MB
 
 
 class Delays:
-    """How many virtual seconds each work item takes.
+    """Durations of work items in virtual seconds.
 
     The noise is a pure function of (seed, worker, unit), so all policies see the same delays.
 
@@ -342,7 +342,7 @@ class Delays:
         self._block(0, 0)  # so that a wrong noise raises its error before the run
 
     def seconds(self, worker: int, unit: int, gradients: float, bytes: float = 0) -> float:
-        """Seconds of a work item of so many gradients that sends and receives `bytes` together."""
+        """Seconds of a work item with `gradients` gradients that sends and receives `bytes` bytes in total."""
         block, place = divmod(unit, BLOCK)
         computing = gradients * self._seconds_per_gradient[worker] * self._block(worker, block)[place]
         return computing + self.latency + bytes / self._bandwidth if bytes else computing

@@ -29,7 +29,7 @@ Counts = list[tuple[Number, Number]]  # (worker, count)
 
 
 class CheckpointModel(BaseModel):
-    """Base of the states that checkpoints hold: frozen, without unknown keys, with checked types."""
+    """Base class of the states in checkpoints: frozen, with checked types, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -64,13 +64,13 @@ class Scheduler:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
-        """The scheduler of a run at its start."""
+        """Return the scheduler of a run at its start."""
         experiment = task.experiment
         work, sizes = experiment.policy.component.work, shared.data.shards.size
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
-        """The next work item of a slot; with this many local steps, if `steps` is given."""
+        """Return the next work item of a slot; with this many local steps, if `steps` is given."""
         worker = slot if self._slots == self.n_workers else self._draw()
         self._busy.add(worker)
         done = self._done[worker]
@@ -97,7 +97,7 @@ class Scheduler:
         return self._schedule.of(item.worker, item.round).steps_for(self._sizes(item.worker))
 
     def gradients(self, item: WorkItem, algorithm: ClientAlgorithm) -> int:
-        """Number of gradients of a batch that a work item computes."""
+        """Number of mini-batch gradients that a work item computes."""
         if item.step is not None:
             return 1
         return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
@@ -114,7 +114,7 @@ class Scheduler:
         return self._schedule.of(worker, 1).steps_for(self._sizes(worker)) if self._by_step else 1
 
     def total_items_per_round(self) -> int:
-        """Number of work items that are as much work as a synchronous round."""
+        """Number of work items that amount to one synchronous round."""
         return sum(map(self.items_per_round, range(self.n_workers))) if self._by_step else self._slots
 
     def items_done(self, worker: int) -> int:
@@ -122,11 +122,11 @@ class Scheduler:
         return self._done[worker]
 
     def state(self) -> dict[str, Any]:
-        """The state, in JSON types."""
+        """Return the state, in JSON types."""
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
-        """Continue from such a state, while these workers are busy."""
+        """Continue from a state that `state` returned, with these busy workers."""
         self._done, self._drawn, self._busy = defaultdict(int, dict(state.done)), state.drawn, set(busy)
 
     def _draw(self) -> int:
@@ -167,10 +167,10 @@ class RoundStats:
         """Mean training loss per sample; NaN if all work was excluded."""
         return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
-    def add(self, other: RoundStats) -> None:
+    def add(self, stats: RoundStats) -> None:
         """Add the counts of another process."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))
 
 
 class DispatcherState(CheckpointModel):
@@ -268,7 +268,7 @@ class Dispatcher:
         self.stats.discarded += 1
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types; the tensors are the server's and the engine's."""
+        """Return the state between two rounds, in JSON types; the tensors are the server's and the engine's."""
         return {
             "scheduler": self.scheduler.state(),
             "in_flight": list(self.in_flight.values()),
@@ -293,7 +293,7 @@ class Dispatcher:
         self.stats.excluded.append(item.worker)
 
 
-def nonfinite_error(round: int, what: str) -> DivergedError:
-    """The error for a result that holds NaN or infinity."""
+def nonfinite_error(round: int, place: str) -> DivergedError:
+    """Return the error for a result that holds NaN or infinity."""
     remedy = "reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
-    return DivergedError(f"{what} holds NaN or infinity", remedy, round)
+    return DivergedError(f"{place} holds NaN or infinity", remedy, round)

@@ -103,7 +103,7 @@ class Policy(ABC):
         """Use the result of a work item."""
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """The other worker whose model `take` changes, if there is one."""
+        """Return the other worker whose model `take` changes, if there is one."""
         return None
 
     def on_departure(self, server: ServerState) -> None:  # noqa: B027

@@ -32,7 +32,7 @@ VIEWS = ("shared", "rows", "global_row", "models", "_version", "read", "units", 
 
 
 class ServerState:
-    """The state of an asynchronous run. All of it are tensors, in shared memory if processes race.
+    """State of an asynchronous run. Every part is a tensor, in shared memory if processes race.
 
     Args:
         task: the run, with its policy, its server optimizer, and its client algorithm for steps along gradients.
@@ -114,7 +114,7 @@ class ServerState:
             self.policy.on_departure(self)
 
     def pull(self, slot: int) -> None:
-        """Copy the global model, or what the server optimizer sends in its place, to a worker."""
+        """Copy the global model, or the model that the server optimizer sends instead, to a worker."""
         self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.server.states["parameters"]))
         for name, sent in self.algorithm.send(self.shared.server.algorithm).items():
             self.shared.cohort.received[name][slot] = sent
@@ -164,7 +164,7 @@ class ServerState:
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
-        """One step of the server optimizer along an update [d]: a new version."""
+        """Take one step of the server optimizer along an update [d], which creates a new version."""
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
 
@@ -173,7 +173,7 @@ class ServerState:
         self._version[0] += 1
 
     def mean(self, slots: Sequence[int]) -> Tensor:
-        """The mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
+        """Return the mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
         slots = sorted(slots)
         rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
@@ -200,13 +200,13 @@ class ServerState:
     @property
     def own_tensors(self) -> dict[str, Tensor]:
         """The server's tensors by name, without the engine's memory."""
-        own = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
+        tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
         states = {
             "shared": self.step_state,
             "private": self.worker_step_states,
             "policy_state": self.policy_state,
         }
-        return own | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
+        return tensors | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -225,7 +225,9 @@ Tables = tuple[tuple[int, int, int], ...]  # of each embedding: offset in the ro
 
 
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
-    """The embeddings of a module, if the client algorithm leaves coordinates without a gradient as they are; else ().
+    """Return the embeddings of a module, if the client algorithm leaves coordinates without a gradient as they are.
+
+    Else ().
 
     Raises ExperimentError if an embedding is sparse (sparse=True) and the client algorithm changes such coordinates.
     """

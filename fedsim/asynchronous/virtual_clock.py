@@ -95,7 +95,7 @@ class VirtualClock:
         return self.dispatcher.arrivals - arrivals
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types; the tensors are the server's and the engine's."""
+        """Return the state between two rounds, in JSON types; the tensors are the server's and the engine's."""
         return {
             "dispatcher": self.dispatcher.state(),
             "now": self.now,
@@ -108,7 +108,7 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state, with the server's tensors as they were then.
+        """Continue from a state that `state` returned. The server's tensors must have the values of that moment.
 
         Raises ValueError if the state is not one of this clock.
         """
@@ -156,7 +156,7 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """One of the slots `arriving` now: its worker leaves, or the policy takes its result."""
+        """Process the arrival of one of the slots in `arriving`: its worker leaves, or the policy takes its result."""
         dispatcher = self.dispatcher
         if slot in self._leaving:
             self._leave(slot)
@@ -170,7 +170,7 @@ class VirtualClock:
         dispatcher.receive(slot)
 
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
-        """The slots whose work neither an update nor the end of the run can make useless, the earliest first."""
+        """Return the slots whose work neither an update nor the end of the run can make useless, the earliest first."""
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals
         if count is None and remaining < len(in_flight):

@@ -47,7 +47,7 @@ class Poison(Protocol):
     device of the inputs, and a NumPy generator `rng`; both are functions of (seed, round, worker, step).
     """
 
-    def __call__(self, **given: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Poisoned (inputs, targets). The given tensors stay unchanged and may be returned."""
 
 
@@ -72,7 +72,7 @@ class AttackStrategy(Component):
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> AttackStrategy:
-        """The attack with checked parameters.
+        """Return the attack with checked parameters.
 
         Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
         """
@@ -104,7 +104,10 @@ class AttackStrategy(Component):
         return getattr(self.function, "needs_honest", "honest" in self.accepts)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """One line that says why the attack has no effect with f Byzantine workers among n; None if it has one."""
+        """Return one line that says why the attack has no effect with f Byzantine workers among n.
+
+        None if it has one.
+        """
         method = getattr(self.function, "weakness", None)
         line = method(n, f) if method and f else None
         return line and f"{self.name}: {line}"
@@ -121,7 +124,7 @@ class AttackStrategy(Component):
         workers: Sequence[int] | None = None,
         state: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The Byzantine rows and the next state; the rows are a new tensor like `own_updates` [b, d].
+        """Return the Byzantine rows and the next state; the rows are a new tensor like `own_updates` [b, d].
 
         Random draws are a function of the seed and the moment: (round,) or (round, step).
 
@@ -173,7 +176,7 @@ class Attackers:
         return bool(self.fixed or self.drawn)
 
     def in_round(self, round: int) -> Collection[int]:
-        """The numbers of the workers that attack in a round, counted from 1."""
+        """Return the numbers of the workers that attack in a round, counted from 1."""
         if round < self.start_round:
             return ()
         return self.fixed if self.drawn is None else _drawn(*self.drawn, round)

@@ -50,7 +50,7 @@ class SignFlipping:
         return self.of == "mean"
 
     def __call__(self, honest: Tensor, own_updates: Tensor) -> Tensor:
-        """The rows [b, d], or the row [d] of all attackers."""
+        """Return the rows [b, d], or the row [d] of all attackers."""
         return own_updates * -self.scale if self.of == "own" else mean_of(honest).mul_(-self.scale)
 
 

@@ -62,7 +62,7 @@ def mimic(
 
 
 def _direction_of(honest: Tensor, workers: list[int], state: State, draws: Draws) -> State:
-    """The next state of a warm-up."""
+    """Return the next state of a warm-up."""
     mean = mean_of(honest)
     if not state:
         direction = draws.normal(len(mean), dtype=mean.dtype)

@@ -52,13 +52,13 @@ class ALittleIsEnough:
     ddof: Ddof = 1
 
     def __call__(self, honest: Tensor, n_byzantine: int) -> Tensor:
-        """The row [d] of all attackers."""
+        """Return the row [d] of all attackers."""
         mean, std = mean_and_std(honest, self.ddof)
         z = z_max(len(honest) + n_byzantine, n_byzantine) if self.z is None else self.z
         return mean.add_(std, alpha=self.sign * z)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """A line if the default z is 0 for f Byzantine workers among n; else None."""
+        """Return a line if the default z is 0 for f Byzantine workers among n; else None."""
         if self.z is not None or not _has_z_max(n, f) or z_max(n, f):
             return None
         return f"z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5"
@@ -251,7 +251,7 @@ def _farthest(
 
 
 def line_search(height: Callable[[float], float], evaluations: int) -> float:
-    """The x >= 0 with the greatest `height` of those that are tried; of equal heights the first.
+    """Return the x >= 0 with the greatest `height` of those that are tried; of equal heights the first.
 
     It tries 0, then 1, 2, 4, ... while the height increases, then golden sections around the best x. It finds the top
     of a height that rises and then falls, also if it falls at once; for other heights a local top. A height that is not

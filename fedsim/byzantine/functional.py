@@ -27,7 +27,7 @@ def attack(
     seed: int = 0,
     **params: Any,
 ) -> Any:
-    """The rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
+    """Return the rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
 
     Args:
         honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; they stay unchanged. Or a
@@ -82,9 +82,9 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) 
     if not isinstance(tensor, Tensor):
         raise ExperimentError(f"{name}: must be a tensor {tuple(shape)}, not a {type(tensor).__name__}")
     wanted = f"{honest.dtype} {tuple(shape)} on {honest.device}"
-    found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-    if wanted != found:
-        raise ExperimentError(f"{name}: must be {wanted} like the honest rows, not {found}")
+    actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    if wanted != actual:
+        raise ExperimentError(f"{name}: must be {wanted} like the honest rows, not {actual}")
     return tensor
 
 

@@ -30,15 +30,15 @@ class LabelFlipping:
     """
 
     def __call__(self, own_updates: Tensor) -> Tensor:
-        """The rows unchanged."""
+        """Return the rows unchanged."""
         return own_updates
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """The same inputs [batch, ...], with the labels C - 1 - y."""
+        """Return the same inputs [batch, ...], with the labels C - 1 - y."""
         return inputs, classes - 1 - targets
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """The samples whose label changes, with the flipped labels."""
+        """Return the samples whose label changes, with the flipped labels."""
         flipped = classes - 1 - targets
         changed = flipped != targets
         return inputs[changed], flipped[changed]
@@ -87,7 +87,7 @@ class Backdoor:
         return own_updates * self.gamma
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
-        """The batch with the patch on, and the label `target` for, a random share of its samples."""
+        """Return the batch with the patch on, and the label `target` for, a random share of its samples."""
         self._require_class(classes)
         fraction, whole = math.modf(self.poisoned * len(targets))
         count = whole + (draws.uniform() < fraction)
@@ -104,7 +104,7 @@ class Backdoor:
         return self._triggered(inputs[others]), torch.full_like(targets[others], self.target)
 
     def _triggered(self, inputs: Tensor) -> Tensor:
-        """A copy of the images with the patch on."""
+        """Return a copy of the images with the patch on."""
         if inputs.ndim < 3:
             raise ExperimentError(
                 "attack: a backdoor's trigger needs images [channels, height, width], not samples of shape "

@@ -15,7 +15,7 @@ from fedsim.system.devices import wide_dtype
 
 
 def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """The honest rows less `centre` [d], if it is given, in blocks of columns, in float64 if the device has it.
+    """Yield the honest rows less `centre` [d], if it is given, in blocks of columns, in float64 if the device has it.
 
     Raises ExperimentError if there is no honest row.
     """
@@ -27,7 +27,7 @@ def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[sl
 
 
 def mean_of(honest: Tensor) -> Tensor:
-    """The mean [d] of the honest rows, in float64."""
+    """Return the mean [d] of the honest rows, in float64."""
     mean = _wide_row(honest)
     for columns, block in blocks_of(honest):
         mean[columns] = block.mean(0)
@@ -35,7 +35,7 @@ def mean_of(honest: Tensor) -> Tensor:
 
 
 def mean_and_std(honest: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    """The mean [d] and standard deviation [d] of each column of the honest rows, in float64.
+    """Return the mean [d] and standard deviation [d] of each column of the honest rows, in float64.
 
     std^2 is the sum of squared differences from the mean over h - ddof. Raises ExperimentError unless h > ddof.
     """

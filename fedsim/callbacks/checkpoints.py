@@ -52,7 +52,7 @@ class Checkpoints(Callback):
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """The choices of the engine on which rounding depends; a resumed run makes the same."""
+    """Return the choices of the engine on which rounding depends; a resumed run makes the same."""
     chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
@@ -96,13 +96,13 @@ class CheckpointFolder:
         self._cost = self._since - began
 
     def rounds(self) -> list[int]:
-        """The rounds of the checkpoints, newest first."""
+        """Return the rounds of the checkpoints, newest first."""
         if self._folder is None or not self._folder.is_dir():
             return []
         return sorted(int(found[1]) for path in self._folder.iterdir() if (found := NAME.fullmatch(path.name)))[::-1]
 
     def read(self, round: int) -> Snapshot:
-        """The state after a round. Raises RecordError if the checkpoint is damaged."""
+        """Return the state after a round. Raises RecordError if the checkpoint is damaged."""
         head, tensors = self._paths(round)
         try:
             most = int(free_memory() / 2)
@@ -136,7 +136,7 @@ class CheckpointFolder:
         except OSError as error:
             raise unwritable_error(self._folder, error) from error
         if is_outside(self._folder, self._folder.parent):
-            raise RecordError(f"{self._folder}: leads out of the run's folder")
+            raise RecordError(f"{self._folder}: is a link to a place outside the run folder")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})
         head_data = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
         head_data["facts"] = state.facts

@@ -39,7 +39,7 @@ ProgressBar.set_lock(threading.RLock())  # tqdm's own lock has a semaphore, whic
 
 
 def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
-    """A bar over so many rounds with the time left, on stderr; disabled if stderr is no terminal."""
+    """Return a bar over so many rounds with the time left, on stderr; disabled if stderr is no terminal."""
     watched = not quiet and sys.stderr.isatty()
     return ProgressBar(total=rounds, bar_format=BAR, smoothing=0.05, leave=False, miniters=1, disable=not watched)
 
@@ -145,7 +145,7 @@ class Display(Callback):
 
 
 def _caveat(runs: int) -> str:
-    """The warning above the results of a race."""
+    """Return the warning above the results of a race."""
     if runs == 1:
         return "a race is not repeatable, and one run of it (race.runs) shows no spread"
     return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
@@ -176,7 +176,7 @@ def _attack(experiment: Experiment) -> str:
 
 
 def announcement(experiment: Experiment) -> str:
-    """The line that describes a run before anything is prepared: name, workers, rounds and algorithm."""
+    """Return the line that describes a run before anything is prepared: name, workers, rounds and algorithm."""
     at_work = "per round" if experiment.in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
@@ -186,7 +186,7 @@ def announcement(experiment: Experiment) -> str:
 
 
 def headline(run: CurrentRun) -> str:
-    """The line that describes a run before its first round: data, model, partition, engine and device."""
+    """Return the line that describes a run before its first round: data, model, partition, engine and device."""
     experiment, facts = run.experiment, run.facts
     smallest, largest = min(facts.shard_sizes), max(facts.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
@@ -228,17 +228,17 @@ def _aggregated(experiment: Experiment) -> str:
 
 
 def table_header(columns: Sequence[Metric]) -> str:
-    """The heads of the columns."""
+    """Return the heads of the columns."""
     return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
 
 
 def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
-    """One round as a line of the table."""
+    """Return one round as a line of the table."""
     return "  ".join(f"{table_cell(column, record):>{_width(column)}}" for column in columns)
 
 
 def table_cell(column: Metric, record: RoundRecord) -> str:
-    """A number of a round, rounded for its column; "-" if the round does not have it."""
+    """Return a number of a round, rounded for its column; "-" if the round does not have it."""
     value = column.read(record)
     if value is None:
         return "-"

@@ -95,8 +95,8 @@ def _end(
             _warn(name, "failed at its end", failure)
 
 
-def _warn(name: str, what: str, error: Exception) -> None:
-    text = f"the logger {show(name)} {what}: {one_line(error)}; the run goes on without it"
+def _warn(name: str, failure: str, error: Exception) -> None:
+    text = f"the logger {show(name)} {failure}: {one_line(error)}; the run goes on without it"
     warnings.warn(text, FedsimWarning, stacklevel=4)
 
 
@@ -117,11 +117,11 @@ def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
     """Settings by dotted key, as the types that loggers take: booleans, numbers and strings."""
-    found = {key: value for key, value in leaves_of(settings) if value is not None}
-    return {key: value if isinstance(value, (bool, int, float)) else cut(label(value)) for key, value in found.items()}
+    values = {key: value for key, value in leaves_of(settings) if value is not None}
+    return {key: value if isinstance(value, (bool, int, float)) else cut(label(value)) for key, value in values.items()}
 
 
 def scalars(record: RoundRecord) -> dict[str, float]:
-    """The numbers of a record by their tag, as `Metric.tag` declares it."""
+    """Return the numbers of a record by their tag, as `Metric.tag` declares it."""
     values = {metric.tag: metric.read(record) for metric in metrics_in([record]) if metric.tag}
     return {tag: value for tag, value in values.items() if value is not None}

@@ -41,16 +41,16 @@ def text_html(text: str) -> str:
 
 
 def progress_html(done: int, total: int, text: str) -> str:
-    """A progress bar, and a text behind it."""
+    """Return a progress bar, and a text behind it."""
     label = html.escape(text)
     return f'<div><progress value="{done}" max="{total}" aria-label="{label}"></progress> {label}</div>'
 
 
-def figure_html(figure: Figure, what: str) -> str:
-    """A figure as a picture within the page; `what` says in words what it shows."""
+def figure_html(figure: Figure, description: str) -> str:
+    """Return a figure as a picture within the page; `what` says in words what it shows."""
     data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
     width = round(figure.get_figwidth() * 96)
-    return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(what)}">'
+    return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(description)}">'
 
 
 class CellOutput:
@@ -70,7 +70,7 @@ class CellOutput:
         return self._works and time.monotonic() - self._shown_at >= PAUSE
 
     def show(self, content: str) -> None:
-        """Show this HTML in place of what was shown before."""
+        """Show HTML instead of the previous output."""
         if not self._works:
             return
         try:
@@ -133,7 +133,7 @@ def display_of(experiment: Experiment, folder: Path | None, progress: bool | Non
 
 
 def result_html(result: Result) -> str:
-    """The name, the settings that are not the defaults, the numbers of the last round, and the curve."""
+    """Return the name, the settings that are not the defaults, the numbers of the last round, and the curve."""
     last = result.history[-1]
     parts = [f"<h4>{html.escape(result.experiment.name)}: {html.escape(score_text(last))}</h4>"]
     if result.stopped:

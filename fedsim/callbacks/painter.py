@@ -33,7 +33,10 @@ class Painter:
         self._child: Child | None = None
 
     def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
-        """The figures as files, `name.format`. A function, best a `partial` that can be pickled, may return None."""
+        """Return the figures as files, `name.format`.
+
+        A function, best a `partial` that can be pickled, may return None.
+        """
         if self._child is not None:
             process, pipe = self._child
             with contextlib.suppress(Exception):  # the process is lost, or something cannot be pickled

@@ -79,26 +79,26 @@ def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
 
     rounds, times, score = numbers("round"), numbers("virtual_seconds"), score_in(history)
     timed = times[-1] is not None
-    shown = [what for what in ("accuracy", "loss") if numbers(f"test_{what}")[-1] is not None]
+    shown = [quantity for quantity in ("accuracy", "loss") if numbers(f"test_{quantity}")[-1] is not None]
     panels = len(shown) + timed
     figure = Figure(figsize=(max(6, (4.25 if panels < 3 else 4) * panels), 3.4), layout="constrained")
     figure.suptitle(f"{title}: {score_text(history[-1])} after {plural(rounds[-1], 'round')}", fontsize="medium")
-    each = figure.subplots(1, panels, squeeze=False)[0]
-    for axes, what in zip(each, shown, strict=False):
+    panels_of_figure = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, quantity in zip(panels_of_figure, shown, strict=False):
         for index, split in enumerate(("test", "train", "validation")):
-            key = f"{split}_{what}"
+            key = f"{split}_{quantity}"
             if key in history[-1] and (split != "validation" or numbers(key)[-1] is not None):
                 axes.plot(rounds, numbers(key), **line_style(index, len(rounds)), label=split)
         prepare_axes(axes, whole_numbers=True)
-        axes.set(xlabel="round", ylabel="loss" if what == "loss" else "test accuracy")
+        axes.set(xlabel="round", ylabel="loss" if quantity == "loss" else "test accuracy")
         if len(axes.lines) > 1:
             axes.legend(fontsize="small")
     if timed:
-        axes = each[-1]
+        axes = panels_of_figure[-1]
         axes.plot(times, numbers(score.key), **line_style(0, len(rounds)))
         prepare_axes(axes, whole_numbers=False)
         axes.set(xlabel="virtual seconds", ylabel=score.label.lower())
-    for axes in each:
+    for axes in panels_of_figure:
         if axes.get_ylabel() == "test accuracy":
             axes.set(ylim=(None, 1))
     return figure

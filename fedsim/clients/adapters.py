@@ -37,7 +37,7 @@ class AlgorithmOnly(ClientAlgorithm):
 
 
 def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
-    """A client algorithm as a client algorithm; unchanged if it is one."""
+    """Return a client algorithm as a client algorithm; unchanged if it is one."""
     return algorithm if isinstance(algorithm, ClientAlgorithm) else AlgorithmOnly(algorithm)
 
 
@@ -126,8 +126,8 @@ class TrainFunction(ClientAlgorithm):
 
     def __call__(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: int) -> float:
         """Train the model in place; returns the mean training loss, NaN if the function returns none."""
-        given = {"model": model, "batches": batches, "worker": worker}
-        loss = self._function(**self._settings, **{name: given[name] for name in self._takes})
+        arguments = {"model": model, "batches": batches, "worker": worker}
+        loss = self._function(**self._settings, **{name: arguments[name] for name in self._takes})
         if loss is None:
             return float("nan")
         if isinstance(loss, numbers.Real) or (isinstance(loss, Tensor) and loss.numel() == 1):

@@ -71,12 +71,12 @@ class WorkerRound:
 
     @cached_property
     def workers(self) -> Tensor:
-        """The numbers of the workers, int64 [..., 1]."""
+        """Return the numbers of the workers, int64 [..., 1]."""
         return self._column([fact.worker for fact in self.facts])
 
     @cached_property
     def rounds(self) -> Tensor:
-        """The number of the worker's round, from 1, int64 [..., 1]."""
+        """Return the number of the worker's round, from 1, int64 [..., 1]."""
         return self._column([fact.round for fact in self.facts])
 
     @cached_property
@@ -91,7 +91,7 @@ class WorkerRound:
 
     @cached_property
     def weights(self) -> Tensor:
-        """The weights of the workers in the aggregation, of the rows' type [..., 1]."""
+        """Return the weights of the workers in the aggregation, of the rows' type [..., 1]."""
         return self._column([fact.weight for fact in self.facts]).to(self.rows.dtype)
 
     def _column(self, values: Sequence[float]) -> Tensor:
@@ -163,15 +163,15 @@ class ClientAlgorithm:
         """Raise ExperimentError if a round of so many local steps is too short for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """The algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
+        """Return the algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """The columns of the buffers [b] of a personal model that a worker keeps."""
+        """Return the columns of the buffers [b] of a personal model that a worker keeps."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
-        """A copy with another learning rate `lr`, for learning-rate schedules."""
+        """Return a copy with another learning rate `lr`, for learning-rate schedules."""
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
@@ -194,11 +194,14 @@ class ClientAlgorithm:
         return server
 
     def start(self, rows: Tensor) -> State:
-        """The state of the steps, of the rows' shape [..., d], for rows that have not moved."""
+        """Return the state of the steps, of the rows' shape [..., d], for rows that have not moved."""
         return {}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        """The state of the steps of a round, named as by `start`; `rows` [..., d] are as the server sent them."""
+        """Return the state of the steps of a round, named as by `start`.
+
+        `rows` [..., d] are as the server sent them.
+        """
         return self.start(rows)
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
@@ -225,7 +228,7 @@ class ClientAlgorithm:
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
-        """What is added to the loss of each sample, [..., batch].
+        """Term added to the loss of each sample, [..., batch].
 
         Args:
             features: of the samples at the rows, [..., batch, f]; see `fedsim.core.recorded_features`.
@@ -260,33 +263,33 @@ class ClientAlgorithm:
         which must not; `workers` and `population` as in `receive`, which comes before.
         """
 
-    def send_gradients(self, gradients: Tensor, kept: State) -> None:
+    def send_gradients(self, gradients: Tensor, worker_state: State) -> None:
         """Change what workers send at a step of a round of gradients, [..., d], and what they keep, in place."""
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        """The personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        """Return the personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
 
         They are tested with the buffers that the workers keep for them, and else with those of the global model.
         """
         return rows
 
     def _copy(self, **changes: Any) -> ClientAlgorithm:
-        """A copy with other attributes. `dataclasses.replace` would lose those that are no fields."""
+        """Return a copy with changed attributes. `dataclasses.replace` would lose attributes that are not fields."""
         copied = copy.copy(self)
         vars(copied).update(changes)
         return copied
 
     def has(self, method: str) -> bool:
-        """Whether the algorithm defines a method itself, so that it has to be called."""
+        """Whether the algorithm overrides an optional method, which then has to be called."""
         return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
 
     @property
     def alters_gradients(self) -> bool:
-        """Whether workers send something else than their gradients in a round of gradients."""
+        """Whether workers send something other than their gradients with `sync = "gradients"`."""
         return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        """How many numbers a worker receives and sends in a round besides its row [d] without personal columns."""
+        """Numbers that a worker receives and sends in a round in addition to the shared columns of its row."""
         row = torch.empty(d, device="meta")
         received, sent = self.send(self.server_state(row)), self.message(row)
         return sum(tensor.numel() for tensor in received.values()), sum(tensor.numel() for tensor in sent.values())
@@ -327,10 +330,12 @@ def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> 
     return ({PERSONAL_BUFFERS: personal} if len(personal) else {}) | algorithm.worker_state(row)
 
 
-def personal_model(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, kept: State) -> tuple[Tensor, Tensor]:
+def personal_model(
+    algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, worker_state: State
+) -> tuple[Tensor, Tensor]:
     """The row [d] and the buffers [b] of a worker's personal model, from those of the global one and what it keeps."""
-    of_algorithm = {name: tensor for name, tensor in kept.items() if name != PERSONAL_BUFFERS}
-    if PERSONAL_BUFFERS in kept:
+    of_algorithm = {name: tensor for name, tensor in worker_state.items() if name != PERSONAL_BUFFERS}
+    if PERSONAL_BUFFERS in worker_state:
         buffers = buffers.clone()
-        algorithm.buffers_kept(len(buffers)).write(buffers, kept[PERSONAL_BUFFERS])
+        algorithm.buffers_kept(len(buffers)).write(buffers, worker_state[PERSONAL_BUFFERS])
     return algorithm.personal_rows(row, of_algorithm), buffers

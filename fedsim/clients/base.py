@@ -76,7 +76,7 @@ class Stepper(Protocol):
     """The methods that every client algorithm has; `fedsim.clients.ClientAlgorithm` has the optional ones too."""
 
     def start(self, rows: Tensor) -> State:
-        """The state for rows [..., d] that have not moved: tensors of the same shape."""
+        """Return the state for rows [..., d] that have not moved: tensors of the same shape."""
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         """Move `rows` one step in place; `gradients` and `state` may change too."""

@@ -103,7 +103,7 @@ class FedNova(LocalSGD):
     """
 
     def normaliser(self, steps: Tensor) -> Tensor:
-        """|a_k|, the sum of the factors of all gradients after so many steps, float64."""
+        """|a_k|, the sum of the weights of all gradients after `steps` steps, float64."""
         r, steps = self.momentum, steps.double()
         with_momentum = (steps - r * (1 - r**steps) / (1 - r)) / (1 - r)
         return steps + r * with_momentum if self.nesterov else with_momentum

@@ -75,7 +75,7 @@ def linear(
     end_factor: Annotated[float, Field(ge=0, le=1)] = 1.0,
     total_iters: Count = 5,
 ) -> LRScheduler:
-    """From lr start_factor to lr end_factor in `total_iters` rounds: `torch.optim.lr_scheduler.LinearLR`."""
+    """Linear change from lr * start_factor to lr * end_factor in `total_iters` rounds, as in PyTorch's `LinearLR`."""
     return lr_scheduler.LinearLR(optimizer, start_factor, end_factor, total_iters)
 
 
@@ -87,7 +87,7 @@ def cosine(
     T_max: Count | None = None,  # noqa: N803
     eta_min: NonNegative = 0.0,
 ) -> LRScheduler:
-    """From lr to `eta_min` by a cosine in `T_max` rounds, by default all, and back: PyTorch's `CosineAnnealingLR`.
+    """Cosine decay from lr to `eta_min` in `T_max` rounds (default: all), as in PyTorch's `CosineAnnealingLR`.
 
     Loshchilov and Hutter 2017.
     """
@@ -106,7 +106,7 @@ def one_cycle(
     final_div_factor: Positive = 1e4,
     three_phase: bool = False,
 ) -> LRScheduler:
-    """Up to lr, the largest rate, and down, in `total_steps` rounds, by default all: PyTorch's `OneCycleLR`.
+    """One-cycle schedule that peaks at lr, in `total_steps` rounds (default: all), as in PyTorch's `OneCycleLR`.
 
     Smith and Topin 2019.
     """
@@ -127,7 +127,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """A parameter of a schedule whose default is the length of the schedule, which must be known."""
+    """Return a parameter of a schedule whose default is the length of the schedule, which must be known."""
     if length is None:
         raise ExperimentError(f"{key}: is required, since the number of steps of a round differs")
     return length
@@ -162,11 +162,11 @@ class LRSchedule:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> LRSchedule:
-        """The schedule of a component with its parameters."""
+        """Return the schedule of a component with its parameters."""
         return cls(registration.bind(params), tuple(registration.takes), **settings)
 
     def rate(self, lr: float, round: int, step: int = 0) -> float:
-        """The learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.
+        """Return the learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.
 
         Raises ExperimentError if the scheduler cannot be made, or ends before.
         """
@@ -213,5 +213,5 @@ class LRSchedule:
 
 @lru_cache(maxsize=64)
 def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
-    """The learning rates that were asked for so far, and those that follow."""
+    """Return the learning rates that were asked for so far, and those that follow."""
     return [], schedule.rates(lr)

@@ -57,7 +57,7 @@ class PersonalSGD(LocalSGD):
         return {"personal": self.personal_columns.of(row)}
 
     def server_state(self, row: Tensor) -> State:
-        """The personal columns of the global row, which never move."""
+        """Return the personal columns of the global row, which never move."""
         return {"personal": self.personal_columns.of(row)}
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
@@ -72,9 +72,9 @@ class PersonalSGD(LocalSGD):
         self.personal_columns.write(rows, worker.received["personal"])
         return {}
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         rows = rows.clone()
-        self.personal_columns.write(rows, kept["personal"])
+        self.personal_columns.write(rows, worker_state["personal"])
         return rows
 
 
@@ -106,14 +106,14 @@ class FedPer(PersonalSGD):
             if not any(fnmatchcase(name, pattern) for name in names):
                 place = f"local.personal = {show(self.personal)}"
                 raise ExperimentError(f"{place}: no parameter matches {show(pattern)}; {_nearest(pattern, names)}")
-        found = set(self._matching(names))
-        if len(found) in (0, len(names)):
-            all_or_none, instead = ("all", "local_only") if found else ("none", "sgd")
+        matching = set(self._matching(names))
+        if len(matching) in (0, len(names)):
+            all_or_none, instead = ("all", "local_only") if matching else ("none", "sgd")
             place = f"local.personal = {show(self.personal)}"
             raise ExperimentError(
                 f"{place}: {all_or_none} of the parameters are personal; use local.algorithm={instead}"
             )
-        return found.union(self._matching(entry.name for entry in Layout.of(module).buffers))
+        return matching.union(self._matching(entry.name for entry in Layout.of(module).buffers))
 
     def _matching(self, names: Iterable[str]) -> Iterator[str]:
         return (name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal))
@@ -169,9 +169,9 @@ class FedRep(FedPer):
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         key, least = ("epochs", epochs) if steps is None else ("steps", steps)
-        other = "head_steps" if steps is None else "head_epochs"
-        if getattr(self, other) is not None:
-            raise ExperimentError(f"local.{other}: does not go with local.{key}; use local.head_{key}")
+        unused_key = "head_steps" if steps is None else "head_epochs"
+        if getattr(self, unused_key) is not None:
+            raise ExperimentError(f"local.{unused_key}: does not go with local.{key}; use local.head_{key}")
         head = getattr(self, f"head_{key}")
         if head is not None and least is not None and head >= least:
             raise ExperimentError(
@@ -251,12 +251,12 @@ class LocalOnly(PersonalSGD):
 
 
 def _layer(name: str) -> str:
-    """The name of the module that a parameter or buffer belongs to."""
+    """Return the name of the module that a parameter or buffer belongs to."""
     return name.rpartition(".")[0]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """The hint for a pattern that matches no parameter."""
+    """Return the hint for a pattern that matches no parameter."""
     if closest(pattern, names):
         return nearest(pattern, names)
     modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)

@@ -73,9 +73,9 @@ class APFL(LocalSGD):
         worker.kept.update({name: state[name] for name in worker.kept})
         return {}
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        alpha = kept.get("alpha", self.alpha)
-        return alpha * kept["personal"] + (1 - alpha) * rows
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        alpha = worker_state.get("alpha", self.alpha)
+        return alpha * worker_state["personal"] + (1 - alpha) * rows
 
 
 @client_algorithm("ditto")
@@ -129,7 +129,7 @@ class Ditto(LocalSGD):
         self.step(rows, gradients, state)
 
     def _moves_personal(self, state: State) -> bool:
-        """Whether v takes this step; all rows of a stack are at the same step."""
+        """Whether the personal model v takes this step. All rows of a stack are at the same step."""
         if self.personal_steps is None:
             return True
         taken = state["taken"].add_(1)
@@ -139,8 +139,8 @@ class Ditto(LocalSGD):
         worker.kept["personal"] = state["personal"]
         return {}
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        return kept["personal"]
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        return worker_state["personal"]
 
 
 @client_algorithm("per_fedavg")
@@ -269,5 +269,5 @@ class PFedMe(ClientAlgorithm):
     def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
         update.mul_(self.beta)
 
-    def personal_rows(self, rows: Tensor, kept: State) -> Tensor:
-        return kept["theta"]
+    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
+        return worker_state["theta"]

@@ -17,7 +17,7 @@ from fedsim.errors import ExperimentError
 
 @dataclass(frozen=True)
 class LocalSGD(ClientAlgorithm):
-    """The local steps of `SGD`, without `momentum_at`: the base class of client algorithms that need local steps."""
+    """SGD with momentum at the worker. Base class of client algorithms that need several local steps."""
 
     lr: NonNegative = 0.05
     momentum: Decay = 0.0
@@ -26,8 +26,8 @@ class LocalSGD(ClientAlgorithm):
     dampening: Decay = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for key, given in (("nesterov = true", self.nesterov), (f"dampening = {self.dampening}", self.dampening)):
-            if given and not self.momentum:
+        for key, is_set in (("nesterov = true", self.nesterov), (f"dampening = {self.dampening}", self.dampening)):
+            if is_set and not self.momentum:
                 raise ExperimentError(f"local.{key}: needs local.momentum > 0")
         if self.nesterov and self.dampening:
             raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
@@ -38,7 +38,7 @@ class LocalSGD(ClientAlgorithm):
         return self.weight_decay
 
     def start(self, rows: Tensor) -> State:
-        """The state; subclasses may add a tensor "constant" [..., d], which each step adds to the gradient."""
+        """Return the state; subclasses may add a tensor "constant" [..., d], which each step adds to the gradient."""
         return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
@@ -129,8 +129,8 @@ class SGD(LocalSGD):
     def worker_state(self, row: Tensor) -> State:
         return {"momentum": torch.zeros_like(row)} if self.alters_gradients else {}
 
-    def send_gradients(self, gradients: Tensor, kept: State) -> None:
-        gradients.copy_(self._averaged(kept["momentum"], gradients))
+    def send_gradients(self, gradients: Tensor, worker_state: State) -> None:
+        gradients.copy_(self._averaged(worker_state["momentum"], gradients))
 
     def start(self, rows: Tensor) -> State:
         return {} if self.alters_gradients else super().start(rows)
@@ -243,8 +243,8 @@ class Moon(LocalSGD):
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         state = self.start(rows)
-        for name, kept in worker.kept.items():
-            state[name].copy_(kept)
+        for name, tensor in worker.kept.items():
+            state[name].copy_(tensor)
         return state
 
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:

@@ -137,7 +137,7 @@ def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """The answer, the table with the best in bold, and the picture of a comparison, as a notebook shows it."""
+    """Return the answer, the table with the best in bold, and the picture of a comparison, as a notebook shows it."""
     lines = [html.escape(line) for line in comparison.table.splitlines()]
     table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
     picture = draw_heatmap(comparison) or draw_curves(comparison)

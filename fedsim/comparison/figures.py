@@ -119,8 +119,8 @@ def curves(
 def curves_along(comparison: Comparison, axis: str) -> LineChart:
     """Return lines of the compared number in the last round over the values of an axis."""
     keys = [key for key in comparison.compared if key != axis]
-    found = value_curves(comparison.rows, axis)
-    lines = [Line(_place(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in found]
+    curves_of_rows = value_curves(comparison.rows, axis)
+    lines = [Line(_place(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in curves_of_rows]
     title = comparison_title([*keys[:1], axis], comparison.metric.label)
     return LineChart(comparison, keys, axis, lines, title, _remarks_on_seeds(comparison))
 
@@ -177,14 +177,14 @@ def heat_maps(
         beside: the axes of which each map has one value.
         cell: a function that makes a cell of its combinations, of which there is at least one.
     """
-    found: dict[tuple[int, ...], list[Row]] = {}
+    rows_by_place: dict[tuple[int, ...], list[Row]] = {}
     for row in comparison.rows:
         place = _place(row)
-        found.setdefault(tuple(place[axis] for axis in (*beside, *over)), []).append(row)
+        rows_by_place.setdefault(tuple(place[axis] for axis in (*beside, *over)), []).append(row)
     down, across = (range(len(comparison.axes[axis])) for axis in over)
     maps = []
     for others in itertools.product(*(range(len(comparison.axes[axis])) for axis in beside)):
-        rows = [[found.get((*others, i, j)) for j in across] for i in down]
+        rows = [[rows_by_place.get((*others, i, j)) for j in across] for i in down]
         cells = [[cell(some) if some else HeatCell() for some in line] for line in rows]
         maps.append(HeatMap(dict(zip(beside, others, strict=True)), cells))
     return maps

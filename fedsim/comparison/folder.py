@@ -52,10 +52,10 @@ class Shard:
     @classmethod
     def parse(cls, text: str) -> Shard:
         """Parse `2/8`. Raises ExperimentError for anything else."""
-        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
-        if not found or not int(found[1]) < int(found[2]):
+        match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        if not match or not int(match[1]) < int(match[2]):
             raise ExperimentError(f"--shard {show(text)}: must be i/n, from 0/n to n-1/n")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def of(self, plan: ComparisonPlan) -> list[PlannedRun]:
         """Return the runs of this part."""
@@ -82,12 +82,12 @@ class ComparisonRecords:
         """Return the folder of a run's records. Raises RecordError if a link leads out of the comparison's folder."""
         return inner_folder(self.path, run.id)
 
-    def result(self, run: PlannedRun, *, kept: bool = True) -> Run:
+    def result(self, run: PlannedRun, *, keeps_folder: bool = True) -> Run:
         """Return the result of a run; `kept` is False if the folder is temporary."""
         place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
         result = result_in(self.run_folder(run), run)
         target = self.plan.settings.target
-        return replace(result, folder=result.folder if kept else None, place=place, target=target)
+        return replace(result, folder=result.folder if keeps_folder else None, place=place, target=target)
 
     @functools.cached_property
     def _places(self) -> dict[str, dict[str, int]]:
@@ -97,12 +97,12 @@ class ComparisonRecords:
         """Whether all records of a run are there."""
         return result_in(self.run_folder(run), run).finished
 
-    def comparison(self, *, kept: bool = True) -> Comparison:
+    def comparison(self, *, keeps_folder: bool = True) -> Comparison:
         """Compare the runs; nothing is written. `kept` is False if the folder is temporary."""
-        plan, runs = self.plan, [self.result(run, kept=kept) for run in self.plan.runs]
+        plan, runs = self.plan, [self.result(run, keeps_folder=keeps_folder) for run in self.plan.runs]
         if plan.settings.metric is not None:
             require_number(plan.settings.metric, [run.history[-1] for run in runs if run.finished])
-        return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if kept else None, plan.left_out)
+        return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def take_ids(self, stored: ComparisonFile) -> None:
         """Give the runs of the comparison the ids of the stored runs with the same points."""
@@ -208,7 +208,7 @@ def result_in(folder: Path, run: PlannedRun) -> Run:
 
 
 def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
-    """The results of a comparison from its folder, as `fedsim.compare` returned them.
+    """Return the results of a comparison from its folder, as `fedsim.compare` returned them.
 
     Runs that are not finished count as failed. Nothing in the folder is changed, and no code of it is executed.
 

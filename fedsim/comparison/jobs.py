@@ -71,7 +71,9 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
     by_cores = usable_cores() // max(run.experiment.threads_per_process for run in runs)
     if min(by_cores, len(runs)) <= 1:
         return 1
-    sizes = distinct(runs, lambda each: [each.resolved()["model"], each.cohort_size, each.precision])
+    sizes = distinct(
+        runs, lambda experiment: [experiment.resolved()["model"], experiment.cohort_size, experiment.precision]
+    )
     by_memory = 0.8 * free_memory() / max(job_bytes(run.experiment) for run in sizes)
     return max(1, int(min(len(runs), by_cores, by_memory)))  # the free memory may be infinite
 
@@ -117,9 +119,9 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     """
     require_files(count, INSTEAD)
     work = list(work)
-    threads = 1 if all(each.experiment.threads_per_process == 1 for each in work) else None
+    threads = 1 if all(job.experiment.threads_per_process == 1 for job in work) else None
     new_pool = partial(ProcessPool, 1, threads, START_TIMEOUT, instead=INSTEAD, called="its process", daemon=False)
-    waiting, grace = deque((each, 1) for each in work), 0.0  # with the number of the attempt
+    waiting, grace = deque((job, 1) for job in work), 0.0  # with the number of the attempt
     pools, busy = list[ProcessPool](), dict[ProcessPool, tuple[Work, int]]()
     try:
         while waiting or busy:
@@ -128,10 +130,10 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
                     pools.append(new_pool())
             for pool in pools:
                 if pool not in busy and waiting:
-                    busy[pool] = each, _ = waiting.popleft()
-                    pool.begin(_job, each.experiment, each.folder, on_message=partial(_hear, pool, each.run, on_round))
+                    busy[pool] = job, _ = waiting.popleft()
+                    pool.begin(_job, job.experiment, job.folder, on_message=partial(_hear, pool, job.run, on_round))
             ready = wait_for(busy)
-            for pool, (each, number) in list(busy.items()):
+            for pool, (job, number) in list(busy.items()):
                 try:
                     results = pool.poll(ready)
                 except (ExperimentError, WorkerError) as error:
@@ -139,15 +141,15 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
                     pool.close()
                     if not (pool.has_started or isinstance(error, ProcessLostError)):
                         raise WorkerError(f"no run can begin: {error}") from None
-                    results = [_reason_of_failure(each.run, number, error)]
+                    results = [_reason_of_failure(job.run, number, error)]
                 if results is None:
                     continue
                 del busy[pool]
                 if results == [None] and not pool.at_work:  # it lost its process, and is repeated
-                    waiting.appendleft((each, number + 1))
-                    on_retry(each.run)
+                    waiting.appendleft((job, number + 1))
+                    on_retry(job.run)
                 else:
-                    on_end(each.run, results[0])
+                    on_end(job.run, results[0])
         grace = GRACE
     finally:
         close_pools(pools, grace)

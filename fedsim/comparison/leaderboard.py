@@ -1,10 +1,10 @@
-"""Which value of the first axis is best over all cells of a comparison: mean ranks and their significance.
+"""Rank the values of the first axis over all cells of a comparison, and test whether the mean ranks differ.
 
 A cell is a combination of the values on the other compared axes, such as an attack; the candidates are the values of
 the first axis, such as rules. Demsar 2006 ("Statistical comparisons of classifiers over multiple data sets"): the
 Friedman test asks whether the mean ranks differ at all, and Nemenyi's critical difference by how much two mean ranks
-must differ. Both regard the cells as independent. Cells of one comparison share their data and their seeds, so the
-tests say how consistent the order is over these cells, not what holds for other data.
+must differ. Both tests assume independent cells. The cells of a comparison share their data and seeds, so the tests
+only show how consistent the order is over these cells. They say nothing about other data.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Standing:
-    """The place of one candidate.
+    """One candidate on the leaderboard.
 
     Attributes:
-        name: the label of the value.
-        mean_rank: over the cells, 1 the best; equal candidates of a cell share the mean of their ranks, and all that
-            failed, diverged or lack a result share the last ranks.
-        best: the number of cells in which it is the best, or equal to the best.
-        tied: the number of cells in which it is the best, or not significantly different from the best.
-        worst_cell: the labels of the cell in which it has the worst result, or a run failed, diverged or has no result.
-        worst: its mean result there; None without a result of every run.
+        name: label of the candidate.
+        mean_rank: mean rank over the cells (1 is best). Candidates with equal results in a cell share the mean of their
+            ranks. Candidates that failed, diverged or lack a result share the last ranks.
+        best: number of cells in which the candidate has the best result, alone or with an equal candidate.
+        tied: number of cells in which the candidate is best or not significantly different from the best.
+        worst_cell: labels of the cell in which the candidate did worst. A cell with a failed, diverged or missing run
+            counts as worst.
+        worst: mean result in `worst_cell`; None if a run there failed, diverged or has no result.
     """
 
     name: str
@@ -54,15 +55,15 @@ class Standing:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The candidates by their mean rank.
+    """The candidates sorted by mean rank, with the tests of the ranks.
 
     Attributes:
-        standings: the best first.
-        cells: the number of cells that were ranked.
-        left_out: the number of cells that were not, since they lack a candidate, or all candidates failed there.
-        chi_square, p: of the Friedman test, with its correction for equal ranks.
-        f, p_of_f: of Iman and Davenport, which rejects more often, and rightly so, with few cells.
-        critical_difference: of two mean ranks, by Nemenyi, at a level of 5 percent.
+        standings: the candidates, best first.
+        cells: number of ranked cells.
+        left_out: number of cells without ranks, because a candidate is missing or all candidates failed.
+        chi_square, p: statistic and p-value of the Friedman test, corrected for equal ranks.
+        f, p_of_f: statistic and p-value of the Iman-Davenport test, which is less conservative.
+        critical_difference: smallest significant difference between two mean ranks (Nemenyi, 5 % level).
     """
 
     standings: list[Standing]
@@ -76,20 +77,20 @@ class Leaderboard:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """The largest groups of neighbours, as first and last index, whose ranks are within the critical difference."""
+        """First and last index of each maximal group of standings whose ranks are within the critical difference."""
         ranks = [each.mean_rank for each in self.standings]
-        found: list[tuple[int, int]] = []
+        groups: list[tuple[int, int]] = []
         for first, rank in enumerate(ranks):
             last = max(index for index, other in enumerate(ranks) if other - rank <= self.critical_difference)
-            if last > first and (not found or last > found[-1][1]):
-                found.append((first, last))
-        return found
+            if last > first and (not groups or last > groups[-1][1]):
+                groups.append((first, last))
+        return groups
 
 
 def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) -> Leaderboard | None:
-    """The leaderboard of the first axis; None with fewer than `FEWEST_CANDIDATES` or `FEWEST_CELLS`.
+    """Return the leaderboard of the first axis, or None if there are too few candidates or cells.
 
-    `label_of` returns the label of a value.
+    `label_of` maps a value to its label.
     """
     if len(comparison.compared) < 2:
         return None
@@ -121,7 +122,7 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
 
 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
-    """Return what the ranks are of, and whether they differ."""
+    """Return the notes below the leaderboard: the test results, the critical difference and the limits."""
     notes = [
         f"mean ranks over {board.cells} cells, 1 the best; Friedman test: chi-square {board.chi_square:.1f}, "
         f"p = {board.p:.2g}; Iman and Davenport: F {board.f:.1f}, p = {board.p_of_f:.2g}",
@@ -136,7 +137,7 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
 
 
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
-    """The ranks of the candidates in each cell [cells, candidates]: 1 the highest quality, equal ones share a rank.
+    """Return the ranks within each cell, shape [cells, candidates]; 1 is the highest quality, ties share a mean rank.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))
     array([[1.5, 3. , 1.5],
@@ -148,9 +149,9 @@ def ranks_of(qualities: np.ndarray) -> np.ndarray:
 
 
 def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
-    """The Friedman statistic and its p, and the F of Iman and Davenport and its p, of ranks [cells, candidates].
+    """Return the Friedman statistic, its p-value, the Iman-Davenport F and its p-value.
 
-    All candidates have equal ranks in every cell: 0, 1, 0, 1.
+    `ranks` has shape [cells, candidates]. If all ranks are equal in every cell, return (0, 1, 0, 1).
     """
     n, k = ranks.shape
     between = n * float(((ranks.mean(axis=0) - (k + 1) / 2) ** 2).sum())
@@ -164,7 +165,7 @@ def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def nemenyi(cells: int, candidates: int) -> float:
-    """The critical difference of two mean ranks at a level of 5 percent.
+    """Return the critical difference between two mean ranks at the 5 % level.
 
     >>> round(nemenyi(14, 4), 2)  # Demsar 2006, section 3.2.2: 2.569 sqrt(4 5 / (6 14))
     1.25
@@ -178,13 +179,13 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
     head = [first, "mean rank", "best in", "best or tied in", "worst in"]
     rows = [
         [
-            each.name,
-            f"{each.mean_rank:.2f}",
-            f"{each.best} of {board.cells}",
-            f"{each.tied} of {board.cells}",
-            f"{each.worst_cell}: {each.worst.text() if each.worst else 'no result'}",
+            standing.name,
+            f"{standing.mean_rank:.2f}",
+            f"{standing.best} of {board.cells}",
+            f"{standing.tied} of {board.cells}",
+            f"{standing.worst_cell}: {standing.worst.text() if standing.worst else 'no result'}",
         ]
-        for each in board.standings
+        for standing in board.standings
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in (head, *rows)]
@@ -192,12 +193,12 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
 
 
 def leaderboard_csv(board: Leaderboard, first: str) -> str:
-    """Return one row per candidate, the best first; `first` is the key that they are values of."""
+    """Return one CSV row per candidate, best first; `first` is the key of the first axis."""
     rows: list[list[Any]] = [
         [first, "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]
     ]
-    for each in board.standings:
-        worst = each.worst.mean if each.worst else None
-        counts = [each.best, each.tied, board.cells]
-        rows.append([each.name, each.mean_rank, *counts, each.worst_cell, worst, board.critical_difference])
+    for standing in board.standings:
+        worst = standing.worst.mean if standing.worst else None
+        counts = [standing.best, standing.tied, board.cells]
+        rows.append([standing.name, standing.mean_rank, *counts, standing.worst_cell, worst, board.critical_difference])
     return to_csv(rows)

@@ -166,8 +166,8 @@ def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
     if len(mean.curves) >= FEWEST_FOR_BAND:
         panel.fill_between(mean.x, *line.band, color=style["color"], alpha=0.13, linewidth=0)
     elif len(mean.curves) > 1:
-        for each in mean.curves:
-            panel.plot(*each, color=style["color"], alpha=0.4, linewidth=0.45 * style["linewidth"])
+        for curve in mean.curves:
+            panel.plot(*curve, color=style["color"], alpha=0.4, linewidth=0.45 * style["linewidth"])
 
 
 def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequence[str]) -> None:
@@ -241,9 +241,9 @@ def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle
     from matplotlib.figure import Figure
 
     maps, first = best_maps(comparison, over), comparison.compared[0]
-    means = [mean for _, each in maps for mean in each.means]
+    means = [mean for _, heat_map in maps for mean in heat_map.means]
     down, across = ([label(value) for value in comparison.axes[axis][:MOST_VALUES]] for axis in over)
-    texts = [text for _, each in maps for line in each.cells for cell in line for text in cell.lines]
+    texts = [text for _, heat_map in maps for line in heat_map.cells for cell in line for text in cell.lines]
     width = max(1.0, SMALL_CHARACTER * max(map(len, texts)) + 0.2) * len(across) + 0.3
     height = TALL_CELL * len(down) + 0.5
     fitting, of_each = max(1, int(WIDEST / width)), len(comparison.axes[first]) + 1
@@ -257,8 +257,8 @@ def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel in panels[len(shown) :]:
         panel.set_axis_off()
-    for place, (panel, (title, each)) in enumerate(zip(panels, shown, strict=False)):
-        cells = [line[:MOST_VALUES] for line in each.cells[:MOST_VALUES]]
+    for place, (panel, (title, heat_map)) in enumerate(zip(panels, shown, strict=False)):
+        cells = [line[:MOST_VALUES] for line in heat_map.cells[:MOST_VALUES]]
         image = _draw_cells(panel, cells, (min(means), max(means)))
         panel.set_title(title, fontsize="small")
         panel.set_xticks(range(len(across)), across, fontsize="small")
@@ -365,15 +365,15 @@ def draw_tuning(comparison: Comparison) -> Figure | None:
     for index, choice in enumerate(tuned):
         style = line_style(index)
         points = []
-        for each in choice.candidates:
-            counted = settings.validated(each)
+        for candidate in choice.candidates:
+            counted = settings.validated(candidate)
             value = validation_result(counted)
             if value is None or not counted.is_complete(value):
                 continue
-            metric = each.metric
+            metric = candidate.metric
             x = places[label(counted.runs[0].point[settings.tune])]
             points.append((x, value.mean))
-            if each is choice.chosen:
+            if candidate is choice.chosen:
                 axes.plot(x, value.mean, "o", color=style["color"], markersize=9)
         point = choice.chosen.runs[0].point
         name = ", ".join(label(point[key]) for key in comparison.compared) or comparison.name
@@ -397,16 +397,18 @@ def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
     count = len(board.standings)
     figure = Figure(figsize=(7.5, 1.6 + LINE * (count + len(board.groups))), layout="constrained")
     axes = figure.subplots()
-    for place, each in enumerate(board.standings):
+    for place, standing in enumerate(board.standings):
         y = -place
-        axes.plot([1, each.mean_rank], [y, y], color="#cccccc", linewidth=1, zorder=1)
-        axes.plot(each.mean_rank, y, "o", color="#1f4e79", zorder=2)
-        axes.annotate(fixed(each.mean_rank, 2), (each.mean_rank, y), (8, 0), textcoords="offset points", va="center")
+        axes.plot([1, standing.mean_rank], [y, y], color="#cccccc", linewidth=1, zorder=1)
+        axes.plot(standing.mean_rank, y, "o", color="#1f4e79", zorder=2)
+        axes.annotate(
+            fixed(standing.mean_rank, 2), (standing.mean_rank, y), (8, 0), textcoords="offset points", va="center"
+        )
     for index, (first, last) in enumerate(board.groups):
         height = -count - 0.6 * index
         ends = [board.standings[first].mean_rank, board.standings[last].mean_rank]
         axes.plot(ends, [height, height], color="black", linewidth=4, solid_capstyle="butt")
-    axes.set_yticks([-place for place in range(count)], [each.name for each in board.standings])
+    axes.set_yticks([-place for place in range(count)], [standing.name for standing in board.standings])
     axes.set_xlim(0.8, count + 0.5)
     axes.set_xlabel(
         f"mean rank over {board.cells} cells, 1 the best\n"

@@ -144,34 +144,38 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
 
 
 def _comparison_in(folders: Sequence[Path]) -> Comparison:
-    """The comparison in a folder, or the runs in several folders as one."""
-    found = [read_records(folder) for folder in folders]
-    if not found:
+    """Return the comparison in a folder, or the runs in several folders as one."""
+    records = [read_records(folder) for folder in folders]
+    if not records:
         raise ExperimentError("folders: must be one or more")
-    if isinstance(found[0], Comparison) and len(found) == 1:
-        return found[0]
+    if isinstance(records[0], Comparison) and len(records) == 1:
+        return records[0]
     runs = []
-    for each in found:
-        if isinstance(each, Comparison):
+    for record in records:
+        if isinstance(record, Comparison):
             raise ExperimentError(
-                f"{each.folder}: is a comparison; draw one comparison, or several runs; fedsim compare FOLDER FOLDER "
+                f"{record.folder}: is a comparison; draw one comparison, or several runs; fedsim compare FOLDER FOLDER "
                 "--out NEW makes one comparison of several"
             )
-        runs.append(each)
+        runs.append(record)
     return comparison_of(runs)
 
 
 def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
     """Return the runs with these values on some axes; `alie` selects all its settings, such as `alie,z=1.5`."""
     axes, runs = dict(comparison.axes), comparison.runs
-    for key, given in only.items():
+    for key, selected in only.items():
         key = axis_called(key)
         _require(key, "only", list(axes))
-        wanted = [label(each) for each in (given if isinstance(given, (list, tuple)) else [given])]
+        wanted = [
+            label(wanted_value) for wanted_value in (selected if isinstance(selected, (list, tuple)) else [selected])
+        ]
         names = {label(value): {label(value), label(value).partition(",")[0]} for value in axes[key]}
-        for each in wanted:
-            if not any(each in own for own in names.values()):
-                raise ExperimentError(f"{key} = {show(each)}: is not in the comparison; {nearest(each, names)}")
+        for wanted_value in wanted:
+            if not any(wanted_value in own for own in names.values()):
+                raise ExperimentError(
+                    f"{key} = {show(wanted_value)}: is not in the comparison; {nearest(wanted_value, names)}"
+                )
         chosen = [name for name, own in names.items() if own.intersection(wanted)]
         axes[key] = [value for value in axes[key] if label(value) in chosen]
         runs = [run for run in runs if label(run.point[key]) in chosen]

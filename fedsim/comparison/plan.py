@@ -49,7 +49,7 @@ KEYS = [metric.key for metric in METRICS if "{}" not in metric.label]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a comparison: `id` names its folder, `point` holds its value on each axis."""
+    """One run of a comparison: `id` is the name of its folder, `point` maps each axis to a value."""
 
     id: str
     point: dict[str, Any]
@@ -57,7 +57,7 @@ class PlannedRun:
 
     @functools.cached_property
     def tables(self) -> dict[str, Any]:
-        """The resolved tables of the experiment."""
+        """Return the resolved tables of the experiment."""
         return self.experiment.resolved()
 
 
@@ -66,12 +66,12 @@ class ComparisonPlan:
     """The runs of a comparison.
 
     Attributes:
-        name: of the experiment; the default name depends on no axis.
-        axes: the values of each key that is varied, in order.
-        runs: one for each combination; the last axis varies fastest, and the seed fastest of all.
-        engine_chosen: whether the experiment sets its engine or number of processes, or is a race of processes.
+        name: name of the experiment; a default name does not contain values of the axes.
+        axes: the varied keys and their values, in order.
+        runs: one run per combination. The last axis varies fastest; the seed is always the last axis.
+        engine_chosen: whether any experiment sets `engine` or `processes`, or has mode "race".
         settings: the settings of the comparison.
-        left_out: a line for each problem of the invalid combinations that have no run.
+        left_out: one line per problem for which invalid combinations were left out.
     """
 
     name: str
@@ -83,7 +83,7 @@ class ComparisonPlan:
 
     @property
     def base(self) -> dict[str, Any]:
-        """The settings that the axes change, as nested tables."""
+        """The settings before the axes are applied, reconstructed from the runs, as nested tables."""
         return common_tables(self.runs)
 
     @property
@@ -118,8 +118,8 @@ def plan_comparison(
     """
     description = describe(source)
     written = {} if file else axes
-    axes, given = _axes_and_settings([description.pop(COMPARISON, {}), axes or {}])
-    settings = ComparisonSettings(**given | settings.given)
+    axes, table_settings = _axes_and_settings([description.pop(COMPARISON, {}), axes or {}])
+    settings = ComparisonSettings(**table_settings | settings.given)
     axes, word_axes, in_all = apply_words(axes, words, changes_in(plain(changes)))
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
     if not axes:
@@ -131,8 +131,8 @@ def plan_comparison(
     if isinstance(records := description.setdefault("records", {}), dict):
         for name in ("model", "curve"):  # large files, and a comparison has many runs and its own figures
             records.setdefault(name, False)
-    own = [value for _, value in in_all] + [word_axes, written]
-    with untrusted_config(file or file_of(source), own, allowed=allow_imports):
+    untrusted_values = [value for _, value in in_all] + [word_axes, written]
+    with untrusted_config(file or file_of(source), untrusted_values, allowed=allow_imports):
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, points, engine_chosen, left_out = _experiments(
@@ -154,10 +154,10 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
     """
     settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
-    own = [_keys_set_by(run, keys) for run in runs]
+    keys_by_run = [_keys_set_by(run, keys) for run in runs]
     tables: dict[str, Any] = {}
     for key in keys:
-        values = [leaves.get(key) for leaves, changed in zip(settings, own, strict=True) if key not in changed]
+        values = [leaves.get(key) for leaves, changed in zip(settings, keys_by_run, strict=True) if key not in changed]
         if values and values[0] is not None and all(value == values[0] for value in values):
             *outer, last = key.split(".")
             functools.reduce(lambda table, name: table.setdefault(name, {}), outer, tables)[last] = values[0]
@@ -176,7 +176,7 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
 
 @functools.cache
 def _naming_key(key: str) -> str | None:
-    """The key that names the component of which `key` is a parameter; None if it is none."""
+    """Return the key that names the component of which `key` is a parameter; None if it is none."""
     table, within = component_table(key.split("."))
     if table is None or within[0] in table.keys:
         return None
@@ -196,7 +196,7 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:
-    """Return how to give several values; for a key whose value is a list, with that key."""
+    """Return a hint on how to write several values, for the first key whose value is a list if there is one."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
             key = ".".join(keys)
@@ -207,9 +207,9 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
 def _experiments(
     description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool
 ) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
-    """Make the experiment of every point, all with one default name.
+    """Return the experiment of every point, all with the same default name.
 
-    Points that differ in the seed alone are checked once, and each seed once, since no check depends on both.
+    Points that differ only in the seed are checked once, and so is each seed, because no check depends on both.
 
     Returns the experiments and their points, whether any of them sets its engine, and a line for each problem of the
     points that are left out.
@@ -226,12 +226,12 @@ def _experiments(
             experiments.append(checked[combination].model_copy(update={SEED: point[SEED]}))
             valid.append(point)
             continue
-        own = [change for key, value in point.items() for change in changes_of(key, value)]
-        varied |= {key_changed(*change) for change in own}
+        point_changes = [change for key, value in point.items() for change in changes_of(key, value)]
+        varied |= {key_changed(*change) for change in point_changes}
         tables = copy.deepcopy(description)
         try:
-            _refuse_contradictions(in_all, own)
-            override(tables, [*in_all, *copy.deepcopy(own)])
+            _refuse_contradictions(in_all, point_changes)
+            override(tables, [*in_all, *copy.deepcopy(point_changes)])
             experiment = experiment_of(tables)
             lines = _problems_here(experiment, models)
         except ExperimentError as error:
@@ -260,7 +260,7 @@ def _renamed(experiment: Experiment, name: str) -> Experiment:
 
 
 def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return why a valid experiment cannot run on this machine; `models` caches the problems of models."""
+    """Return the reasons why a valid experiment cannot run on this machine; `models` caches the model checks."""
     tables = experiment.resolved()
     key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
     try:
@@ -273,27 +273,29 @@ def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -
     return models[key]
 
 
-def _refuse_contradictions(in_all: list[Change], own: list[Change]) -> None:
+def _refuse_contradictions(in_all: list[Change], point_changes: list[Change]) -> None:
     """Raise ExperimentError if two axes set one key, or an axis sets a key that is set for all runs."""
-    keys = [key_changed(*change) for change in own]
+    keys = [key_changed(*change) for change in point_changes]
     for key in keys:
         if keys.count(key) > 1:
             raise ExperimentError(f"{key}: is set by two axes")
     for path, value in in_all:
         if (key := key_changed(path, value)) in keys:
-            raise ExperimentError(f"{key} = {show(value)}: an axis sets that too")
+            raise ExperimentError(f"{key} = {show(value)}: is also set by a comparison axis; remove one of the two")
 
 
 def _refuse_equal_runs(experiments: Iterable[Experiment], points: Iterable[dict[str, Any]]) -> None:
     first: dict[str, dict[str, Any]] = {}
     for experiment, point in zip(experiments, points, strict=True):
-        other = first.setdefault(canonical(experiment.resolved()), point)
-        if other is not point:
-            raise ExperimentError(f"{describe_point(other)} and {describe_point(point)}: are the same experiment")
+        earlier_point = first.setdefault(canonical(experiment.resolved()), point)
+        if earlier_point is not point:
+            raise ExperimentError(
+                f"{describe_point(earlier_point)} and {describe_point(point)}: are the same experiment"
+            )
 
 
 def _ids(points: list[dict[str, Any]]) -> list[str]:
-    """Return a readable id for each point; a hash is added if it is too long, or if two points would have one id."""
+    """Return a readable id for each point, with a hash appended if the id is too long or not unique."""
     names = [readable_id(point) for point in points]
     count = Counter(name.lower() for name in names)  # some file systems ignore case
     return [
@@ -335,8 +337,8 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation_fraction=0.1"
         )
-    if settings.tune is not None and (found := untrained_part(experiments)):
-        algorithm, number = found
+    if settings.tune is not None and (untrained := untrained_part(experiments)):
+        algorithm, number = untrained
         raise ExperimentError(
             f"tune = {show(settings.tune)}: values are chosen by validation results of the global model, and with "
             f"{algorithm} workers keep a part of it; compare all values of {settings.tune}, without tune, "
@@ -350,17 +352,17 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     The second text is the number by which such runs can be compared, and the setting that it needs.
     """
     seen = set()
-    for each in experiments:
-        tables = each.resolved()
+    for experiment in experiments:
+        tables = experiment.resolved()
         key = canonical([tables["model"], tables["local"]])
-        if key in seen or not each.local.component.has("for_model"):
+        if key in seen or not experiment.local.component.has("for_model"):
             continue
         seen.add(key)
-        if task_of(each, torch.device("cpu")).algorithm.personal_columns.width:
-            score = "accuracy" if correct_of(each.task.component) else "loss"
+        if task_of(experiment, torch.device("cpu")).algorithm.personal_columns.width:
+            score = "accuracy" if correct_of(experiment.task.component) else "loss"
             personal = f"metrics.personal_worker_{score}_mean and data.local_test_fraction=0.2"
-            number = personal if each.policy.component.in_rounds else "train_loss"
-            return f"local.algorithm = {show(each.local.algorithm)}", number
+            number = personal if experiment.policy.component.in_rounds else "train_loss"
+            return f"local.algorithm = {show(experiment.local.algorithm)}", number
     return None
 
 
@@ -389,7 +391,7 @@ def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
 
 
 def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
-    """Return the number `by`, such as "-metrics.drift", with the sign that a metric of the experiments declares.
+    """Return the name of a metric, such as "-metrics.drift", with the sign that a metric of the experiments declares.
 
     Raises ExperimentError if these experiments cannot record the number, or no value of it is better than another.
     """
@@ -399,27 +401,33 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
     metric = metric_called(name)
     key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
-        own = [f"metrics.{each.component.label}" for experiment in experiments for each in experiment.metrics]
-        raise ExperimentError(f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *own]))}")
-    if key.startswith("validation_") and not all(each.data.validation_fraction for each in experiments):
+        metric_names = [
+            f"metrics.{metric.component.label}" for experiment in experiments for metric in experiment.metrics
+        ]
+        raise ExperimentError(
+            f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *metric_names]))}"
+        )
+    if key.startswith("validation_") and not all(experiment.data.validation_fraction for experiment in experiments):
         raise ExperimentError(f"{where}: add data.validation_fraction=0.1")
     if key in ("test_accuracy", "validation_accuracy"):
-        for each in experiments:
-            if correct_of(each.task.component) is None:
-                raise ExperimentError(f"{where}: the task {each.task.name} has no accuracy; use a loss or a metric")
+        for experiment in experiments:
+            if correct_of(experiment.task.component) is None:
+                raise ExperimentError(
+                    f"{where}: the task {experiment.task.name} has no accuracy; use a loss or a metric"
+                )
     if metric.better is None:
         raise ExperimentError(
             f"{where}: neither a higher nor a lower one is better; write +{key} if a higher one is better for you, or "
             f"-{key}"
         )
     label = key.removeprefix("metrics.").removeprefix("validation_")
-    found = [each.component for experiment in experiments for each in experiment.metrics]
-    declared = next((each.higher_is_better for each in found if each.label == label), None)
+    components = [metric.component for experiment in experiments for metric in experiment.metrics]
+    declared = next((component.higher_is_better for component in components if component.label == label), None)
     return name if declared is None or name != key else f"{'+' if declared else '-'}{key}"
 
 
 def require_number(name: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if there are last rounds of finished runs, and none of them has the number `by`."""
+    """Raise ExperimentError if there are last rounds of finished runs, and none of them has this number."""
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
         hint = nearest(metric.key, [each.key for each in metrics_in(last)])

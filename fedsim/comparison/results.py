@@ -102,12 +102,12 @@ class Comparison:
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """The rows that are compared, in the order of their runs; see `Row`."""
+        """Return the rows that are compared, in the order of their runs; see `Row`."""
         return self.settings.combined(self.runs, list(self.axes))
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """The rows in groups that differ in the first axis only."""
+        """Return the rows in groups that differ in the first axis only."""
         return groups_of(self.rows)
 
     @property
@@ -117,7 +117,7 @@ class Comparison:
 
     @functools.cached_property
     def choices(self) -> list[Choice]:
-        """The choices along the axis `tune`, one for each combination of the others."""
+        """Return the choices along the axis `tune`, one for each combination of the others."""
         return self.settings.of(self.runs, list(self.axes))[1]
 
     @property
@@ -152,11 +152,14 @@ class Comparison:
 
     @functools.cached_property
     def leaderboard(self) -> Leaderboard | None:
-        """The mean ranks of the first axis' values over all others; None with fewer than 3 values or 5 combinations."""
+        """Return the mean ranks of the first axis' values over all others.
+
+        None with fewer than 3 values or 5 combinations.
+        """
         return leaderboard(self)
 
     def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
-        """The results as a pandas data frame with one row per run and round, or one row per run.
+        """Return the results as a pandas data frame with one row per run and round, or one row per run.
 
         The first columns are `id` and the axes; a list or a table on an axis is its short name. Rows of rounds have the
         columns of `Result.to_dataframe`, and those of runs the columns of `results.csv`: the numbers of the last
@@ -184,7 +187,7 @@ class Comparison:
 
 
 def read_records(folder: Path) -> Run | Comparison:
-    """The run or the comparison in a folder.
+    """Return the run or the comparison in a folder.
 
     Raises RecordError (ExperimentError for invalid TOML) if it is neither, has no finished round, or is damaged.
     """

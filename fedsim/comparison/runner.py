@@ -134,7 +134,7 @@ def compare(
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))
-        return run_comparison(planned, folder, jobs, display, kept=out is not None)
+        return run_comparison(planned, folder, jobs, display, keeps_folder=out is not None)
 
 
 def run_comparison(
@@ -143,7 +143,7 @@ def run_comparison(
     jobs: int | None = None,
     callback: Callback | None = None,
     *,
-    kept: bool = True,
+    keeps_folder: bool = True,
     shard: Shard | None = None,
 ) -> Comparison:
     """Do the runs of a comparison that are not finished yet, and write the results to the folder `path`; see `compare`.
@@ -175,12 +175,12 @@ def run_comparison(
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
             return Comparison(plan.name, plan.axes, list(map(folder.result, runs)), plan.settings, path)
-        return summarised(folder, painter if kept else None)
+        return summarised(folder, painter if keeps_folder else None)
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
     """Compare the runs in a folder, and write the tables and figures unless the folder is temporary (no painter)."""
-    comparison = folder.comparison(kept=painter is not None)
+    comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
     return comparison
@@ -194,8 +194,8 @@ def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
         return [tables["model"], tables["attack"], experiment.workers, experiment.cohort, experiment.buffers]
 
     lines = [line for run in distinct(runs, relevant) for line in warnings_about(run.experiment)]
-    if metric is None and (found := untrained_part(run.experiment for run in runs)):
-        algorithm, number = found
+    if metric is None and (untrained := untrained_part(run.experiment for run in runs)):
+        algorithm, number = untrained
         lines.append(
             f"{algorithm}: runs are compared by tests of the global model, of which a part stays untrained, since "
             f"workers keep their own; compare with metric={number}"
@@ -232,20 +232,20 @@ def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -
     folder.write("curves.csv", curves_csv(comparison).encode())
     folder.write("summary.csv", summary_csv(comparison).encode())
     folder.write("summary.txt", f"{comparison.table}\n".encode())
-    what = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.metric).path[-1].removeprefix("test_"))
+    quantity = re.sub(r"[^A-Za-z0-9._=+-]+", "_", score_of(runs, settings.metric).path[-1].removeprefix("test_"))
     over = settings.heat_axes(list(axes))
     drawings: dict[str, Callable[[], Figure | None]] = {
-        what: partial(draw_curves, comparison),
+        quantity: partial(draw_curves, comparison),
         "heatmap": partial(draw_heatmap, comparison, over=over),
         "workers": partial(draw_worker_comparison, comparison),
     }
     if over is not None:
         folder.write("heatmap.csv", heatmap_csv(comparison, over).encode())
     if any("virtual_seconds" in run.metrics for run in runs):
-        drawings[f"{what}_virtual_seconds"] = partial(draw_curves, comparison, "virtual_seconds")
-        drawings[f"{what}_updates"] = partial(draw_curves, comparison, "updates")
+        drawings[f"{quantity}_virtual_seconds"] = partial(draw_curves, comparison, "virtual_seconds")
+        drawings[f"{quantity}_updates"] = partial(draw_curves, comparison, "updates")
     drawings |= {
-        f"{what}_{key}": partial(draw_values, comparison, key) for key in numeric_axes(axes, comparison.compared)
+        f"{quantity}_{key}": partial(draw_values, comparison, key) for key in numeric_axes(axes, comparison.compared)
     }
     if (board := comparison.leaderboard) is not None:
         folder.write("leaderboard.csv", leaderboard_csv(board, comparison.compared[0]).encode())
@@ -280,35 +280,38 @@ def merge(
     sources = [source for folder in folders for source in _sources(folder)]
     comparisons = {source: read_comparison_file(source / COMPARISON) for source in sources}
     first = comparisons[sources[0]]
-    for source, other in comparisons.items():
-        if lines := differences_of_comparisons(first, other):
+    for source, source_plan in comparisons.items():
+        if lines := differences_of_comparisons(first, source_plan):
             raise RecordError(f"{source}: holds another comparison than {sources[0]}\n" + "\n".join(lines))
     settings = ComparisonSettings(**first.settings.given | settings.given)
     file = sources[0] / COMPARISON
     plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
     with ComparisonFolder(out, plan) as folder:
         for run in folder.plan.runs:
-            if not folder.is_finished(run) and (found := _find(run, comparisons, folder.run_folder(run))):
+            if not folder.is_finished(run) and (source_folder := _find(run, comparisons, folder.run_folder(run))):
                 folder.clear(run)
-                _copy(found, folder.run_folder(run))
+                _copy(source_folder, folder.run_folder(run))
         return summarised(folder, Painter())
 
 
 def _sources(folder: Path) -> list[Path]:
     """Return the folders with a comparison.json: this one, and its shards."""
-    found = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
-    if not found:
+    sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
+    if not sources:
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
-    return found
+    return sources
 
 
 def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
     """Return the folder where a run is finished; else one where it failed."""
     point = canonical(run.point)
     stored = [
-        (source, each) for source, plan in comparisons.items() for each in plan.runs if canonical(each.point) == point
+        (source, planned)
+        for source, plan in comparisons.items()
+        for planned in plan.runs
+        if canonical(planned.point) == point
     ]
-    folders = [inner_folder(source, each.id) for source, each in stored]
+    folders = [inner_folder(source, planned.id) for source, planned in stored]
     folders = [folder for folder in folders if folder.is_dir() and folder != besides]
     complete = (folder for folder in folders if result_in(folder, run).finished)
     failed = (folder for folder in folders if (folder / ERROR).is_file())

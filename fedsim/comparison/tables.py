@@ -1,4 +1,4 @@
-"""The tables of a comparison: its columns, the answer in words, the printed text, and the CSV files."""
+"""The tables of a comparison: columns, the answer in words, printed text and CSV files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LabelOf = Callable[[Any], str]  # of a value on an axis
 
 
 class Cell(NamedTuple):
-    """A cell: `text` between a mark and a spread, and the number by which a page sorts."""
+    """A table cell: `text`, a mark before it, a spread after it, and the number by which a page sorts."""
 
     text: str = ""
     sort: float | None = None
@@ -59,9 +59,9 @@ class Column(NamedTuple):
 
 
 def columns(comparison: Comparison) -> dict[str, Column]:
-    """The columns that hold something, by name, the more important first.
+    """Return the columns by name, the most important first.
 
-    `score` is the compared number, `difference` that to the first value, and `to_best` that to the best row.
+    `score` is the compared number. `difference` is the difference to the first value, `to_best` to the best row.
     """
     metric, test, rows = comparison.metric, comparison.test, comparison.summary
     names = [name for name in metric_names(rows) if name != metric.key]
@@ -73,43 +73,43 @@ def columns(comparison: Comparison) -> dict[str, Column]:
     def amount(name: str) -> Callable[[Row], Cell]:
         return lambda row: estimate_cell(row.metrics.get(name))
 
-    found = {"score": Column(metric.label.lower(), lambda row: estimate_cell(row.score, metric.decimals_for))}
+    by_name = {"score": Column(metric.label.lower(), lambda row: estimate_cell(row.score, metric.decimals_for))}
     if comparison.compared:
         first = label(comparison.axes[comparison.compared[0]][0])
-        found["difference"] = Column(f"difference to {first}", lambda row: _difference(row, row.difference))
-        found["to_best"] = Column("difference to best", _to_best)
+        by_name["difference"] = Column(f"difference to {first}", lambda row: _difference(row, row.difference))
+        by_name["to_best"] = Column("difference to best", _to_best)
     if test.key != metric.key:
-        found[test.key] = Column(test.label.lower(), lambda row: estimate_cell(row.metrics.get(test.key), _four))
+        by_name[test.key] = Column(test.label.lower(), lambda row: estimate_cell(row.metrics.get(test.key), _four))
     if comparison.settings.target is not None:
         heading = f"{'virtual s' if timed else 'rounds'} to {target_text(comparison)}"
-        found["to_target"] = Column(heading, lambda row: _to_target(row, timed))
-        found["updates_to_target"] = Column("updates", amount("updates_to_target"))
-        found["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
+        by_name["to_target"] = Column(heading, lambda row: _to_target(row, timed))
+        by_name["updates_to_target"] = Column("updates", amount("updates_to_target"))
+        by_name["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
     success = Column("attack success", lambda row: estimate_cell(row.metrics.get("attack_success"), _four))
-    found |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
-    found["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
+    by_name |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
+    by_name["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
     components = [name for name in names if name.startswith(COMPONENT)]
     means_first = sorted(components, key=lambda name: not name.endswith("_mean"))  # those of single workers
-    found |= {name: Column(name.removeprefix(COMPONENT), amount(name)) for name in means_first}
-    found["best_accuracy"] = Column("highest", mean("best_accuracy", fixed))
-    found["best_loss"] = Column("lowest", mean("best_loss", lambda loss: fixed(loss, test.decimals_for(loss))))
-    found |= {"seconds": Column("time of a run", mean("seconds", fmt.seconds)), "runs": Column("runs", _runs)}
-    return {name: column for name, column in found.items() if name != metric.key}
+    by_name |= {name: Column(name.removeprefix(COMPONENT), amount(name)) for name in means_first}
+    by_name["best_accuracy"] = Column("highest", mean("best_accuracy", fixed))
+    by_name["best_loss"] = Column("lowest", mean("best_loss", lambda loss: fixed(loss, test.decimals_for(loss))))
+    by_name |= {"seconds": Column("time of a run", mean("seconds", fmt.seconds)), "runs": Column("runs", _runs)}
+    return {name: column for name, column in by_name.items() if name != metric.key}
 
 
-def filled(found: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
-    """The cells of the score, and of those of the other named columns that hold something, by name."""
-    cells = {name: [found[name].cell_of(row) for row in rows] for name in names if name in found}
+def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
+    """Return the cells of the named columns, without empty columns other than the score."""
+    cells = {name: [by_name[name].cell_of(row) for row in rows] for name in names if name in by_name}
     return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
 
 
 def metric_names(holders: Iterable[Any]) -> list[str]:
-    """The names of the metrics that any of these rows or runs has."""
+    """Return the names of all metrics that occur in these rows or runs."""
     return list(dict.fromkeys(name for holder in holders for name in holder.metrics))
 
 
 def target_text(comparison: Comparison) -> str:
-    """The target as text: "93 percent", or of a task without accuracy "0.5"."""
+    """Return the target as text, such as "93 percent", or "0.5" for a task without accuracy."""
     target = comparison.settings.target
     assert target is not None
     return f"{100 * target:g} percent" if comparison.test.share else f"{target:g}"
@@ -118,7 +118,7 @@ def target_text(comparison: Comparison) -> str:
 def estimate_cell(
     value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
 ) -> Cell:
-    """The cell of a mean; `decimals` of its value, by default those of an amount of any size."""
+    """Return the cell of a mean; `decimals` maps the mean to a number of decimals (default: `decimals_of`)."""
     if value is None:
         return Cell()
     digits = (decimals or decimals_of)(value.mean)
@@ -140,16 +140,16 @@ def _to_best(row: Row) -> Cell:
 
 
 def _byzantine_weight(row: Row) -> Cell:
-    """The mean over its runs, finished or not."""
+    """Return the mean over all runs of the row, finished or not."""
     share = mean_or_none(run.byzantine_weight for run in row.runs)
     return Cell() if share is None else Cell(fmt.percent(share), share)
 
 
 def _to_target(row: Row, timed: bool) -> Cell:
-    """The mean virtual seconds, or rounds, until the target.
+    """Return the mean virtual seconds, or rounds, until the target.
 
-    The text says how many of the finished runs reached the target if not all did, and that it counts rounds if others
-    are `timed` in virtual seconds.
+    If only some finished runs reached the target, the text says how many. If the table is `timed` in virtual seconds
+    and this row is not, the text names rounds as its unit.
     """
     rounds, seconds = row.metrics.get("rounds_to_target"), row.metrics.get("virtual_seconds_to_target")
     if not rounds:
@@ -161,7 +161,7 @@ def _to_target(row: Row, timed: bool) -> Cell:
 
 
 def _runs(row: Row) -> Cell:
-    """How many runs count in the mean, and how many of these diverged: `3`, `2 of 3`, `3, 1 diverged`."""
+    """Return how many runs the mean counts and how many runs diverged: `3`, `2 of 3`, `3, 1 diverged`."""
     text = str(len(row.runs)) if row.counted == len(row.runs) else f"{row.counted} of {len(row.runs)}"
     return Cell(f"{text}, {row.diverged} diverged" if row.diverged else text, row.counted)
 
@@ -170,7 +170,7 @@ def _runs(row: Row) -> Cell:
 
 
 class Answer(NamedTuple):
-    """What a comparison found: a sentence, a line for each group if there are a few, and what limits the answer."""
+    """The result of a comparison: a sentence, a line per group if there are few groups, and remarks on its limits."""
 
     sentence: str
     cases: list[str]
@@ -178,38 +178,38 @@ class Answer(NamedTuple):
 
 
 def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[[str], str] = str) -> Answer | None:
-    """The best value of the first axis in each group, with its interval; None if there is nothing to compare.
+    """Return the best value of the first axis in each group, or None if there is nothing to compare.
 
     Args:
         comparison: the comparison.
-        label_of: the label of a value.
-        name_of: the name of an axis.
+        label_of: maps a value to its label.
+        name_of: maps an axis to its name.
     """
     groups, worst, cases = comparison.groups, comparison.settings.worst, list[str]()
     if max(map(len, groups), default=0) < 2:
         return None
     first, *others = comparison.compared
     case = "" if worst is None else f" in its worst case over {name_of(worst)}"
-    what = f"{name_of(first)} by {comparison.metric.label.lower()}{case}"
+    subject = f"{name_of(first)} by {comparison.metric.label.lower()}{case}"
     if len(groups) == 1:
-        sentence = f"Best {what}: {_line(comparison, groups[0], label_of)}."
+        sentence = f"Best {subject}: {_line(comparison, groups[0], label_of)}."
     elif len(groups) <= MOST_CASES:
-        sentence = f"Best {what}, for each {_joined(map(name_of, others))}:"
+        sentence = f"Best {subject}, for each {_joined(map(name_of, others))}:"
         for group in groups:
             keys = [f"{name_of(axis)} " if len(others) > 1 else "" for axis in others]
             values = ", ".join(key + label_of(group[0].point[axis]) for key, axis in zip(keys, others, strict=True))
             cases.append(f"{values}: {_line(comparison, group, label_of)}")
     else:
         named = f"{'values' if len(others) == 1 else 'combinations'} of {_joined(map(name_of, others))}"
-        sentence = f"Most often the best {what}: {_most_often(groups, first, label_of)} {named}."
+        sentence = f"Most often the best {subject}: {_most_often(groups, first, label_of)} {named}."
     return Answer(sentence, cases, _remarks(comparison.rows))
 
 
 def answer_text(comparison: Comparison) -> str:
-    """The answer as wrapped lines; empty if nothing is compared."""
-    if (found := answer(comparison)) is None:
+    """Return the answer as wrapped lines, or an empty string if nothing is compared."""
+    if (result := answer(comparison)) is None:
         return ""
-    lines = [found.sentence, *(f"  {case}" for case in found.cases), *found.remarks]
+    lines = [result.sentence, *(f"  {case}" for case in result.cases), *result.remarks]
     return "\n".join(textwrap.fill(line, TABLE_COLUMNS, subsequent_indent="    ") for line in lines)
 
 
@@ -266,7 +266,7 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first `MOST_NAMES` names and the number of remaining names."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
@@ -275,31 +275,31 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The answer, the summary and the leaderboard as text."""
+    """Return the answer, the summary and the leaderboard as text."""
     board = comparison.leaderboard
     ranks = leaderboard_text(board, comparison.compared[0]) if board else ""
     return f"{answer_text(comparison)}\n\n{summary_text(comparison)}\n\n{ranks}".strip()
 
 
 def summary_text(comparison: Comparison) -> str:
-    """The rows as aligned text, with the meaning of their marks and the runs that failed.
+    """Return the rows as aligned text, with the meaning of their marks and the runs that failed.
 
     Columns that would make the table wider than `TABLE_COLUMNS` are left out, and named.
     """
-    rows, found = comparison.summary, columns(comparison)
+    rows, by_name = comparison.summary, columns(comparison)
     texts = {
-        name: [found[name].heading, *map(str, cells)]
-        for name, cells in filled(found, found.keys() - {"to_best", "byzantine_weight", "seconds"}, rows).items()
+        name: [by_name[name].heading, *map(str, cells)]
+        for name, cells in filled(by_name, by_name.keys() - {"to_best", "byzantine_weight", "seconds"}, rows).items()
     }
-    scores = [str(found["score"].cell_of(row)) or ("no finite value" if row.finished else "failed") for row in rows]
+    scores = [str(by_name["score"].cell_of(row)) or ("no finite value" if row.finished else "failed") for row in rows]
     headings = comparison.settings.headings
     shown = [[axis, *(label(row.point[axis]) for row in rows)] for axis in comparison.compared]
     shown += [[text, *(label(row.chosen[axis]) for row in rows)] for axis, text in headings.items()]
-    shown += [["", *(row.mark for row in rows)], [found["score"].heading, *scores]]
+    shown += [["", *(row.mark for row in rows)], [by_name["score"].heading, *scores]]
     shown += [texts.pop(name) for name in ("difference", "runs") if name in texts]
     shown = [column for column in shown if any(column[1:])]
     left, left_out = TABLE_COLUMNS - sum(map(_width, shown)), []
-    for column in (texts[name] for name in found if name in texts and name != "score"):
+    for column in (texts[name] for name in by_name if name in texts and name != "score"):
         if _width(column) <= left:
             left -= _width(column)
             shown.insert(-1, column)
@@ -323,7 +323,7 @@ def _width(column: Sequence[str]) -> int:
 
 
 def undecided(comparison: Comparison) -> list[str]:
-    """A sentence if for some combinations no value of the axis `tune` could be chosen."""
+    """Return a sentence if for some combinations no value of the axis `tune` could be chosen."""
     if not (count := sum(not choice.decided for choice in comparison.choices)):
         return []
     return [
@@ -333,7 +333,7 @@ def undecided(comparison: Comparison) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """The lines below the table."""
+    """Return the lines below the table."""
     rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
     seeds = max(len(row.runs) for row in rows)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
@@ -389,20 +389,20 @@ Breaking = tuple[dict[str, Any], BreakingPoint]  # the values on the other compa
 
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
-    """The breaking points along each axis of numbers, by its key; empty without a target."""
-    target, found = comparison.settings.target, dict[str, list[Breaking]]()
+    """Return the breaking points along each axis of numbers, by its key; empty without a target."""
+    target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
         return {}
     for key in numeric_axes(comparison.axes, comparison.compared):
-        found[key] = []
+        points[key] = []
         for curve in value_curves(comparison.rows, key):
             others = {axis: value for axis, value in curve[0].point.items() if axis != key}
-            found[key].append((others, breaking_point(curve, key, comparison.test, target)))
-    return found
+            points[key].append((others, breaking_point(curve, key, comparison.test, target)))
+    return points
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
-    """A line for each of the first breaking points along an axis."""
+    """Return a line for each of the first breaking points along an axis."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
@@ -412,7 +412,7 @@ def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[
 
 
 def results_csv(comparison: Comparison) -> str:
-    """One row per run: its point and its metrics; cells are empty if the run has no such number."""
+    """Return one row per run: its point and its metrics; cells are empty if the run has no such number."""
     names = metric_names(comparison.runs)
     rows: list[list[Any]] = [["id", *comparison.axes, *names, "error"]]
     for run in comparison.runs:
@@ -421,9 +421,9 @@ def results_csv(comparison: Comparison) -> str:
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """One row per run and round; cells are empty if the round has no such number."""
+    """Return one row per run and round; cells are empty if the round has no such number."""
     declared = dict.fromkeys(
-        name for run in comparison.runs for each in run.history for name in component_metrics(each)
+        name for run in comparison.runs for record in run.history for name in component_metrics(record)
     )
     names = ["test_accuracy", *LAST_ROUND, *declared]
     rows: list[list[Any]] = [["id", *comparison.axes, *Progress._fields, *names, "seconds"]]
@@ -436,7 +436,7 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def summary_csv(comparison: Comparison) -> str:
-    """The rows of the comparison; `..._ci95` are half widths of 95 percent intervals."""
+    """Return the rows of the comparison; `..._ci95` are half widths of 95 percent intervals."""
     score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
     names = [name for name in metric_names(comparison.summary) if name != score.key]
     first = "accuracy" if score.key == "test_accuracy" else score.key
@@ -457,7 +457,7 @@ def summary_csv(comparison: Comparison) -> str:
 
 
 def breaking_points_csv(comparison: Comparison) -> str:
-    """One row per axis of numbers and combination of the values on the others."""
+    """Return one row per axis of numbers and combination of the values on the others."""
     columns = ["breaks_at", "reached_at", "missed_below", "no_result"]
     rows: list[list[Any]] = [["key", *comparison.compared, "target", *columns]]
     for key, points in breaking_points(comparison).items():
@@ -469,7 +469,7 @@ def breaking_points_csv(comparison: Comparison) -> str:
 
 
 def tuning_csv(comparison: Comparison) -> str:
-    """One row per combination and value of `tune`: the validation result, and whether the value was chosen.
+    """Return one row per combination and value of `tune`: the validation result, and whether the value was chosen.
 
     With an axis `worst`, the validation result is that of the worst case, which is named.
     """
@@ -485,5 +485,5 @@ def tuning_csv(comparison: Comparison) -> str:
 
 
 def mean_cells(value: Estimate | None) -> list[float | None]:
-    """A mean and the half width of its interval, if there are several values."""
+    """Return a mean and the half width of its interval, if there are several values."""
     return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]

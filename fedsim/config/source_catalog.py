@@ -219,7 +219,7 @@ def _table(class_name: str, place: str = "") -> SourceTable:
     naming_keys = (key for key in fields if key not in lists and f"{place}.{key}" in KIND_OF_KEY)
     naming = next(naming_keys, "name" if place in KIND_OF_KEY else "")
     value = fields[naming].value if naming else None
-    assigned = (each for each in definition.body if isinstance(each, ast.Assign))
+    assigned = (field for field in definition.body if isinstance(field, ast.Assign))
     return SourceTable(
         keys=tuple(fields),
         tables=tables,

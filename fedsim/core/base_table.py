@@ -129,5 +129,5 @@ class ComponentTable(Table):
 
     @cached_property
     def component(self) -> Any:
-        """The component with its parameters, created once."""
+        """Return the component with its parameters, created once."""
         return self.registry.bind(self.registration, self.params)

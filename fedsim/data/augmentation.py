@@ -38,15 +38,15 @@ class ImageTransform(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """A partition's transform. Raises ExperimentError if it has other parameters."""
+        """Return a partition's transform. Raises ExperimentError if it has other parameters."""
         try:
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:
             raise ExperimentError(f"partition.name: a transform of it cannot be used: {error}") from None
 
-    def __call__(self, images: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """Transform images; `given` holds its other inputs."""
-        return self.function(images=images, **{name: given[name] for name in self.takes if name != "images"})
+    def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Transform images. `inputs` contains the other inputs."""
+        return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 
 @augmentation("flip")

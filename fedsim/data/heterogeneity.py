@@ -58,7 +58,7 @@ class Heterogeneity:
 def label_counts(
     labels: Sequence[int] | np.ndarray, shards: Sequence[Sequence[int] | np.ndarray], classes: int | None = None
 ) -> np.ndarray:
-    """The number of samples of each label that every worker holds, int64 [n_workers, classes].
+    """Return the number of samples of each label that every worker holds, int64 [n_workers, classes].
 
     Args:
         labels: class label of every sample, [n], whole numbers >= 0.
@@ -110,7 +110,7 @@ def heterogeneity(counts: np.ndarray) -> Heterogeneity:
 
 
 def _mean_hellinger(roots: np.ndarray) -> float:
-    """From square roots of histograms, by differences: 1 - roots @ roots.T would lose half of the digits."""
+    """Mean pairwise distance from differences of roots, since 1 - roots @ roots.T loses half of the digits."""
     n = len(roots)
     total = sum(np.sqrt(((roots[i + 1 :] - roots[i]) ** 2).sum(1) / 2).sum() for i in range(n - 1))
     return float(total / (n * (n - 1) / 2)) if n > 1 else 0.0

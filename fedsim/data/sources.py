@@ -33,7 +33,7 @@ STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.35
 
 
 def default_root() -> Path:
-    """The default folder of data sets: $FEDSIM_DATA, else the user's cache folder.
+    """Return the default folder of data sets: $FEDSIM_DATA, else the user's cache folder.
 
     Without a home folder, as in a container, the cache is in the working folder.
     """
@@ -47,7 +47,7 @@ def default_root() -> Path:
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
-    """The training and the test samples of a data set.
+    """Return the training and the test samples of a data set.
 
     Args:
         name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
@@ -85,7 +85,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
 
 
 def _read(data: Any, name: str) -> TensorData:
-    """A part of a data set as tensors. Errors begin with the name of the data set."""
+    """Return a part of a data set as tensors. Errors begin with the name of the data set."""
     try:
         return as_tensor_data(data)
     except DataError as error:
@@ -144,7 +144,10 @@ def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
 
 
 def _read_idx(path: Path) -> torch.Tensor:
-    """The numbers in a file of MNIST: uint8 of any shape. Importing torchvision to read it would take a second."""
+    """Return the numbers in a file of MNIST: uint8 of any shape.
+
+    Importing torchvision to read it would take a second.
+    """
     content = np.fromfile(path, np.uint8)
     if content[:3].tolist() != [0, 0, 8]:  # 8: uint8
         raise ValueError(f"{path.name} is not in the format of MNIST")

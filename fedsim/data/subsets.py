@@ -102,7 +102,7 @@ class CustomSubset(Subset):
         return [transform(x) for x in inputs]
 
     def _batches_at_once(self, batch_size: int) -> int:
-        """The number of batches that are gathered together; 1 if the size of a sample is unknown."""
+        """Return the number of batches that are gathered together; 1 if the size of a sample is unknown."""
         if not isinstance(self.dataset, TensorData):
             return 1
         sample = self.dataset.inputs[0]
@@ -166,7 +166,7 @@ def dataset_split(
 
 
 def targets_of(dataset: Any) -> np.ndarray:
-    """The target of every sample, [n, ...]: the data set's `targets` or `labels`, else read sample by sample.
+    """Return the target of every sample, [n, ...]: the data set's `targets` or `labels`, else read sample by sample.
 
     Raises DataError for targets that are no numbers, or of different shapes.
     """

@@ -80,7 +80,7 @@ class TensorData(Dataset):
         return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch: normalised inputs [batch, ...] and targets [batch, ...], on the device of the data.
+        """Return a batch: normalised inputs [batch, ...] and targets [batch, ...], on the device of the data.
 
         Images on a CPU have channels_last memory order, on which convolutions run up to twice as fast.
         """
@@ -90,7 +90,7 @@ class TensorData(Dataset):
         return self._normalised(raw), targets
 
     def _normalised(self, raw: Tensor) -> Tensor:
-        """Gathered samples, converted and normalised: on a GPU by one kernel."""
+        """Convert and normalise gathered samples, on a GPU in one kernel."""
         plain = self.scale == 1.0 and not self.shift
         scale, shift = self._scale_and_shift
         if raw.device.type == "cpu":
@@ -112,13 +112,13 @@ class TensorData(Dataset):
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """The same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
+        """Return the same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """A new data set of the samples at these positions."""
+        """Return a new data set of the samples at these positions."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = None if self.ids is None else self.ids[positions]
         inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
@@ -178,22 +178,22 @@ def as_tensor_data(data: Any) -> TensorData:
 
 
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
-    """The input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
+    """Return the input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
     if isinstance(sample, Mapping):
         inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
         if len(inputs) == len(targets) == 1:
             return sample[inputs[0]], sample[targets[0]]
-        found, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
+        problem, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
         convert = f'[(sample["{first}"], sample["{last}"]) for sample in data]'
     elif isinstance(sample, (tuple, list)) and len(sample) > 1:
         return sample[0], sample[1]
     else:
-        found, convert = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
-    raise DataError(f"sample {index} {found}; a sample must be (input, target), as in {convert}")
+        problem, convert = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
+    raise DataError(f"sample {index} {problem}; a sample must be (input, target), as in {convert}")
 
 
 def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """The tensors of a pair (inputs, targets) of tensors or arrays."""
+    """Return the tensors of a pair (inputs, targets) of tensors or arrays."""
     for place, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
             kind = type(value).__name__
@@ -209,10 +209,10 @@ def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(inputs: list[Tensor]) -> Tensor:
-    for index, each in enumerate(inputs):
-        if each.shape != inputs[0].shape:
+    for index, sample_input in enumerate(inputs):
+        if sample_input.shape != inputs[0].shape:
             raise DataError(
-                f"the input of sample {index} has the shape {list(each.shape)}, and that of sample 0 "
+                f"the input of sample {index} has the shape {list(sample_input.shape)}, and that of sample 0 "
                 f"{list(inputs[0].shape)}; all must have one shape: pad them by "
                 f"torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True) and give {PAIRS}; "
                 "with a collate_fn that pads: data=(collate_fn(list(train)), collate_fn(list(test)))"
@@ -221,7 +221,7 @@ def _stacked(inputs: list[Tensor]) -> Tensor:
 
 
 def as_targets(targets: Sequence[Any]) -> np.ndarray:
-    """The targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating.
+    """Return the targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating.
 
     Raises DataError as `as_tensor_data`.
     """
@@ -239,7 +239,7 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
 
 
 def _as_int64(array: np.ndarray) -> np.ndarray:
-    """Targets with int64 in place of other integers, and classes [n, 1] as [n]."""
+    """Targets with integers converted to int64, and class labels [n, 1] flattened to [n]."""
     if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # classes as arrays of one number
         array = array[:, 0]
     return array.astype(np.int64) if array.dtype.kind in "iub" else array

@@ -1,7 +1,7 @@
 """An aggregation: attack, screening, rule, server step, buffers.
 
 What ranks send for an aggregation of n rows of d numbers on P ranks depends on the rule (formulas are in
-docs/explanation/scaling.md):
+docs/explanation/performance.md):
 
     linear by weights alone     each rank's weighted sum of its rows is summed over the ranks
     by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
@@ -38,14 +38,14 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """The weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
+    """Return the weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
     wanted = torch.tensor(workers)
     places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
     return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
 
 
 def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
-    """The weights [n] of these workers for the rule, on the CPU, or None for equal ones.
+    """Return the weights [n] of these workers for the rule, on the CPU, or None for equal ones.
 
     Args:
         samples: the number of samples of each, for weights by samples.
@@ -71,13 +71,13 @@ def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
 
 
 def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """The coefficients [n] of a rule that is `linear_by_weights`."""
+    """Return the coefficients [n] of a rule that is `linear_by_weights`."""
     total = 1.0 if task.experiment.weights == "inverse_probability" else None
     return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
 
 
 def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
-    """The inputs without the rows at the positions `bad`, which are not finite.
+    """Return the inputs without the rows at positions `bad`, which contain NaN or infinity.
 
     Raises DivergedError, with the round, if the task does not exclude them, or if no row is left.
     """
@@ -199,7 +199,7 @@ class Aggregator:
         self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:
-        """The row [d] that the workers get in a round in which parameters are aggregated; read only."""
+        """Return the row [d] that the workers get in a round in which parameters are aggregated; read only."""
         start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
         self._sent = self._shared.server.row
         if start is not self._own_row:
@@ -309,7 +309,10 @@ class Aggregator:
         return told[0] if told else AggregationStats()
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """A columnwise rule, in this process's blocks; in ranks also a rule of inner products, in their columns."""
+        """Return a columnwise rule, in this process's blocks.
+
+        In ranks also a rule of inner products, in their columns.
+        """
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.cohort.rows, context.slots)
         inputs = self._inputs(context, rows, group.reduce)
@@ -329,7 +332,7 @@ class Aggregator:
         return _stats(context, bad, shares, inputs)
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:
-        """A linear rule, of which each rank sums its own rows.
+        """Return a linear rule, of which each rank sums its own rows.
 
         If the server step keeps nothing, every rank gets the whole update. A rank with a row that is not finite makes
         it NaN, and only then the ranks find out which rows those are. Otherwise each rank gets its columns.
@@ -350,7 +353,7 @@ class Aggregator:
         return stats
 
     def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
-        """The stats of a linear rule, and this rank's part [d] of its result."""
+        """Return the stats of a linear rule, and this rank's part [d] of its result."""
         no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
         inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
         stats = _stats(context, bad, self._shares(context, inputs, bad), inputs)
@@ -365,15 +368,15 @@ class Aggregator:
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
-        kept = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
+        row_state = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
                 server.last[block] = update
             if corrects:
-                columns = {name: row[block] for name, row in kept.items()}
+                columns = {name: row[block] for name, row in row_state.items()}
                 algorithm.correct(update, server.algorithm | columns, self._workers, workers)
             task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
-        for row in (server.row, *[server.last] * task.keeps_last, *kept.values()) if not self._complete else ():
+        for row in (server.row, *[server.last] * task.keeps_last, *row_state.values()) if not self._complete else ():
             self._group.complete(row)
         self._result, self._complete, self.has_last = [], False, task.keeps_last
 
@@ -393,9 +396,9 @@ class Aggregator:
             unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
             excluded = unfit.union(excluded)
         if excluded:
-            kept = [place for place, worker in enumerate(workers) if worker not in excluded]
-            workers, buffers = [workers[place] for place in kept], buffers[kept]
-            weights = None if weights is None else weights[kept]
+            counted = [place for place, worker in enumerate(workers) if worker not in excluded]
+            workers, buffers = [workers[place] for place in counted], buffers[counted]
+            weights = None if weights is None else weights[counted]
         if workers and (weights is None or weights.any()):
             shared.server.buffers.copy_(mean(buffers, weights))
 
@@ -410,7 +413,7 @@ class Aggregator:
         synchronize(self._task.device)
 
     def rule_state(self) -> dict[str, Tensor]:
-        """A copy of the state of the rule, and of that of the attack under names that begin with "attack."."""
+        """Return a copy of the state of the rule, and of that of the attack under names that begin with "attack."."""
         named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}
         return {name: tensor.clone() for name, tensor in named.items()}
 
@@ -418,23 +421,23 @@ class Aggregator:
         """Continue with the states of the rule and of the attack."""
         self._state, self._attack_state = {}, {}
         for name, tensor in state.items() if self._group.computes else ():
-            kept = self._attack_state if name.startswith("attack.") else self._state
-            kept[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
+            target = self._attack_state if name.startswith("attack.") else self._state
+            target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """The rows of an aggregation, and the server's own, by slot in the first process."""
+        """Return the rows of an aggregation, and the server's own, by slot in the first process."""
         if self._gathered is None:
             slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
             self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 
     def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
-        """The optimizer's state in these columns of the global row."""
+        """Return the optimizer's state in these columns of the global row."""
         place = moved(block, -self._columns.start)
         return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
 
     def _inputs(self, context: AggregationContext, rows: Tensor, reduce: Reduce = keep_own) -> AggregationInputs:
-        """The inputs of the rule, of rows by slot."""
+        """Return the inputs of the rule, of rows by slot."""
         task = self._task
         return AggregationInputs(
             updates=rows_at(rows, context.slots),
@@ -458,21 +461,21 @@ class Aggregator:
             self.losses = losses.clone()  # a rule may write to them
 
     def _bad(self, context: AggregationContext) -> list[int]:
-        """The positions of the rows that are not finite."""
+        """Return the positions of the rows that are not finite."""
         if not self._checks_now:
             return []
         unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
         return (unfit == self._number).nonzero().flatten().tolist()
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
-        """The shares of a linear rule."""
+        """Return the shares of a linear rule."""
         if bad or not self._task.experiment.rule.linear_by_weights:
             return self._task.experiment.rule.shares(inputs)
         return self._shares_by_weights(context.weights, len(context.slots))
 
 
 def moved(block: slice, by: int) -> slice:
-    """The same number of columns, which begin `by` columns later."""
+    """Return the same number of columns, which begin `by` columns later."""
     return slice(block.start + by, block.stop + by)
 
 

@@ -91,7 +91,7 @@ def probe_if_stacks_pay(
 
 
 def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
-    """The estimated seconds that so many processes save in a run, besides their start."""
+    """Estimate the seconds that `processes` processes save in a run, without their start-up time."""
     row_steps, samples = work_of_a_round(task, shared)
     moved = 6 * len(shared.server.row) * task.dtype.itemsize  # bytes of a step: the row, its gradient and the new row
     passes = samples + len(shared.data.test) / 3  # a forward pass is a third of a training step
@@ -205,7 +205,7 @@ class AutoEngine(Engine):
         release_memory(device)
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:
-        """The plan for a task; starts no process."""
+        """Choose the plan for a task, without starting processes."""
         probe, unstacked = probe_if_stacks_pay(task, shared, self._processes)
         rows = "rows are stacked" if unstacked is None else f"rows are trained one by one: {unstacked}"
         if task.device.type != "cpu":
@@ -236,7 +236,7 @@ class AutoEngine(Engine):
 
 
 def _what_plans_depend_on(task: RunTask, shared: SharedState) -> str:
-    """The facts of a task that decide its plan; tasks with the same facts share a plan."""
+    """Return the facts of a task that decide its plan; tasks with the same facts share a plan."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
     held = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = held, len(shards), len(shared.data.test), shared.cohort.rows.shape

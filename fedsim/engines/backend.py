@@ -67,7 +67,10 @@ class Backend(ABC):
         return False
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """The rows after the last aggregation and the losses before training, by slot; None in ranks but the first."""
+        """Return the rows after the last aggregation and the losses before training, by slot.
+
+        None in ranks but the first.
+        """
         return self.shared.cohort.rows, self.shared.cohort.losses
 
     def replace_processes(self) -> None:

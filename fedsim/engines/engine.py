@@ -45,11 +45,11 @@ class EngineTraits:
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
-        """The keys of `SETTINGS_OF_ENGINES` that the engine uses with at most so many processes."""
+        """Return the keys of `SETTINGS_OF_ENGINES` that the engine uses with at most so many processes."""
         return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
 
     def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:
-        """The number of processes for a cohort if the experiment does not set it."""
+        """Return the number of processes for a cohort if the experiment does not set it."""
         if self.pool_from is None or (self.one_process_on_gpu and device.type != "cpu"):
             return 1
         return default_processes(device, cohort, threads)
@@ -86,7 +86,10 @@ class Engine:
 
     @classmethod
     def device_for(cls, name: str) -> torch.device:
-        """The device of this process if the experiment names this one. Raises ExperimentError if there is none."""
+        """Return the device of this process if the experiment names this one.
+
+        Raises ExperimentError if there is none.
+        """
         return resolve_device(name)
 
     def __init__(self, backend: Backend, trainers: Trainers, threads: int) -> None:
@@ -99,7 +102,7 @@ class Engine:
         return self.backend.shared
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
-        """The state of a task; `data` as in `SharedState.allocate`."""
+        """Return the state of a task; `data` as in `SharedState.allocate`."""
         return SharedState.allocate(task, *data)
 
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
@@ -129,7 +132,7 @@ class Engine:
         self.backend.close()
 
     def broadcast(self, value: Any) -> Any:
-        """A picklable object of the process that writes the records, in all programs of the run."""
+        """Return a picklable object of the process that writes the records, in all programs of the run."""
         return value
 
     def __enter__(self) -> Engine:

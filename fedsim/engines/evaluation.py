@@ -53,7 +53,7 @@ class EvaluationResult:
 
     @classmethod
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
-        """The mean of each number over several runs; None if one of them has none."""
+        """Return the mean of each number over several runs; None if one of them has none."""
 
         def of_each(name: str) -> float | None:
             values = [getattr(result, name) for result in results]
@@ -70,7 +70,7 @@ class EvaluationResult:
         )
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `RoundRecord`."""
+        """Return the fields of a `RoundRecord`."""
         return asdict(self)
 
 
@@ -156,7 +156,7 @@ class Evaluation:
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
-        """The four sums of the batch of these samples. All of it happens on the device."""
+        """Return the four sums of the batch of these samples. All of it happens on the device."""
         shared = self._shared
         inputs, targets = self._data.gather(positions)
         module.load(row.copy_(shared.server.row), gradient, shared.server.buffers)
@@ -164,7 +164,7 @@ class Evaluation:
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
-        """The sums of a batch. With metrics, the outputs are kept at these positions."""
+        """Return the sums of a batch. With metrics, the outputs are kept at these positions."""
         task = self._task.experiment.task.component
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every process that trains rows has: a trainer, the data of its workers, and tests of the global model."""
+"""The executor of a process: its trainer, the data of its workers, and evaluation of the global model."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Executor:
 
     Args:
         group: the processes that compute the task.
-        shared: where the results go.
-        make_trainer: makes the trainer of this process.
-        states: what workers keep between their rounds.
+        shared: tensors that receive the results.
+        make_trainer: returns the trainer of this process.
+        states: worker state between rounds.
     """
 
     def __init__(
@@ -113,6 +113,6 @@ class Executor:
                 self.group.collect(values)
 
     def replay_refusal(self) -> str | None:
-        """Why this process does not replay captured steps."""
+        """Return the reason why this process does not replay captured steps; None if it does."""
         replays = self.trainer.replays
         return "only steps of stacks are" if replays is None else replays.refusal

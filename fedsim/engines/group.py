@@ -1,4 +1,4 @@
-"""The processes that compute a task together, as each of them sees the others."""
+"""Communication between the processes that compute a task together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Group:
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
     def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-        """The members that this process trains.
+        """Return the members that this process trains.
 
         Args:
             slots: of all members of the cohort.
@@ -57,19 +57,19 @@ class Group:
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The positions of the slots whose rows are in this memory, and the numbers of these rows."""
+        """Return the positions of the slots whose rows are in this memory, and the numbers of these rows."""
         return list(range(len(slots))), list(slots)
 
     def columns(self, d: int) -> slice:
-        """The columns of the global row [d] whose optimizer state is in this memory."""
+        """Return the columns of the global row [d] whose optimizer state is in this memory."""
         return slice(0, d)
 
     def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
-        """The values [n, ...] of these slots, from `values` [rows, ...] of each memory; read only."""
+        """Return the values [n, ...] of these slots, from `values` [rows, ...] of each memory; read only."""
         return rows_at(values, slots)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """The sum [w] of the rows at these slots, of `rows` [rows, w] in each memory."""
+        """Return the sum [w] of the rows at these slots, of `rows` [rows, w] in each memory."""
         return rows[list(slots)].sum(0)
 
     def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
@@ -112,11 +112,11 @@ class Group:
         """Set the columns of the other processes in a row [d] in which each process has set its `columns`."""
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum or the maximum over processes that have different rows or columns, in place."""
+        """Return the sum or the maximum over processes that have different rows or columns, in place."""
         return values
 
     def sum_columns(self, row: Tensor) -> Tensor:
-        """The sum over such processes of rows [d], in the `columns` of this process."""
+        """Return the sum over such processes of rows [d], in the `columns` of this process."""
         return row
 
     def states_by_columns(self) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ class Group:
         self.process.barrier.wait()
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in their order, in each of them."""
+        """Return the values of all processes, in their order, in each of them."""
         if self.count == 1:
             return [value]
         data, received = pickle.dumps(value), [bytearray() for _ in self._boxes]
@@ -141,8 +141,8 @@ class Group:
         while any(len(parts) != length for parts, length in zip(received, lengths, strict=True)):
             start = len(received[self.index])
             part = data[start : start + SLOT - LENGTH]
-            own: Any = self._boxes[self.index]
-            own[: LENGTH + len(part)] = memoryview(len(data).to_bytes(LENGTH, "little") + part)
+            own_box: Any = self._boxes[self.index]
+            own_box[: LENGTH + len(part)] = memoryview(len(data).to_bytes(LENGTH, "little") + part)
             self.barrier()
             lengths = [int.from_bytes(box[:LENGTH].tobytes(), "little") for box in self._boxes]
             for box, parts, length in zip(self._boxes, received, lengths, strict=True):
@@ -151,21 +151,21 @@ class Group:
         return [pickle.loads(parts) for parts in received]
 
     def from_first(self, value: T) -> T:
-        """The value of the first process, in each of them; ranks have it already."""
+        """Return the value of the first process, in each of them; ranks have it already."""
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
         """Give every process all rows of `values`, of which process i has computed rows i, i + count, ..."""
 
     def describe_failure(self) -> str:
-        """What has failed here, as part of a sentence: `worker 3 in round 2 failed`."""
+        """Describe the failure in this process for an error message, such as `worker 3 in round 2 failed`."""
         table = self.process.table
         worker = table.worker(self.index)
         return f"{worker} failed" if worker else f"failed {table.activity(self.index)}"
 
 
 def new_mailbox(count: int) -> Tensor:
-    """The bytes in which the processes of a pool give each other small objects; share it with them."""
+    """Return the bytes in which the processes of a pool give each other small objects; share it with them."""
     return torch.zeros(count, SLOT, dtype=torch.uint8)
 
 
@@ -188,7 +188,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """The rows at these slots; a view if the slots are consecutive."""
+    """Return the rows at these slots; a view if the slots are consecutive."""
     slots = list(slots)
     if not slots or slots == list(range(slots[0], slots[-1] + 1)):
         return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]

@@ -27,10 +27,10 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         copies: how many copies of the state before a round are kept, for recovery and for checkpoints.
     """
     experiment, cohort = task.experiment, task.experiment.cohort_size
-    row, one = d * task.dtype.itemsize, torch.zeros(1)
+    row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
     n_rows = cohort + experiment.rule.accepts("root")
-    algorithm_state = len(task.algorithm.start(one))
-    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(one)) for sync in task.syncs)
+    algorithm_state = len(task.algorithm.start(sample_row))
+    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
     lasting = state if experiment.in_rounds else state + n_rows  # on the clock, rows go on from round to round
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
@@ -41,16 +41,16 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         training = processes * (1 + algorithm_state)
     like = torch.empty(d, dtype=task.dtype, device="meta")
     server_state = task.algorithm.server_state(like)
-    kept = _bytes(task.algorithm.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
+    state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
     received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
     exchanged = _bytes(task.algorithm.message(like)) + received
     share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # of the workers in any round, on average
-    stored = round(experiment.workers * share) * kept
+    stored = round(experiment.workers * share) * state_bytes
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
     parts = {
         "rows": n_rows * row,
         "global model and optimizer state": state * row,
-        "worker state and messages": (kept + exchanged) * n_rows,
+        "worker state and messages": (state_bytes + exchanged) * n_rows,
         "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
         "full gradients": n_rows * row if task.algorithm.full_gradient else 0,
         "state that workers keep between rounds": min(stored, limit) + copies * stored,
@@ -104,5 +104,5 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
 
 
 def _said_by(error: Exception) -> str:
-    """The first two sentences, which have the size of the allocation; the others are advice to programmers."""
+    """Return the first two sentences, which have the size of the allocation; the others are advice to programmers."""
     return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

@@ -1,4 +1,4 @@
-"""What the aggregations of a round are about, and the facts about them that reach the record of the round."""
+"""Inputs and statistics of the aggregations of a round."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AggregationContext:
     """Which rows one aggregation combines.
 
     Attributes:
-        slots: their numbers.
-        workers: the worker of each.
+        slots: slot numbers of the rows.
+        workers: worker ID of each row.
         weights: [n], float64 on the CPU; None for equal weights.
         moment: (round,), or (round, step) if every step is a synchronisation: coordinates of random draws.
     """
@@ -35,17 +35,17 @@ class MetricLog(dict[str, list[float | Tensor]]):
         for name, value in values.items():
             self.setdefault(name, []).append(value)
 
-    def extend(self, other: Mapping[str, Sequence[float | Tensor]]) -> None:
+    def extend(self, log: Mapping[str, Sequence[float | Tensor]]) -> None:
         """Add the numbers of another log."""
-        for name, values in other.items():
+        for name, values in log.items():
             self.setdefault(name, []).extend(values)
 
     def on_host(self) -> MetricLog:
-        """The log with numbers in place of tensors. Each name is read from the device at once."""
+        """Return the log with numbers in place of tensors. Each name is read from the device at once."""
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """The mean for each name; the same to the bit whatever the order of the numbers."""
+        """Return the mean for each name; bit-identical for any order of the numbers."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 
@@ -76,12 +76,12 @@ class SentUpdates:
         self.metrics.record(metrics or {})
 
     def on_host(self) -> SentUpdates:
-        """The same with numbers in place of tensors, so that it can be sent to another process."""
+        """Return the same with numbers in place of tensors, so that it can be sent to another process."""
         return SentUpdates(self.count, self.nbytes, self.metrics.on_host())
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """The sum over processes."""
+        """Return the sum over processes."""
         total = cls()
         for part in parts:
             total.add(part.count, part.nbytes)
@@ -106,12 +106,12 @@ class AggregationStats:
     sent: SentUpdates = field(default_factory=SentUpdates)
 
     def on_host(self) -> AggregationStats:
-        """The same with numbers in place of tensors, so that it can be sent to another process."""
+        """Return the same with numbers in place of tensors, so that it can be sent to another process."""
         return replace(self, metrics=self.metrics.on_host(), sent=self.sent.on_host())
 
 
 class GradientRoundStats:
-    """Facts about all aggregations of a round: mean shares over its steps, and the workers left out of any."""
+    """Statistics of a round with one aggregation per step: mean shares, and workers excluded in any step."""
 
     def __init__(self, cohort: Sequence[int]) -> None:
         self._shares = [0.0] * len(cohort)

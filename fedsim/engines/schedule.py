@@ -16,7 +16,7 @@ class DrawnAmount:
     seed: int
 
     def of(self, worker: int, round: int) -> int:
-        """The number of a worker in a round: a pure function of (seed, "local_work", round, worker)."""
+        """Return the number of a worker in a round: a pure function of (seed, "local_work", round, worker)."""
         return self.values[draw_key(self.seed, "local_work", round, worker) % len(self.values)]
 
 
@@ -64,18 +64,18 @@ class Schedule:
         return (min(values), None) if self.steps is None else (None, min(values))
 
     def of(self, worker: int, round: int) -> Schedule:
-        """The schedule of one worker in one round."""
+        """Return the schedule of one worker in one round."""
         amount = self._amount
         if isinstance(amount, int):
             return self
         return self._with(amount[worker] if isinstance(amount, tuple) else amount.of(worker, round))
 
     def longest(self, worker: int) -> Schedule:
-        """The schedule of the longest round that a worker can have."""
+        """Return the schedule of the longest round that a worker can have."""
         return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def shortest(self, worker: int) -> Schedule:
-        """The schedule of the shortest one."""
+        """Return the schedule of the shortest one."""
         return self._with(min(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def _with(self, amount: int) -> Schedule:
@@ -113,7 +113,7 @@ class Schedule:
         return self.samples_in(self.steps_for(n_samples), n_samples)
 
     def samples_in(self, steps: int, n_samples: int) -> int:
-        """The same for so many steps from the start of a round."""
+        """Return the same for so many steps from the start of a round."""
         epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
         return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
 

@@ -60,7 +60,7 @@ class RunData:
         worker_tests: Shards | None = None,
         validation: TensorData | None = None,
     ) -> RunData:
-        """The data of a run on a device; the other arguments are attributes of the class."""
+        """Return the data of a run on a device; the other arguments are attributes of the class."""
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
         train, test, validation = (replace(data, ids=None).to(device, dtype) for data in (train, test, validation))
@@ -211,11 +211,11 @@ class SharedState:
             algorithm=task.algorithm.server_state(row),
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
         )
-        own = len(of_run.root) > 0
+        has_root = len(of_run.root) > 0
         return cls(
             data=of_run,
             server=server,
-            cohort=CohortRows.allocate(task, server, -(-(task.experiment.cohort_size + own) // ranks)),
+            cohort=CohortRows.allocate(task, server, -(-(task.experiment.cohort_size + has_root) // ranks)),
             tests={
                 "test": TestResults.allocate(task, of_run.test, module),
                 "validation": TestResults.allocate(task, of_run.validation, module),
@@ -223,7 +223,7 @@ class SharedState:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that one round leaves to the next, by name."""
+        """Return the tensors that one round leaves to the next, by name."""
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
@@ -244,7 +244,7 @@ class SharedState:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a group, also those in dicts and in groups within it."""
+    """Yield the tensors of a group, also those in dicts and in groups within it."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict) or is_dataclass(value):
@@ -254,17 +254,17 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
-    """The rows of a cohort. Raises ExperimentError if a CPU has no memory for them."""
+    """Return the rows of a cohort. Raises ExperimentError if a CPU has no memory for them."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
-    nbytes, what, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
-    require_memory(nbytes, what, instead)
+    nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    require_memory(nbytes, content, instead)
     try:
         return new_rows(n, d, task.dtype, task.device)
     except RuntimeError as error:
         if (reason := describe_os_error(error)) is None:
             raise
-        raise ExperimentError(f"memory: {what} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
+        raise ExperimentError(f"memory: {content} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
 
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What every process of a run knows of it."""
+"""The task of a run: the experiment with its device, client algorithm and attackers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sync = Literal["parameters", "gradients"]
 
 @dataclass(frozen=True)
 class RunTask:
-    """An experiment as every process of an engine knows it, with what depends on the machine, the model and the data.
+    """Experiment with device, client algorithm and attackers, as passed to every process of an engine.
 
     Attributes:
         experiment: with its components, which belong to this run; without its data set. See `Experiment.own`.
@@ -60,26 +60,26 @@ class RunTask:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The local work of all workers and rounds."""
+        """Return the local work of all workers and rounds."""
         local, seed = self.experiment.local, self.experiment.seed
 
-        def amount(given: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
-            if isinstance(given, dict):
-                uniform, choice = given.get("uniform"), given.get("choice", [])
+        def amount(setting: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
+            if isinstance(setting, dict):
+                uniform, choice = setting.get("uniform"), setting.get("choice", [])
                 return DrawnAmount(range(uniform[0], uniform[1] + 1) if uniform else tuple(choice), seed)
-            return tuple(given) if isinstance(given, list) else given
+            return tuple(setting) if isinstance(setting, list) else setting
 
         return Schedule(local.batch_size, amount(local.epochs), amount(local.steps), local.drop_last, local.accumulate)
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
-        """What the partition does to the samples of each worker; None: nothing."""
+        """Transform that the partition applies to each worker's samples; None without transforms."""
         make = getattr(self.experiment.partition.component, "transforms", None)
         return None if make is None else make(self.experiment.workers)
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Bytes of worker state from which it lies in files; None: never."""
+        """Bytes of worker state above which it is stored in files; None for never."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
@@ -108,26 +108,26 @@ class RunTask:
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
-        """The client algorithm with the learning rate of a step (from 0) of a round."""
+        """Return the client algorithm with the learning rate of a step (from 0) of a round."""
         lr = self.experiment.local_lr_at(round, step)
         return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
 
     def server_at(self, round: int) -> ServerStep:
-        """The server optimizer with the learning rate of a round."""
+        """Return the server optimizer with the learning rate of a round."""
         server: Any = self.experiment.server.component
         schedule = self.experiment.server_schedule
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
 
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
-        """What moves the global row: the server optimizer along updates, or the client algorithm along gradients."""
+        """Return what steps the global row: the server optimizer (updates) or the client algorithm (gradients)."""
         return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
-        """The `stepper` of a round, or of a round and a step, with the learning rates of then."""
+        """Return the `stepper` of a round, or of a round and a step, with the learning rates of then."""
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self) -> nn.Module:
-        """The model at its start, the same in every process; the global random state is left as it was.
+        """Return the model at its start, the same in every process; the global random state is left as it was.
 
         Raises ExperimentError if it has complex parameters or buffers.
         """

@@ -1,4 +1,4 @@
-"""Models on the samples of single workers: the mean loss on what a worker trains on, and tests on what it holds out."""
+"""Per-worker evaluation: the mean loss on training samples, and tests on held-out samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 
 GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
-WORST = 0.1  # of the workers, for the mean of the worst
+WORST = 0.1  # fraction of workers in the mean over the worst
 
 Tested = dict[str, tuple[float, float | None]]  # by model: loss, and accuracy if the task has one
 
@@ -29,9 +29,9 @@ class WorkerResults:
     """The tests of one round.
 
     Attributes:
-        round: after which they were made.
-        workers: whose models were tested.
-        samples: the number of test samples of each.
+        round: round after which the models were tested.
+        workers: IDs of the tested workers.
+        samples: number of test samples per worker.
         loss, accuracy: by model ("global", "personal", "fine_tuned"), of each worker; no accuracy if the task has none.
     """
 
@@ -47,14 +47,14 @@ class WorkerResults:
         workers = sorted(tested)
         models = list(tested[workers[0]]) if workers else []
         loss = {model: [tested[worker][model][0] for worker in workers] for model in models}
-        found = {model: [tested[worker][model][1] for worker in workers] for model in models}
-        known = {model: [value for value in values if value is not None] for model, values in found.items()}
+        accuracies = {model: [tested[worker][model][1] for worker in workers] for model in models}
+        known = {model: [value for value in values if value is not None] for model, values in accuracies.items()}
         accuracy = {model: values for model, values in known.items() if values}
         return cls(round, workers, [samples[worker] for worker in workers], loss, accuracy)
 
     @property
     def score_name(self) -> Literal["accuracy", "loss"]:
-        """What workers are compared by: the loss if the task has no accuracy."""
+        """Score that compares workers: accuracy, or loss if the task has no accuracy."""
         return "accuracy" if self.accuracy else "loss"
 
     @property
@@ -72,7 +72,7 @@ class WorkerResults:
 
 
 def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[str, float]:
-    """Figures of a distribution over workers, each worker counted once.
+    """Return statistics of a distribution over workers, with equal weight for each worker.
 
     The worst 10 percent are at least one worker: those with the lowest values, or the highest if lower is better. The
     Gini coefficient is the mean difference of all pairs over twice the mean: 0 if all values are equal.
@@ -115,8 +115,8 @@ class WorkerTests:
         shared = self._shared
         tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
         if self._task.algorithm.has("personal_rows"):
-            own = self._task.experiment.buffers == "local"
-            buffers = shared.cohort.buffers[member.slot] if own else shared.server.buffers
+            local_buffers = self._task.experiment.buffers == "local"
+            buffers = shared.cohort.buffers[member.slot] if local_buffers else shared.server.buffers
             tested[PERSONAL] = self._test(*self._personal(shared.server.row, buffers, member), member)
         return tested
 
@@ -127,8 +127,8 @@ class WorkerTests:
         return {FINE_TUNED: self._test(*personal, member)}
 
     def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
-        kept = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
-        return personal_model(self._task.algorithm, row, buffers, kept)
+        worker_state = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
+        return personal_model(self._task.algorithm, row, buffers, worker_state)
 
     def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
         moment, correct = (member.round, member.worker), correct_of(self._task.learning_task)
@@ -139,7 +139,10 @@ class WorkerTests:
     def _sums(
         self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
     ) -> MetricSums:
-        """The sums of a test on these batches; random draws in the model have the purpose and coordinates `drawn`."""
+        """Return the sums of a test on these batches.
+
+        Random draws in the model have the purpose and coordinates `drawn`.
+        """
         task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.experiment.seed, *drawn)

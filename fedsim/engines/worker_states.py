@@ -1,4 +1,4 @@
-"""What workers keep between their rounds: one row for each worker that has taken part."""
+"""Worker state between rounds, with one row for each worker that has participated."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fedsim.system.limits import describe_os_error
 
 
 class WorkerStates:
-    """Named rows by worker, made on a worker's first use, so memory follows the workers that have taken part.
+    """State rows by name and worker, allocated when a worker first participates.
 
     Before a round, each process copies the rows of the members that it trains to the rows of the `SharedState`, and
     afterwards back. All processes assign the same places, because all of them know the whole cohort.
 
     Args:
         initial: the state of a worker before its first round, tensors [w].
-        limit: bytes from which on the rows lie in files that are mapped to memory; None: never. The files have no
-            names, so the system removes them when the process ends, also if it is killed.
-        folder: of these files; None: that of the system for temporary files.
+        limit: bytes above which the rows are stored in memory-mapped files; None for never. The files are unnamed, so
+            the system removes them when the process ends, even if it is killed.
+        folder: folder of these files; None for the system's folder for temporary files.
 
     Raises ExperimentError if a file cannot grow.
     """
@@ -93,11 +93,11 @@ class WorkerStates:
         """Copy the workers' state, or the initial one where they have none, to these slots of `rows` [n, w]."""
         pairs = zip(workers, slots, strict=True)
         known = [(self._places[worker], slot) for worker, slot in pairs if worker in self._places]
-        for name, kept in self.rows.items():
+        for name, state_rows in self.rows.items():
             rows[name][slots] = self.initial[name]
             if known:
                 places, places_there = map(list, zip(*known, strict=True))
-                rows[name][places_there] = kept[places].to(rows[name].device)
+                rows[name][places_there] = state_rows[places].to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
         """Copy the state of the members that this process trains to their slots of `rows` [n, w]."""
@@ -109,13 +109,13 @@ class WorkerStates:
             return
         self.add(workers)
         places = [self._places[worker] for worker in workers]
-        for name, kept in self.rows.items():
-            kept[places] = rows[name][slots].to(kept.device)
+        for name, state_rows in self.rows.items():
+            state_rows[places] = rows[name][slots].to(state_rows.device)
 
     def save_cohort(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
     ) -> None:
-        """Copy the state of the members that this process trains back; excluded workers keep that of before."""
+        """Store the worker state of the members that this process trained. Excluded workers keep their old state."""
         self.add([worker for worker in cohort if worker not in excluded])
         saved = set(cohort).difference(excluded)  # without the server's own row
         members = [member for member in mine if member.worker in saved]
@@ -127,7 +127,7 @@ class WorkerStates:
             self.add([worker for worker in cohort if worker not in excluded])
 
     def add(self, workers: Sequence[int]) -> list[int]:
-        """Make room for workers that have none; those workers."""
+        """Allocate rows for workers that have none, and return these workers."""
         new = [worker for worker in workers if worker not in self._places] if self.initial else []
         begin, end = len(self._places), len(self._places) + len(new)
         if any(end > len(rows) for rows in self.rows.values()):
@@ -136,7 +136,7 @@ class WorkerStates:
         return new
 
     def reserve(self, workers: Sequence[int]) -> None:
-        """Give workers that have no state the initial one."""
+        """Set the initial state for workers that have no state."""
         places = [self._places[worker] for worker in self.add(workers)]
         for name, row in self.initial.items():
             self.rows[name][places] = row.to(self.rows[name].device)
@@ -162,7 +162,7 @@ class WorkerStates:
                 self.rows[name][:begin] = before[:begin].to(self.rows[name].device)
 
     def _map(self, name: str, n: int, row: Tensor) -> Tensor:
-        """A file with `n` rows, mapped to memory; it keeps the rows that it has."""
+        """Return a file with `n` rows, mapped to memory; it keeps the rows that it has."""
         nbytes = n * row.nbytes
         if not nbytes:
             return _room(n, row)
@@ -188,13 +188,16 @@ class WorkerStates:
             return os.dup(file.fileno())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name; empty without any."""
+        """Return the state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name.
+
+        Empty without any.
+        """
         if not self.initial:
             return {}
         workers = sorted(self._places)
         places = [self._places[worker] for worker in workers]
         return {"workers": torch.tensor(workers, dtype=torch.int64)} | {
-            f"rows.{name}": kept[places] for name, kept in self.rows.items()
+            f"rows.{name}": state_rows[places] for name, state_rows in self.rows.items()
         }
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
@@ -209,13 +212,13 @@ class WorkerStates:
         if len(set(numbers)) != len(numbers):
             raise RecordError("names a worker twice in its worker state")
         for name, row in self.initial.items():
-            kept = rows[name]
-            if kept is None or kept.shape != (len(numbers), len(row)) or kept.dtype != row.dtype:
+            saved_rows = rows[name]
+            if saved_rows is None or saved_rows.shape != (len(numbers), len(row)) or saved_rows.dtype != row.dtype:
                 raise RecordError(f"the worker state {name} is missing or of another run")
         self.add(numbers)
-        for name, kept in rows.items():
-            assert kept is not None
-            self.rows[name][: len(numbers)] = kept
+        for name, saved_rows in rows.items():
+            assert saved_rows is not None
+            self.rows[name][: len(numbers)] = saved_rows
 
 
 def initial_worker_state(task: RunTask, shared: SharedState) -> State:

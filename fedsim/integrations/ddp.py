@@ -110,7 +110,7 @@ class RobustState:
 
 
 def robust_hook(state: RobustState, bucket: dist.GradBucket) -> GradientFuture:
-    """The communication hook: `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
+    """Return the communication hook: `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
 
     Args:
         state: the rule. All ranks have the same rule and seed.
@@ -147,10 +147,12 @@ def set_gradients(
     tensor([2., 2.])
     """
     parameters, updates = list(parameters), []
-    for worker, given in enumerate(gradients):
-        if len(given) != len(parameters):
-            raise ExperimentError(f"gradients[{worker}]: {len(parameters)} parameters need as many, not {len(given)}")
-        pairs = zip(parameters, given, strict=True)
+    for worker, worker_gradients in enumerate(gradients):
+        if len(worker_gradients) != len(parameters):
+            raise ExperimentError(
+                f"gradients[{worker}]: {len(parameters)} parameters need as many gradients, not {len(worker_gradients)}"
+            )
+        pairs = zip(parameters, worker_gradients, strict=True)
         updates.append([torch.zeros_like(like) if gradient is None else gradient for like, gradient in pairs])
     _, form = as_rows([parameters], "parameters")
     rows, _ = as_rows(updates, "gradients", form)

@@ -72,8 +72,8 @@ class Strategy(FedAvg):
         params = {name: value for name, value in options.items() if name not in OF_FEDAVG}
         super().__init__(**{name: value for name, value in options.items() if name in OF_FEDAVG})
         self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite)
-        for key, name, given in (("root", "root", root), ("loss_key", "losses", loss_key)):
-            if given is None and self.rule.pipeline.accepts(name):
+        for key, name, argument in (("root", "root", root), ("loss_key", "losses", loss_key)):
+            if argument is None and self.rule.pipeline.accepts(name):
                 raise ExperimentError(f"{key}: is required by the rule {self.rule.pipeline.name}")
         self.server, self.root, self.loss_key = server, root, loss_key
         self._global = self._sent = ArrayRecord()
@@ -86,7 +86,10 @@ class Strategy(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages to clients; a server optimizer may send other arrays than the global ones (`broadcast`)."""
+        """Return the messages to clients.
+
+        A server optimizer may send other arrays than the global ones (`broadcast`).
+        """
         self._global = self._sent = arrays
         if self.server is not None:
             self._sent = _record(self.server.broadcast(_arrays(arrays)))
@@ -95,7 +98,7 @@ class Strategy(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The new global arrays, and the averaged metrics; None if no client has replied."""
+        """Return the new global arrays, and the averaged metrics; None if no client has replied."""
         valid, _ = self._check_and_log_replies(replies, is_train=True)
         if not valid:
             return None, None
@@ -142,7 +145,7 @@ def _record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
 
 
 def _metrics(replies: list[Message], key: str) -> list[float]:
-    """The metric `key` of each reply. Raises ExperimentError with the node that does not have it."""
+    """Return the metric `key` of each reply. Raises ExperimentError with the node that does not have it."""
     values = []
     for reply in replies:
         record = next(iter(reply.content.metric_records.values()))

@@ -32,7 +32,7 @@ def flower_partition(
     partitioner: str,
     **arguments: Any,
 ) -> list[np.ndarray]:
-    """A partition by a partitioner of Flower Datasets.
+    """Return a partition by a partitioner of Flower Datasets.
 
         fedsim.partition(labels, 10, flower_partition, partitioner="DirichletPartitioner", alpha=0.5)
         fedsim run partition=fedsim.integrations.flower_datasets:flower_partition \\
@@ -114,7 +114,7 @@ class FedsimPartitioner(Partitioner):
         return self._num_partitions
 
     def load_partition(self, partition_id: int) -> Dataset:
-        """The samples of a partition, 0 <= partition_id < num_partitions."""
+        """Return the samples of a partition, 0 <= partition_id < num_partitions."""
         if not 0 <= partition_id < self._num_partitions:
             raise ExperimentError(f"partition_id = {show(partition_id)}: must be from 0 to {self._num_partitions - 1}")
         return self.dataset.select(self._shards.of(partition_id).numpy())

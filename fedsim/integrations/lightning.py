@@ -44,6 +44,6 @@ class RobustGradients(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
-            found = type(trainer.strategy).__name__
-            raise ExperimentError(f'RobustGradients: needs Trainer(strategy="ddp"), not {found}')
+            strategy = type(trainer.strategy).__name__
+            raise ExperimentError(f'RobustGradients: needs Trainer(strategy="ddp"), not {strategy}')
         model.register_comm_hook(self._new_state(), robust_hook)

@@ -41,7 +41,7 @@ class RuleOverRounds:
         self._last: Tensor | None = None
 
     def __call__(self, updates: Tensor, *, round: int, weights: Tensor | None = None, **inputs: Any) -> Tensor:
-        """The aggregate [d] of updates [n, d].
+        """Return the aggregate [d] of updates [n, d].
 
         Args:
             round: seeds random draws.
@@ -51,8 +51,8 @@ class RuleOverRounds:
         if self.pipeline.needs_weights:
             inputs["weights"] = updates.new_ones(len(updates), device="cpu").double() if weights is None else weights
         inputs |= {"seed": self._seed, "moment": (round,), "sync": self._sync}
-        given = AggregationInputs(updates, state=self._state, last=self._last, **inputs)
-        result = aggregate_inputs(given, self.pipeline, self.nonfinite)
+        aggregation_inputs = AggregationInputs(updates, state=self._state, last=self._last, **inputs)
+        result = aggregate_inputs(aggregation_inputs, self.pipeline, self.nonfinite)
         self._state = result.state
         if self.pipeline.accepts("last"):
             self._last = result.update

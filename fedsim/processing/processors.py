@@ -41,13 +41,16 @@ class UpdateProcessor(Component):
     error_feedback: bool = False
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
-        """The new update and the bytes that the processor declares. Raises ExperimentError for another result."""
+        """Return the new update and the bytes that the processor declares.
+
+        Raises ExperimentError for another result.
+        """
         result = self.on(inputs)
         update, nbytes = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         d = len(inputs["update"])
         if not isinstance(update, Tensor) or update.shape != (d,):
-            found = f"shape {list(update.shape)}" if isinstance(update, Tensor) else f"type {type(update).__name__}"
-            raise ExperimentError(f"processor {self.name}: must return an update of shape [{d}], not of {found}")
+            actual = f"shape {list(update.shape)}" if isinstance(update, Tensor) else f"type {type(update).__name__}"
+            raise ExperimentError(f"processor {self.name}: must return an update of shape [{d}], not of {actual}")
         if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
             raise ExperimentError(f"processor {self.name}: the number of bytes must be an int >= 0, not {nbytes!r}")
         return update, nbytes
@@ -82,13 +85,13 @@ def apply_chain(
     Returns the bytes of the processed update.
     """
     update, nbytes = row, row.nbytes
-    for place, each in enumerate(chain):
+    for place, processor in enumerate(chain):
         draws = Draws.of(seed, "process", *coordinates, place, device=row.device)
-        residual = residuals[f"residual_{place}"] if residuals and each.error_feedback else None
-        given = update if residual is None else update + residual
-        update, declared = each(update=given, draws=draws, metrics=metrics)
+        residual = residuals[f"residual_{place}"] if residuals and processor.error_feedback else None
+        compensated = update if residual is None else update + residual
+        update, declared = processor(update=compensated, draws=draws, metrics=metrics)
         if residual is not None:
-            torch.sub(given, update, out=residual)
+            torch.sub(compensated, update, out=residual)
         nbytes = nbytes if declared is None else declared
     row.copy_(update)
     return nbytes

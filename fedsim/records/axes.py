@@ -26,8 +26,8 @@ def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
-    for given, values in leaves_of(tables):
-        key = axis_called(given)
+    for name, values in leaves_of(tables):
+        key = axis_called(name)
         if key in axes:
             raise ExperimentError(f"{place}.{key}: is given twice")
         axes[key] = _checked(key, values, f"{place}.{key}")
@@ -178,12 +178,12 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
             raise ExperimentError(
                 f'{where} = {show(value)}: must be a table with a label, such as {{label = "b", local = {{steps = 5}}}}'
             )
-        own = value[LABEL] if labelled else None
-        if labelled and not (isinstance(own, str) and own.strip()):
-            raise ExperimentError(f"{where}.{LABEL} = {show(own)}: must be a string that is not empty")
-        name = (labelled, own if labelled else canonical(value))
+        text = value[LABEL] if labelled else None
+        if labelled and not (isinstance(text, str) and text.strip()):
+            raise ExperimentError(f"{where}.{LABEL} = {show(text)}: must be a string that is not empty")
+        name = (labelled, text if labelled else canonical(value))
         if name in names:
-            raise ExperimentError(f"{place}: {f'the label {show(own)}' if labelled else show(value)} is repeated")
+            raise ExperimentError(f"{place}: {f'the label {show(text)}' if labelled else show(value)} is repeated")
         names.add(name)
     return values
 

@@ -95,7 +95,7 @@ def divergence(record: RoundRecord) -> str | None:
 
 
 def stored_stop(experiment: Mapping[str, Any]) -> Stop:
-    """The table `stop` of a stored experiment; one that never ends a run if it is missing or damaged."""
+    """Return the table `stop` of a stored experiment; one that never ends a run if it is missing or damaged."""
     try:
         return Stop.model_validate(experiment.get("stop", {}))
     except ValidationError:

@@ -33,13 +33,13 @@ def key_name(key: str) -> str:
 
 
 def comparison_title(keys: Sequence[str], score: str = "Test accuracy") -> str:
-    """The title of a comparison: "Test accuracy by rule and attack"."""
+    """Return the title of a comparison: "Test accuracy by rule and attack"."""
     *others, last = map(key_name, keys or ["seed"])
     return f"{score} by {', '.join(others)} and {last}" if others else f"{score} by {last}"
 
 
 def label(value: Any) -> str:
-    """A value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `krum (f = 2)`.
+    """Return a value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `krum (f = 2)`.
 
     The `label` of a table, if it has one.
     """
@@ -55,7 +55,7 @@ def label(value: Any) -> str:
 
 
 def prepared(value: Any) -> str:
-    """A value as in an experiment file, without quotes."""
+    """Return a value as in an experiment file, without quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -66,7 +66,7 @@ def prepared(value: Any) -> str:
 
 
 def flatten(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The dotted keys of nested tables with their values."""
+    """Return the dotted keys of nested tables with their values."""
     return [(key, prepared(value)) for key, value in leaves_of(table)]
 
 
@@ -77,19 +77,19 @@ def score_text(record: RoundRecord) -> str:
 
 
 def fraction(value: float | None) -> str:
-    """An accuracy, a rate."""
+    """Return an accuracy, a rate."""
     return MISSING if value is None else fixed(value)
 
 
 def number(value: float | None) -> str:
-    """A loss: four decimals, or four digits if it is very small or large."""
+    """Return a loss: four decimals, or four digits if it is very small or large."""
     if value is None:
         return MISSING
     return fixed(value) if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:
-    """A duration with a unit."""
+    """Return a duration with a unit."""
     if value is None:
         return MISSING
     if value < 1:
@@ -101,17 +101,17 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """A number of bytes, in powers of a thousand."""
+    """Return a number of bytes, in powers of a thousand."""
     return MISSING if value is None else show_bytes(value)
 
 
 def amount(value: float | None) -> str:
-    """A number with four digits, or all digits before the decimal point."""
+    """Return a number with four digits, or all digits before the decimal point."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(value: float | None) -> str:
-    """A fraction as a percentage."""
+    """Return a fraction as a percentage."""
     return MISSING if value is None else f"{100 * value:.3g} %"

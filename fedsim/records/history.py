@@ -43,7 +43,7 @@ PATTERNS = [name.replace(".png", ".*") for name in FILES]  # of their names; fig
 
 
 def experiment_of_run(folder: Path) -> Path:
-    """The experiment file of a run folder. Raises RecordError if there is none."""
+    """Return the experiment file of a run folder. Raises RecordError if there is none."""
     if not (folder / EXPERIMENT).is_file():
         raise RecordError(
             f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
@@ -52,12 +52,12 @@ def experiment_of_run(folder: Path) -> Path:
 
 
 def to_line(record: RoundRecord) -> str:
-    """A record as a line of `metrics.jsonl`; numbers that are not finite become null."""
+    """Return a record as a line of `metrics.jsonl`; numbers that are not finite become null."""
     return to_json(record) + "\n"
 
 
 def read_history(folder: Path) -> list[RoundRecord]:
-    """The finished rounds of a run folder, from the first to the last that can be used to resume the run.
+    """Return the finished rounds of a run folder, from the first to the last that can be used to resume the run.
 
     An incomplete last line is ignored, and so is everything after a line that no run writes.
     """
@@ -80,13 +80,13 @@ def read_history(folder: Path) -> list[RoundRecord]:
 
 
 def with_nan_losses(record: RoundRecord) -> RoundRecord:
-    """A record that was read, with NaN for its losses that the file has as null."""
+    """Return a record that was read, with NaN for its losses that the file has as null."""
     losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
     return replace(record, **losses) if losses else record
 
 
 def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
-    """The rounds of a metrics file, and whether its last line is incomplete, which is then left out.
+    """Return the rounds of a metrics file, and whether its last line is incomplete, which is then left out.
 
     Raises RecordError, with the number of the line, if any other line is no record.
     """
@@ -126,14 +126,17 @@ def noted_stop(folder: Path, round: int) -> str | None:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem that pydantic found, in one line: `cohort.3: Input should be a valid integer`."""
+    """Return the first problem that pydantic found, in one line: `cohort.3: Input should be a valid integer`."""
     problem: Any = error.errors(include_url=False)[0]
     place = [".".join(map(str, problem["loc"]))] if problem["loc"] else []
     return cut(": ".join([*place, problem["msg"].removeprefix("Value error, ")]))
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """A file that lies in its own folder, and is not a link out of it. Raises RecordError if it cannot be read."""
+    """Return a file that lies in its own folder, and is not a link out of it.
+
+    Raises RecordError if it cannot be read.
+    """
     try:
         return read_bounded(path, most, inside=path.parent)
     except OSError as error:
@@ -141,7 +144,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises RecordError if there is none."""
+    """Return the JSON object in a file. Raises RecordError if there is none."""
     try:
         value = json.loads(read_file(path, MOST_OBJECT_BYTES))
     except (ValueError, RecursionError) as error:

@@ -49,7 +49,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -> list[Progress]:
-    """The progress after each round.
+    """Return the progress after each round.
 
     Asynchronous records hold it. A synchronous round is one update, and one arrival per worker of the cohort. If
     gradients are averaged, each step is an update, and one arrival per worker that takes the step.
@@ -58,7 +58,7 @@ def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -
         history: the records.
         experiment: its resolved tables, nested.
     """
-    found: list[Progress] = []
+    progress: list[Progress] = []
     updates: int | None = 0
     arrivals: int | None = 0
     for record in history:
@@ -68,12 +68,12 @@ def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -
             sent = _sent_by_each(record, experiment)
             updates = None if sent is None or updates is None else updates + max(sent, default=0)
             arrivals = None if sent is None or arrivals is None else arrivals + sum(sent)
-        found.append(Progress(record.round, record.virtual_seconds, updates, arrivals))
-    return found
+        progress.append(Progress(record.round, record.virtual_seconds, updates, arrivals))
+    return progress
 
 
 def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundRecord]) -> list[float | None]:
-    """The place of each round on a scale of `SCALES`; None if the records do not hold it.
+    """Return the place of each round on a scale of `SCALES`; None if the records do not hold it.
 
     >>> history = [RoundRecord(round=1, bytes_up=10), RoundRecord(round=2, bytes_up=30)]
     >>> places_on("bytes", progress_of(history, {}), history)
@@ -115,20 +115,20 @@ def run_metrics(
             the first test with at least this accuracy; None if there is none. Of a task without accuracy, a test loss.
     """
     last, at, score = history[-1], progress[-1], score_in(history)
-    found = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
+    numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
     losses = {name: math.nan for name in ("test_loss", "train_loss") if last[name] is None}  # NaN, null in a file
-    found |= {name: losses.get(name, last[name]) for name in LAST_ROUND if name != score.key}
-    found |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **component_metrics(last)}
+    numbers |= {name: losses.get(name, last[name]) for name in LAST_ROUND if name != score.key}
+    numbers |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **component_metrics(last)}
     if at.virtual_seconds is not None:
-        found |= {**at._asdict(), "staleness": mean_staleness(history)}
-        del found["round"]
-    found = {name: value for name, value in found.items() if value is not None}
+        numbers |= {**at._asdict(), "staleness": mean_staleness(history)}
+        del numbers["round"]
+    numbers = {name: value for name, value in numbers.items() if value is not None}
     if target is not None:
         pairs = [(at, score.read(record)) for record, at in zip(history, progress, strict=True)]
         there = next((at for at, value in pairs if value is not None and score.reaches(value, target)), None)
         for place, name in enumerate(["rounds", *Progress._fields[1:]]):
-            found[f"{name}_to_target"] = there[place] if there else None
-    return found
+            numbers[f"{name}_to_target"] = there[place] if there else None
+    return numbers
 
 
 def best_score(history: Sequence[RoundRecord]) -> float | None:

@@ -177,12 +177,12 @@ class Run:
 
     @cached_property
     def progress(self) -> list[Progress]:
-        """The progress after each round."""
+        """Return the progress after each round."""
         return progress_of(self.history, self.experiment)
 
     @cached_property
     def metrics(self) -> dict[str, float | None]:
-        """The numbers of a finished run by name, see `run_metrics`; empty if it is not finished."""
+        """Return the numbers of a finished run by name, see `run_metrics`; empty if it is not finished."""
         return run_metrics(self.history, self.progress, self.target) if self.finished else {}
 
     @property
@@ -208,13 +208,13 @@ class Run:
 
     @cached_property
     def partition(self) -> StoredPartition:
-        """The samples of the workers; empty if the file is missing."""
+        """Return the samples of the workers; empty if the file is missing."""
         path = self.folder and self.folder / PARTITION
         return _read_partition(path) if path and is_file(path) else StoredPartition()
 
     @cached_property
     def workers(self) -> WorkerResults | None:
-        """The last tests of single workers."""
+        """Return the last tests of single workers."""
         table = newest_table(self.folder, len(self.history)) if self.folder else None
         return read_csv(table) if table else None
 
@@ -228,7 +228,7 @@ class Run:
 
 
 def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
-    """The index of each value of each axis, by the value's JSON text; the first of equal values."""
+    """Return the index of each value of each axis, by the value's JSON text; the first of equal values."""
     return {
         axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
         for axis, values in axes.items()
@@ -236,7 +236,7 @@ def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
 
 
 def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
-    """The content of a comparison.json, with `objects` in the place of their names."""
+    """Return the content of a comparison.json, with `objects` in the place of their names."""
     file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
     if problem := problem_with_words(file.model_dump()):
         raise RecordError(f"{path}: {problem}")

@@ -78,14 +78,14 @@ class Metric:
         return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
 
     def read(self, record: RoundRecord) -> float | None:
-        """The number in a record; None if the record has no finite one."""
+        """Return the number in a record; None if the record has no finite one."""
         value: Any = record
         for name in self.path:
             value = value.get(name) if type(value) is dict else getattr(value, name, None)
         return value if value is not None and math.isfinite(value) else None
 
     def named(self, name: str) -> Metric:
-        """The metric of one key of a dict of numbers."""
+        """Return the metric of one key of a dict of numbers."""
         words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
         better = better_called(name) if self.better == "by name" else self.better
         return replace(self, **words, better=better, path=(*self.path, name))
@@ -281,7 +281,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def mean_staleness(records: Iterable[RoundRecord]) -> float | None:
-    """The mean over all results that were applied in these rounds; None if there are none."""
+    """Return the mean over all results that were applied in these rounds; None if there are none."""
     counts: Counter[int] = Counter()
     for record in records:
         for staleness, count in (record.asynchronous.staleness if record.asynchronous else {}).items():
@@ -294,7 +294,7 @@ Declared = TypeVar("Declared", bound=type[Record])
 
 
 def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]:
-    """The metrics of a record's fields, in order; `path` leads to the record."""
+    """Return the metrics of a record's fields, in order; `path` leads to the record."""
     hints = get_type_hints(record_type, include_extras=True)
     return [
         replace(metric, path=(*path, name))
@@ -323,7 +323,7 @@ SCORES = tuple(metric for metric in METRICS if metric.key in ("test_accuracy", "
 
 
 def score_in(records: Iterable[RoundRecord]) -> Metric:
-    """The number that runs are compared by: the test accuracy, or of a task without accuracy the test loss.
+    """Return the number that runs are compared by: the test accuracy, or of a task without accuracy the test loss.
 
     >>> score_in([RoundRecord(round=1, test_loss=0.5)]).key
     'test_loss'
@@ -349,14 +349,14 @@ def metric_called(name: str) -> Metric:
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:
-    """The metrics of which at least one record has a finite value, in the order of their declaration."""
+    """Return the metrics of which at least one record has a finite value, in the order of their declaration."""
     records = list(records)
-    found: list[Metric] = []
+    present: list[Metric] = []
     for metric in METRICS:
         if "{}" in metric.label:
             names = dict.fromkeys(name for record in records for name in record[metric.path[0]])
-            each = [metric.named(name) for name in names]
+            candidates = [metric.named(name) for name in names]
         else:
-            each = [metric]
-        found += [metric for metric in each if any(metric.read(record) is not None for record in records)]
-    return found
+            candidates = [metric]
+        present += [metric for metric in candidates if any(metric.read(record) is not None for record in records)]
+    return present

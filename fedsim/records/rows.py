@@ -56,7 +56,7 @@ class Row:
 
     @cached_property
     def finished(self) -> list[Any]:
-        """The runs that ended and did not fail."""
+        """Return the runs that ended and did not fail."""
         return [run for run in self.runs if run.finished]
 
     @property
@@ -66,14 +66,17 @@ class Row:
 
     @cached_property
     def metrics(self) -> dict[str, Estimate | None]:
-        """The mean over the seeds of each of the runs' metrics; None if no run has a value. See `Run.metrics`."""
+        """Return the mean over the seeds of each of the runs' metrics; None if no run has a value.
+
+        See `Run.metrics`.
+        """
         names = dict.fromkeys(name for run in self.finished for name in run.metrics)
         values = {name: [run.metrics.get(name) for run in self.finished] for name in names}
         return {name: estimate([each for each in found if each is not None]) for name, found in values.items()}
 
     @cached_property
     def score(self) -> Estimate | None:
-        """The mean over the seeds of the compared number in the last round; None if no run has it."""
+        """Return the mean over the seeds of the compared number in the last round; None if no run has it."""
         return estimate(list(self._scores.values()))
 
     @property
@@ -125,12 +128,12 @@ class Row:
             return -math.inf
         return self.metric.sign * mean.mean
 
-    def difference_to(self, other: Row) -> Estimate | None:
-        """The mean over seeds of the score minus that of another row, over the seeds that both have.
+    def difference_to(self, row: Row) -> Estimate | None:
+        """Return the mean over seeds of the score minus that of another row, over the seeds that both have.
 
         Runs of one seed share their start, cohorts and batches, so the difference varies less than either score.
         """
-        ours, theirs = self._scores, other._scores
+        ours, theirs = self._scores, row._scores
         return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
     @cached_property
@@ -144,7 +147,7 @@ class Group(list[Row]):
 
     @cached_property
     def ranked(self) -> list[Row]:
-        """The rows without a run that failed, diverged or has no result, the best first; of equals the first."""
+        """Return the rows without a run that failed, diverged or has no result, the best first; of equals the first."""
         known = [row for row in self if row.quality(row.score) > -math.inf]
         return sorted(known, key=lambda row: -row.quality(row.score))
 
@@ -155,7 +158,7 @@ class Group(list[Row]):
 
     @cached_property
     def tied(self) -> list[Row]:
-        """The rows that are not significantly different from the best, the best first.
+        """Return the rows that are not significantly different from the best, the best first.
 
         The 95 percent interval of the difference, paired by seed, includes 0.
         """
@@ -169,7 +172,7 @@ class Group(list[Row]):
 
 
 def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, chosen: Iterable[str] = ()) -> list[Row]:
-    """The rows of these runs, one for each combination of the values on these axes, in the order of the runs.
+    """Return the rows of these runs, one for each combination of the values on these axes, in the order of the runs.
 
     Args:
         runs: each is a `Run`.
@@ -189,7 +192,7 @@ def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, cho
 
 
 def groups_of(rows: Iterable[Row]) -> list[Group]:
-    """The groups of rows that differ in the first axis only."""
+    """Return the groups of rows that differ in the first axis only."""
     groups: dict[tuple[int, ...], Group] = {}
     for row in rows:
         row.group = groups.setdefault(row.place[1:], Group())
@@ -221,7 +224,7 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """The mean curve of a metric on a scale of `SCALES`; None if it is empty."""
+    """Return the mean curve of a metric on a scale of `SCALES`; None if it is empty."""
     curves = [each for run in runs if (each := _curve(run, metric, scale))[0].size]
     if not curves:
         return None
@@ -243,12 +246,12 @@ def is_numeric(values: Sequence[Any]) -> bool:
     (True, False, False, False)
     """
     return all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) < math.inf for each in values
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf for value in values
     )
 
 
 def numeric_axes(axes: Mapping[str, Sequence[Any]], compared: Sequence[str]) -> list[str]:
-    """The compared axes of three or more numbers."""
+    """Return the compared axes of three or more numbers."""
     return [key for key in compared if len(axes[key]) >= FEWEST_VALUES and is_numeric(axes[key])]
 
 
@@ -363,7 +366,7 @@ class ComparisonSettings:
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """The same without the axes that a comparison does not have."""
+        """Return the same without the axes that a comparison does not have."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
@@ -379,7 +382,7 @@ class ComparisonSettings:
         return ", ".join(self.headings.values())
 
     def compared(self, axes: Sequence[str]) -> list[str]:
-        """The axes that are compared: all but the seed and those along which values are chosen."""
+        """Return the axes that are compared: all but the seed and those along which values are chosen."""
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
@@ -388,7 +391,7 @@ class ComparisonSettings:
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Row]:
-        """The rows that are compared, of the runs that remain."""
+        """Return the rows that are compared, of the runs that remain."""
         return rows_of(self.of(runs, axes)[0], self.compared(axes), self.metric, self.headings)
 
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
@@ -413,12 +416,12 @@ SETTINGS = tuple(each.name for each in fields(ComparisonSettings))
 
 
 def validation_result(row: Row) -> Estimate | None:
-    """The mean validation accuracy over the seeds after the last round, or loss of a task without accuracy."""
+    """Return the mean validation accuracy over the seeds after the last round, or loss of a task without accuracy."""
     return row.metrics.get(row.metric.key.replace(TEST, VALIDATION))
 
 
 def validated_quality(row: Row) -> float:
-    """The higher, the better the validation result; see `Row.quality`."""
+    """Return the higher, the better the validation result; see `Row.quality`."""
     return row.quality(validation_result(row))
 
 

@@ -120,7 +120,7 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """The environment in which the run began, with an entry for each time that it was resumed."""
+        """Return the environment in which the run began, with an entry for each time that it was resumed."""
         first = self.environment()
         if not first:
             return environment
@@ -133,7 +133,7 @@ class RunFolder:
         }
 
     def environment(self) -> dict[str, Any]:
-        """The stored environment; {} if there is none, or a damaged one."""
+        """Return the stored environment; {} if there is none, or a damaged one."""
         with contextlib.suppress(RecordError):
             return read_object(self.path / ENVIRONMENT)
         return {}
@@ -179,13 +179,13 @@ class RunFolder:
         sample = {} if workers is None else {"population": population, "workers": workers}
         self.write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
 
-    def updates(self, round: int, kept: dict[str, Tensor]) -> None:
+    def updates(self, round: int, tensors: dict[str, Tensor]) -> None:
         """Write the inputs of the rule in a round, for `fedsim replay`.
 
         updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] if the rule
         takes them.
         """
-        self.write(UPDATES.format(round=round), save(kept, metadata={"round": str(round)}))
+        self.write(UPDATES.format(round=round), save(tensors, metadata={"round": str(round)}))
 
     def model(self, model: nn.Module) -> None:
         """Write the tensors of the model's state dict: parameters and buffers."""
@@ -252,15 +252,15 @@ def _describe_process() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     for name in ("torchvision", "numpy", "pydantic", "safetensors"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
+    """Return the commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

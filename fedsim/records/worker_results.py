@@ -24,7 +24,7 @@ LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": 
 
 
 def workers_csv(results: WorkerResults) -> str:
-    """A line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
+    """Return a line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
 
     Without accuracies if the task has none.
     """
@@ -35,15 +35,15 @@ def workers_csv(results: WorkerResults) -> str:
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """The table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
+    """Return the table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
         rows = list(csv.reader(io.StringIO(text)))
         head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
         values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
         loss, accuracy = (
-            {model: values[f"{model}_{what}"] for model in LABELS if f"{model}_{what}" in values}
-            for what in ("loss", "accuracy")
+            {model: values[f"{model}_{quantity}"] for model in LABELS if f"{model}_{quantity}" in values}
+            for quantity in ("loss", "accuracy")
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
     except (ValueError, IndexError, KeyError, csv.Error):
@@ -52,7 +52,7 @@ def read_csv(path: Path) -> WorkerResults:
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
-    """The last table in a run folder, of round `most` at the latest; None if there is none."""
+    """Return the last table in a run folder, of round `most` at the latest; None if there is none."""
     tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
     usable = [path for path in tables if most is None or _round_of(path) <= most]
     return usable[-1] if usable else None
@@ -64,22 +64,22 @@ def _round_of(path: Path) -> int:
 
 def workers_line(results: WorkerResults) -> str:
     """`4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)`."""
-    figures, what = results.metrics(), results.score_name
+    figures, score = results.metrics(), results.score_name
     parts = [
-        f"{LABELS[model]} {figures[f'{model}_worker_{what}_mean']:.4f} "
-        f"(worst 10 percent {figures[f'{model}_worker_{what}_worst10']:.4f})"
+        f"{LABELS[model]} {figures[f'{model}_worker_{score}_mean']:.4f} "
+        f"(worst 10 percent {figures[f'{model}_worker_{score}_worst10']:.4f})"
         for model in results.scores
     ]
     return f"{plural(len(results.workers), 'worker')}: {', '.join(parts)}"
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """The scores of the workers in ascending order, with a line for each model; its mean is in the legend."""
+    """Return the scores of the workers in ascending order, with a line for each model; its mean is in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
-    what = f"{results.score_name} on the workers' own test samples"
-    figure.suptitle(f"{title}: {what}, round {results.round}", fontsize="medium")
+    heading = f"{results.score_name} on the workers' own test samples"
+    figure.suptitle(f"{title}: {heading}, round {results.round}", fontsize="medium")
     axes = figure.subplots()
     n = len(results.workers)
     share = 100 * (np.arange(n) + 0.5) / n

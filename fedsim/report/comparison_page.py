@@ -97,7 +97,7 @@ def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[
 
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The heat map of the weights of every run that has weights."""
+    """Return the heat map of the weights of every run that has weights."""
     columns = on_page.columns_for(runs)
     figures = [on_page.weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
     return [figure for figure in figures if figure]
@@ -116,7 +116,7 @@ def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def run_name(run: Run) -> str:
-    """A run by its values on the axes."""
+    """Return a run by its values on the axes."""
     values = {axis: fmt.label(value) for axis, value in run.point.items()}
     seed = [f"seed {values.pop(SEED)}"] if SEED in values else []
     return " · ".join([*values.values(), *seed]) or run.id
@@ -133,7 +133,10 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The name of each compared axis of numbers; of each of its lines the name, and from which value on it misses."""
+    """Return the name of each compared axis of numbers.
+
+    Of each of its lines the name, and from which value on it misses.
+    """
     texts = []
     for key, points in breaking_points(comparison).items():
         lines = [(on_page.name_of_values(others.values()), point.text) for others, point in points]
@@ -142,15 +145,15 @@ def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, st
 
 
 def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """The settings that are the same in all runs."""
+    """Return the settings that are the same in all runs."""
     first, *others = [dict(fmt.flatten(run.experiment)) for run in runs]
     return [(key, value) for key, value in first.items() if all(other.get(key) == value for other in others)]
 
 
 def comparison_table(comparison: Comparison) -> dict[str, Any]:
-    """The head of the table and its rows group by group, with the first axis after the others."""
-    rows, found, headings = comparison.summary, columns(comparison), comparison.settings.headings
-    shown = filled(found, [name for name in found if name not in NOT_SHOWN], rows)
+    """Return the head of the table and its rows group by group, with the first axis after the others."""
+    rows, available, headings = comparison.summary, columns(comparison), comparison.settings.headings
+    shown = filled(available, [name for name in available if name not in NOT_SHOWN], rows)
     keys, lines = [*comparison.compared[1:], *comparison.compared[:1]], []
     for index, row in enumerate(rows):
         best = row.mark == "*"
@@ -160,7 +163,7 @@ def comparison_table(comparison: Comparison) -> dict[str, Any]:
         lines.append({"labels": [*map(fmt.label, values)], "cells": cells, "best": best, "starts_group": starts_group})
     return {
         "axes": [*map(fmt.key_name, keys), *headings.values()],
-        "head": [found[name].heading for name in shown],
+        "head": [available[name].heading for name in shown],
         "rows": lines,
         "differences": "to_best" in shown,
     }

@@ -75,13 +75,13 @@ def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
 
 
 def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
-    """The charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
-    found = metrics_in(records_of(runs))
+    """Return the charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
+    available = metrics_in(records_of(runs))
     charts = []
-    for metric in [metric for metric in found if metric.chart] or METRICS[:1]:
-        summands = [part for part in found if parts and part.path[0] in PARTS.get(metric.key, ())]
+    for metric in [metric for metric in available if metric.chart] or METRICS[:1]:
+        summands = [part for part in available if parts and part.path[0] in PARTS.get(metric.key, ())]
         charts.append(Chart(metric.label, (metric, *summands)))
-    losses = tuple(metric for metric in found if metric.key in BOTH_LOSSES)
+    losses = tuple(metric for metric in available if metric.key in BOTH_LOSSES)
     if len(losses) == len(BOTH_LOSSES):
         place = next(index for index, chart in enumerate(charts) if chart.lines[0] == losses[-1])
         charts.insert(place + 1, Chart("Test and train loss", losses))
@@ -89,7 +89,7 @@ def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
 
 
 def scales_of(runs: Sequence[Run]) -> list[str]:
-    """The scales beside rounds; none if all runs are synchronous and without a clock."""
+    """Return the scales beside rounds; none if all runs are synchronous and without a clock."""
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return []
     return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for run in runs for at in run.progress)]
@@ -101,17 +101,17 @@ def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
     Virtual seconds are selected if all runs have them, else rounds.
     """
     timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
-    found = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
-    return [(ROUNDS, "rounds", not timed), *found] if found else []
+    choices = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
+    return [(ROUNDS, "rounds", not timed), *choices] if choices else []
 
 
 def line_name(metric: Metric) -> str:
-    """The label of a metric within a line of text; a number of a component keeps its name."""
+    """Return the label of a metric within a line of text; a number of a component keeps its name."""
     return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
 
 
 def run_curves(run: Run) -> list[dict[str, Any]]:
-    """One figure per chart and scale of a run."""
+    """Return one figure per chart and scale of a run."""
     comparison = Comparison(run.name, {}, [run])
     return _all_curves(comparison, charts_of([run], parts=True), lambda chart, line: line_name(line.metric))
 
@@ -127,7 +127,7 @@ def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def name_of_values(values: Iterable[Any]) -> str:
-    """The name of a line by its values on the axes."""
+    """Return the name of a line by its values on the axes."""
     return " · ".join(map(fmt.label, values)) or "all runs"
 
 
@@ -158,7 +158,7 @@ def _all_curves(
 
 
 def value_charts(comparison: Comparison) -> list[dict[str, Any]]:
-    """A figure for each compared axis of numbers: a line for each combination of the values on the others."""
+    """Return a figure for each compared axis of numbers: a line for each combination of the values on the others."""
     figures = []
     for key in numeric_axes(comparison.axes, comparison.compared):
         shown, title = curves_along(comparison, key), fmt.key_name(key)
@@ -181,7 +181,7 @@ def _line_figure(
     lines: str = "all",
     **when: Any,
 ) -> dict[str, Any]:
-    """A figure of lines with a legend below.
+    """Return a figure of lines with a legend below.
 
     Args:
         chart: the lines.
@@ -206,7 +206,7 @@ def _line_figure(
 
 
 def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]:
-    """The spread over the seeds, a band or a thin line for each of a few seeds, and then the mean."""
+    """Yield the spread over the seeds, a band or a thin line for each of a few seeds, and then the mean."""
     if (mean := line.mean) is None:
         return
     compared, unit = chart.comparison.compared, line.metric.unit
@@ -236,7 +236,7 @@ def _points(x: np.ndarray, y: np.ndarray, unit: str) -> dict[str, Any]:
 
 
 def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
-    """The outline of a band, which ends above 0 if the means are positive: a logarithmic axis has no 0."""
+    """Return the outline of a band, which ends above 0 if the means are positive: a logarithmic axis has no 0."""
     low, high = line.band
     if mean.means.min() >= 0:
         low = np.maximum(low, mean.means.min() / 100)
@@ -244,7 +244,7 @@ def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
 
 
 def _spread_texts(mean: MeanCurve) -> list[str]:
-    """The spread over the seeds at each point."""
+    """Return the spread over the seeds at each point."""
     if len(mean.values) == 1:
         return [""] * mean.values.shape[1]
     if len(mean.values) == 2:
@@ -335,7 +335,7 @@ def _heat_figures(
 
 
 def _cell_text(cell: HeatCell) -> str:
-    """The text in a cell; empty without a result."""
+    """Return the text in a cell; empty without a result."""
     return "" if math.isnan(cell.mean) else "<br>".join(map(tick_text, filter(None, cell.lines)))
 
 
@@ -344,7 +344,7 @@ def _hover(cell: HeatCell) -> str:
 
 
 def columns_for(runs: Sequence[Run]) -> int:
-    """The number of columns with which the heat maps of all runs stay within `MOST_CELLS`."""
+    """Return the number of columns with which the heat maps of all runs stay within `MOST_CELLS`."""
     rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
@@ -356,7 +356,7 @@ def has_weights(run: Run) -> bool:
 
 
 def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
-    """The weight of every worker in every round, in at most `columns` columns; None if no round records weights.
+    """Return the weight of every worker in every round, in at most `columns` columns; None if no round records weights.
 
     A cell is the mean over those rounds of its column in which the worker took part. It counts as excluded if the
     worker was excluded in at least half of these rounds.
@@ -405,7 +405,10 @@ def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
 
 
 def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
-    """The samples of each label that each worker holds, and above them their sum; None if there is no partition."""
+    """Return the samples of each label that each worker holds, and above them their sum.
+
+    None if there is no partition.
+    """
     counts = partition.counts
     if not any(counts):
         return None
@@ -468,7 +471,7 @@ def run_time(run: Run) -> dict[str, Any]:
 
 
 def time_by_run(rows: Sequence[Row]) -> dict[str, Any]:
-    """The mean seconds of each phase: one bar per combination, the first on top."""
+    """Return the mean seconds of each phase: one bar per combination, the first on top."""
     traces, names = [], [name_of_values(row.point.values()) for row in rows]
     records = [records_of(row.runs) for row in rows]
     for phase in _phases_of([record for each in records for record in each]):
@@ -487,7 +490,7 @@ def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: 
 
 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
-    """The scores of the workers in ascending order, with a line for each model."""
+    """Return the scores of the workers in ascending order, with a line for each model."""
     n, traces = len(results.workers), []
     for index, (model, values) in enumerate(results.scores.items()):
         order = sorted(range(n), key=values.__getitem__)
@@ -515,7 +518,7 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
 
 
 def figure(data: list[dict[str, Any]], layout: dict[str, Any], min_width: int = 0, **when: Any) -> dict[str, Any]:
-    """A figure as the page's script draws it.
+    """Return a figure as the page's script draws it.
 
     Args:
         data: plotly traces. `meta` of a trace holds the choices for which the trace is shown.
@@ -527,7 +530,7 @@ def figure(data: list[dict[str, Any]], layout: dict[str, Any], min_width: int = 
 
 
 def template(text: str, lines: str, background: str, ramp: Sequence[str]) -> dict[str, Any]:
-    """A plotly template of these colours; `ramp` is the colour scale of heat maps."""
+    """Return a plotly template of these colours; `ramp` is the colour scale of heat maps."""
     axis = {"automargin": True, "gridcolor": lines, "linecolor": lines, "zerolinecolor": lines}
     clear = "rgba(0, 0, 0, 0)"
     place = {"orientation": "h", "len": 0.4, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "ypad": 4}
@@ -564,18 +567,18 @@ def tick_text(text: str) -> str:
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis with a title."""
+    """Return an axis with a title."""
     return {"title": {"text": plain(title), "standoff": 8}, **more}
 
 
 def round_axis(first: int, last: int, title: str = "round", **more: Any) -> dict[str, Any]:
-    """An axis of rounds, with ticks at whole numbers."""
+    """Return an axis of rounds, with ticks at whole numbers."""
     ticks = {"dtick": 1} if last - first <= 12 else {}
     return axis(title, rangemode="nonnegative", unifiedhovertitle={"text": "round %{x}"}, **ticks, **more)
 
 
 def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
-    """An axis of values in a unit: "" (a plain number), "s" or "B"."""
+    """Return an axis of values in a unit: "" (a plain number), "s" or "B"."""
     formats = {
         "s": {"ticksuffix": " s", "hoverformat": ".3g", "tickformat": "~g"},
         "B": {"ticksuffix": "B", "hoverformat": ".4s", "tickformat": "~s"},
@@ -584,26 +587,26 @@ def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
 
 
 def label_axis(title: str, labels: Iterable[str], **more: Any) -> dict[str, Any]:
-    """An axis with a label at 0, 1, 2, ...: two values of a comparison may have the same label."""
+    """Return an axis with a label at 0, 1, 2, ...: two values of a comparison may have the same label."""
     texts = [tick_text(label) for label in labels]
     ticks = {"tickmode": "array", "tickvals": list(range(len(texts))), "ticktext": texts}
     return axis(title, showgrid=False, zeroline=False, **ticks, **more)
 
 
 def cell_trace(z: Sequence[Sequence[float | None]], hover: str, gap: int, **more: Any) -> dict[str, Any]:
-    """The trace of a heat map with values z [rows, columns]."""
+    """Return the trace of a heat map with values z [rows, columns]."""
     hidden = {"hoverongaps": False, "hovertemplate": f"{hover}<extra></extra>"}
     return {"type": "heatmap", "z": z, "xgap": gap, "ygap": gap, **hidden, **more}
 
 
 def with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
-    """The layout with a title on its colour bar, above the chart."""
+    """Return the layout with a title on its colour bar, above the chart."""
     bar = {"title": {"text": plain(title), "side": "right"}}
     return {**layout, "coloraxis": {**layout["coloraxis"], "colorbar": bar}, "margin": {"t": 64}}
 
 
 def rounded(value: float | None, unit: str = "") -> float | None:
-    """A number to plot: as tables show it if it is a plain number, else to 8 digits."""
+    """Return a number to plot: as tables show it if it is a plain number, else to 8 digits."""
     if value is None or isinstance(value, int):
         return value
     return float(fmt.number(value)) if unit == "" else float(f"{value:.8g}")

@@ -52,7 +52,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def render(folder: Path) -> str:
-    """The page about a run or a comparison, as text."""
+    """Return the page about a run or a comparison, as text."""
     plotly = import_extra("plotly.offline", extra="report", purpose="a report")
     jinja2 = import_extra("jinja2", extra="report", purpose="a report")
     records = read_records(folder)
@@ -83,7 +83,7 @@ def to_script_json(data: Any) -> str:
 
 
 def _content_hash(script: str) -> str:
-    """The source expression of a script in a Content-Security-Policy."""
+    """Return the source expression of a script in a Content-Security-Policy."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 

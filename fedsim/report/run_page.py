@@ -61,31 +61,31 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The settings that the head of the page names."""
+    """Return the settings that the head of the page names."""
     values = dict(leaves_of(run.experiment))
     values |= {key: value for key, value in run.experiment.items() if not isinstance(value, dict)}
-    found = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
+    values_by_word = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
     if run.experiment.get("mode", "rounds") == "rounds":
-        found |= {"mode": None, "policy": None}
+        values_by_word |= {"mode": None, "policy": None}
     if run.history[-1].asynchronous is not None:
-        found["rule"] = None  # not used
-    found["device"] = run.environment.get("device")
-    return [(word, fmt.label(value)) for word, value in found.items() if value is not None]
+        values_by_word["rule"] = None  # not used
+    values_by_word["device"] = run.environment.get("device")
+    return [(word, fmt.label(value)) for word, value in values_by_word.items() if value is not None]
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The most important numbers: word, value, remark."""
+    """Return the most important numbers: word, value, remark."""
     last = run.history[-1]
     best, score = best_score(run.history), score_in(run.history)
     best_round = next((record.round for record in run.history if score.read(record) == best), None)
-    what = score.key.removeprefix("test_")
+    quantity = score.key.removeprefix("test_")
     show_score = fmt.fraction if score.share else fmt.number
     remark = f"test loss {fmt.number(last.test_loss)}" if score.share else "mean of the test"
     seconds = [record.total_seconds for record in run.history if record.total_seconds is not None]
     sent = [record.total_bytes for record in run.history if record.total_bytes is not None]
     shown = [
-        (f"final {what}", show_score(score.read(last)), remark),
-        (f"best {what}", show_score(best), f"in round {best_round}"),
+        (f"final {quantity}", show_score(score.read(last)), remark),
+        (f"best {quantity}", show_score(best), f"in round {best_round}"),
         (
             "rounds",
             str(len(run.history)),
@@ -111,19 +111,19 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
 def notes(run: Run) -> list[str]:
     """Warnings: parts of the run that are missing."""
-    found = []
+    sentences = []
     if run.stopped:
-        found.append(f"Stopped after round {len(run.history)} of {run.planned}: {run.stopped}.")
+        sentences.append(f"Stopped after round {len(run.history)} of {run.planned}: {run.stopped}.")
     elif not run.finished:
-        found.append(f"Not finished: {len(run.history)} of {run.planned} rounds.")
+        sentences.append(f"Not finished: {len(run.history)} of {run.planned} rounds.")
     attack = run.experiment.get("attack")
     if isinstance(attack, dict) and attack.get("resample") is True:
-        found.append("Each round draws other Byzantine workers (attack.resample), so no worker is marked (B).")
+        sentences.append("Each round draws other Byzantine workers (attack.resample), so no worker is marked (B).")
     if run.torn:
-        found.append("The last line of metrics.jsonl is incomplete and was left out.")
+        sentences.append("The last line of metrics.jsonl is incomplete and was left out.")
     if not run.experiment:
-        found.append("There is no experiment.toml, so the settings are not known.")
-    return found
+        sentences.append("There is no experiment.toml, so the settings are not known.")
+    return sentences
 
 
 def _weights_note(run: Run) -> str:
@@ -134,7 +134,7 @@ def _weights_note(run: Run) -> str:
 
 
 def rounds_table(run: Run) -> dict[str, Any]:
-    """The table of rounds: head, rows, and the number of rounds that a row stands for."""
+    """Return the table of rounds: head, rows, and the number of rounds that a row stands for."""
     every = math.ceil(len(run.history) / MOST_ROWS)
     shown = [*run.history[:-1:every], run.history[-1]]
     columns = [("round", [str(record.round) for record in shown])]
@@ -149,7 +149,7 @@ def rounds_table(run: Run) -> dict[str, Any]:
 
 
 def show(metric: Metric, value: float | None) -> str:
-    """A value of a metric as text, with its unit."""
+    """Return a value of a metric as text, with its unit."""
     if metric.unit == "s":
         return fmt.seconds(value)
     if metric.unit == "B":

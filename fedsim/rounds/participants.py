@@ -17,7 +17,7 @@ MOST_SAMPLED = 1_000  # workers whose shards are drawn to describe a virtual pop
 
 
 def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """The server's own samples: some of the training samples, drawn at random, on which no worker tests."""
+    """Return the server's own samples: some of the training samples, drawn at random, on which no worker tests."""
     size, samples = experiment.aggregate.root_samples, np.arange(len(train))
     if worker_tests is not None and worker_tests.listed:
         samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
@@ -27,7 +27,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
-    """The samples that each worker trains on, and those that it tests on, if workers are evaluated."""
+    """Return the samples that each worker trains on, and those that it tests on, if workers are evaluated."""
     chosen, labels = experiment.partition, train.targets.cpu()
     shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
     fraction = experiment.data.local_test_fraction
@@ -35,7 +35,7 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
-    """The Byzantine workers of each round.
+    """Return the Byzantine workers of each round.
 
     Raises ExperimentError if attack.by_class is no class, or the population is too large to look at all shards.
     """
@@ -69,7 +69,7 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
 
 
 def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
-    """The sampler of cohorts. Raises ExperimentError if it needs sizes of shards that are not known."""
+    """Return the sampler of cohorts. Raises ExperimentError if it needs sizes of shards that are not known."""
     return CohortSampler(
         strategy=experiment.sampling.component,
         seed=experiment.seed,
@@ -97,12 +97,12 @@ class ReportCheck:
             self._reasons[n, weightless] = self._reason(n, weightless)
         if reason := self._reasons[n, weightless]:
             instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
-            what, remedy = f"the cohort has {n} workers", instead
+            problem, remedy = f"the cohort has {n} workers", instead
             if cohort.dropped:
                 dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
-                what = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
+                problem = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
                 remedy = f"a lower sampling.client_dropout, {instead}"
-            raise ExperimentError(f"round {round}: {what}; {reason}; use {remedy} or another aggregate.rule")
+            raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
         """Why n rows cannot be aggregated; empty if they can."""

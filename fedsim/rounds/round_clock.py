@@ -15,7 +15,7 @@ from fedsim.engines.task import RunTask
 
 
 def delays_of(experiment: Experiment) -> Delays:
-    """The delays that the table [clock] of an experiment describes."""
+    """Return the delays that the table [clock] of an experiment describes."""
     clock = experiment.clock
     slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
     return Delays(slowdowns, noise, experiment.seed, clock.step_seconds, clock.latency, clock.bandwidth)
@@ -44,7 +44,7 @@ class RoundClock:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
-        """The clock of a run."""
+        """Return the clock of a run."""
         row_bytes = shared.server.row.nbytes - personal_bytes(task)
         return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
@@ -64,7 +64,7 @@ class RoundClock:
             self._pass({worker: 1 for worker, count in gradients.items() if step < count}, nbytes)
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types."""
+        """Return the state between two rounds, in JSON types."""
         return {"now": self.now, "started": list(self._started.items())}
 
     def resume(self, state: Mapping[str, Any]) -> None:

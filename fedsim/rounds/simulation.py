@@ -261,9 +261,11 @@ class Simulation(Executor):
                 residuals = {name: kept[member.slot] for name, kept in self.shared.cohort.residuals.items()}
                 wholes = [rows[member.slot], *residuals.values()]
                 parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
-                given = dict(zip(residuals, parts[1:], strict=True))
+                residuals_of_row = dict(zip(residuals, parts[1:], strict=True))
                 coordinates = (*context.moment, member.worker)
-                nbytes = apply_chain(task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, given)
+                nbytes = apply_chain(
+                    task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, residuals_of_row
+                )
                 if task.experiment.nonfinite != "keep":
                     for residual in parts[1:]:  # NaN that the update has left out would be in later ones
                         parts[0] += (residual * 0).sum()
@@ -312,7 +314,7 @@ class Simulation(Executor):
         return record, of_workers
 
     def end_round(self, round: int) -> None:
-        """Begin with parameters if this was the last round in which gradients are aggregated."""
+        """Switch from gradients to parameters after the last gradient round (`sync = "post_local"`)."""
         if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
             self.aggregator.begin_with_parameters()
 
@@ -373,7 +375,7 @@ class Simulation(Executor):
         return tested
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
-        """The mean loss of the global model on the samples of each worker, float64 [k]."""
+        """Return the mean loss of the global model on the samples of each worker, float64 [k]."""
         losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.server.row, self.shared.server.buffers
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
@@ -396,7 +398,7 @@ class Simulation(Executor):
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
-        """The aggregations of a round of synchronous SGD: at each step, of the workers that still have data."""
+        """Yield the aggregations of a round of synchronous SGD: at each step, of the workers that still have data."""
         works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
         for step in range(max(schedule.steps_for(n) for schedule, n in works)):
@@ -420,7 +422,7 @@ class Simulation(Executor):
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:
-        """The bytes that workers receive that send no update: they drop out, or only compute a loss."""
+        """Return the bytes that workers receive that send no update: they drop out, or only compute a loss."""
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
         model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
         return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
@@ -505,7 +507,10 @@ def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[s
 
 
 def means(*logs: MetricLog) -> dict[str, float]:
-    """The mean of each number that components have recorded. Raises ExperimentError if they have too many names."""
+    """Return the mean of each number that components have recorded.
+
+    Raises ExperimentError if they have too many names.
+    """
     log = MetricLog()
     for part in logs:
         log.extend(part)

@@ -32,7 +32,7 @@ COPIES_OF_MODEL = 3  # at least: the global row, a worker's row, and the module
 
 @contextlib.contextmanager
 def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
-    """Raise ExperimentError with `line_of(reason)` in place of any exception of a user's code."""
+    """Raise ExperimentError with `line_of(reason)` instead of any exception from a user's code."""
     try:
         yield
     except (FedsimError, torch.OutOfMemoryError):

@@ -101,13 +101,13 @@ def _shared_memory() -> Finding:
     if not folder.is_dir():
         return Finding("shared memory", f"no {folder} here")
     usage = shutil.disk_usage(folder)
-    found = f"{folder} has {show_bytes(usage.total)}, {show_bytes(usage.free)} free"
+    sizes = f"{folder} has {show_bytes(usage.total)}, {show_bytes(usage.free)} free"
     if descriptor is not None:
-        return Finding("shared memory", f"files in main memory; {found}, not used")
+        return Finding("shared memory", f"files in main memory; {sizes}, not used")
     problems = []
     if usage.free < SHARED_BYTES:
         problems = [(f"several processes share rows in {folder}, which is small", "docker run --shm-size=8g ...")]
-    return Finding("shared memory", found, problems)
+    return Finding("shared memory", sizes, problems)
 
 
 def _open_files() -> Finding:
@@ -117,8 +117,8 @@ def _open_files() -> Finding:
     if most < needed:
         problem = f"to start {processes} processes takes about {needed} open files"
         problems = [(problem, f"ulimit -n {needed}, or set processes to less")]
-    found = "no limit" if math.isinf(now) else f"{now} at a time (ulimit -n); fedsim may raise that to {most}"
-    return Finding("open files", found, problems)
+    limit = "no limit" if math.isinf(now) else f"{now} at a time (ulimit -n); fedsim may raise that to {most}"
+    return Finding("open files", limit, problems)
 
 
 def _backends() -> Finding:

@@ -17,7 +17,7 @@ from fedsim.system.devices import describe_device
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run that are known before its first round.
+    """Facts about a run that are known before its first round.
 
     Attributes:
         device: its description.
@@ -48,7 +48,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
-        """The facts of a run whose engine has begun."""
+        """Return the facts of a run whose engine has begun."""
         shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
@@ -77,7 +77,7 @@ class RunFacts:
         return self.label_counts.sum(1).tolist()
 
     def for_record(self) -> dict[str, Any]:
-        """The facts for `environment.json`."""
+        """Return the facts for `environment.json`."""
         return {
             "device": self.device,
             "arithmetic": self.arithmetic,
@@ -93,7 +93,7 @@ class RunFacts:
 
 
 def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
-    """The choices of the engine."""
+    """Return the choices of the engine."""
     race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
     how = (race if experiment.mode == "race" else {}) | engine.facts()
     if engine.shared.server.row.device.type == "cuda":
@@ -102,11 +102,13 @@ def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
 
 
 def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
-    """The number of rows [d] in the files of a run."""
+    """Return the number of rows [d] in the files of a run."""
     rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
     if experiment.checkpoint.every != 0:
-        each = 1 if experiment.in_rounds else experiment.cohort_size
+        rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size
         if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:
-            each += how["ranks"]
-        rows += (experiment.checkpoint.keep + 1) * each  # the oldest is removed after the newest is written
+            rows_per_checkpoint += how["ranks"]
+        rows += (
+            experiment.checkpoint.keep + 1
+        ) * rows_per_checkpoint  # the oldest is removed after the newest is written
     return rows

@@ -22,7 +22,9 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
-    """A loop that repeats rounds that lose a process; `loop` itself without `process_retries` or without processes.
+    """Return a loop that repeats rounds that lose a process.
+
+    `loop` itself without `process_retries` or without processes.
 
     `note` is called for every process that was lost and replaced.
     """
@@ -72,8 +74,11 @@ class RecoveringLoop:
         self.state()
         self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
-    def _repeated(self, call: Callable[[], T], what: str, round: int, then: str = "") -> T:
-        """The result of `call`, repeated after a loss on new processes and from the state before; see `retried`."""
+    def _repeated(self, call: Callable[[], T], action: str, round: int, then: str = "") -> T:
+        """Return the result of `call`, repeated after a loss on new processes and from the state before.
+
+        See `retried`.
+        """
 
         def attempt(number: int) -> T:
             if number > 1:
@@ -86,5 +91,5 @@ class RecoveringLoop:
             attempt,
             self._retries,
             lambda loss, number: announce(loss, number, self._retries, self._note, round=round, then=then),
-            what,
+            action,
         )

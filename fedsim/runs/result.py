@@ -69,7 +69,7 @@ class Result:
         return self.history[-1].test_loss
 
     def to_dataframe(self) -> DataFrame:
-        """The numbers of each round as a pandas data frame with one row per round.
+        """Return the numbers of each round as a pandas data frame with one row per round.
 
         The columns are `round`, `test_accuracy`, `test_loss`, `train_loss`, and the other numbers that the records
         hold, under the names that `stop.metric` and `--metric` use: `metrics.top_k`, `seconds.train`, `bytes_up`. NaN
@@ -113,7 +113,7 @@ class StoredResult(Result):
 
 
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
-    """The result of a run from its folder, as `fedsim.run` returned it; of an unfinished run, its rounds so far.
+    """Return the result of a run from its folder, as `fedsim.run` returned it; of an unfinished run, its rounds so far.
 
     The model is read when it is first used. Nothing in the folder is changed, and no code of it is executed.
 
@@ -135,7 +135,7 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
 
 
 def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
-    """The trained model of a finished run, on the CPU and in evaluation mode.
+    """Return the trained model of a finished run, on the CPU and in evaluation mode.
 
     Args and errors are those of `load_run`.
 
@@ -167,9 +167,9 @@ def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
     except (ValueError, SafetensorError) as error:
         raise RecordError(f"{path}: is damaged: {one_line(error)}") from None
     module = task_of(experiment, torch.device("cpu")).new_module()
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    for name in dict.fromkeys([*own, *stored]):
-        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (stored, own)]
+    module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    for name in dict.fromkeys([*module_tensors, *stored]):
+        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (stored, module_tensors)]
         if shapes[0] != shapes[1]:
             raise RecordError(f"{path}: {show(name)} is {shapes[0]} there, and {shapes[1]} in the model")
     module.load_state_dict(stored, strict=False)

@@ -60,7 +60,7 @@ class ResumeState:
             _warn_of_other_software(folder)
 
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
-        """The experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
+        """Return the experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
         newest = self.newest()
         if newest is None or engines.get(experiment.engine).target.traits.ranks:
             return experiment
@@ -70,8 +70,8 @@ class ResumeState:
     def restore(self, rounds: Rounds) -> int:
         """Restore the run from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
         start = rounds.loop.state()
-        while (found := rounds.engine.broadcast(self.newest())) is not None:
-            round, state = found
+        while (checkpoint := rounds.engine.broadcast(self.newest())) is not None:
+            round, state = checkpoint
             try:
                 rounds.loop.resume(state)
             except UNFIT as error:
@@ -86,7 +86,7 @@ class ResumeState:
         return round
 
     def newest(self) -> State | None:
-        """The newest state that can be read and has the records of all its rounds; None if there is none."""
+        """Return the newest state that can be read and has the records of all its rounds; None if there is none."""
         while self._newest is None and self._candidates:
             round = self._candidates[0]
             try:
@@ -107,7 +107,10 @@ class ResumeState:
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """The experiment with the keys that it leaves open set as in a checkpoint; other values of a file are ignored."""
+    """Return the experiment with the keys that it leaves open set as in a checkpoint.
+
+    Other values of a file are ignored.
+    """
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
     if engines.get(experiment.engine).target.traits.chooses and choices.get("engine") in engines.names():
@@ -127,10 +130,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> None:
-    file, own = folder.path / EXPERIMENT, experiment.resolved()
-    with untrusted_config(file, [own]):
+    file, settings = folder.path / EXPERIMENT, experiment.resolved()
+    with untrusted_config(file, [settings]):
         there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
-    lines = differences_of(there.resolved(), own, (*NO_EFFECT, *LENGTH))
+    lines = differences_of(there.resolved(), settings, (*NO_EFFECT, *LENGTH))
     if experiment.rounds < max(rounds, there.rounds):
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
     if lines:

@@ -71,11 +71,11 @@ class Rounds:
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
     def tests_after(self, round: int) -> WorkerResults | None:
-        """The tests of single workers after a round; None if there are none."""
+        """Return the tests of single workers after a round; None if there are none."""
         return self.tests if self.tests and self.tests.round == round else None
 
     def model(self) -> nn.Module:
-        """The global model as a module of its own, on the CPU and in evaluation mode."""
+        """Return the global model as a module of its own, on the CPU and in evaluation mode."""
         module, shared = self._task.new_module(), self.engine.shared
         layout = Layout.of(module)
         layout.write(shared.server.row, module)
@@ -88,7 +88,7 @@ class Rounds:
         return self.engine.shared.server.row.cpu().clone()
 
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
-        """The inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
+        """Return the inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
 
         In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
         """

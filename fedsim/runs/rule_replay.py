@@ -95,12 +95,12 @@ class StoredRound:
 
 
 def stored_rounds(folder: str | Path) -> list[int]:
-    """The rounds of a run whose updates are stored, ascending."""
+    """Return the rounds of a run whose updates are stored, ascending."""
     return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
 
 
 def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
-    """A stored round of a run.
+    """Return a stored round of a run.
 
     Args:
         folder: of the run.
@@ -112,12 +112,12 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
     folder = Path(folder)
     if not is_file(folder / EXPERIMENT):
         raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
-    kept = stored_rounds(folder)
-    if not kept:
+    rounds = stored_rounds(folder)
+    if not rounds:
         raise RecordError(f"{folder}: has no stored updates; set records.updates=[1,5], for example")
-    round = kept[-1] if round is None else round
-    if round not in kept:
-        raise RecordError(f"{folder}: has the updates of rounds {', '.join(map(str, kept))}, not of {round}")
+    round = rounds[-1] if round is None else round
+    if round not in rounds:
+        raise RecordError(f"{folder}: has the updates of rounds {', '.join(map(str, rounds))}, not of {round}")
     path = folder / f"updates-{round:05d}.safetensors"
     experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
     try:
@@ -131,7 +131,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
-    """The first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
+    """Return the first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):
@@ -143,8 +143,8 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
         kinds, shape = STORED[name]
         wanted = [{"n": n, "d": d}[size] for size in shape]
         if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
-            found = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
-            return f"{cut(name)}: must be {kinds[0]} {wanted}, not {found}".replace("torch.", "")
+            actual = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
+            return f"{cut(name)}: must be {kinds[0]} {wanted}, not {actual}".replace("torch.", "")
     workers = tensors["workers"]
     if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
         return f"workers: must be {n} different ones, from 0 to {experiment.workers - 1}"
@@ -180,7 +180,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
 
 def applicable_rules(stored: StoredRound) -> list[str]:
-    """The names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
+    """Return the names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
     names = []
     for registration in rules_by_name:
         required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
@@ -203,12 +203,12 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
 
 def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
     tensors, experiment = stored.tensors, stored.experiment
-    given, weights = experiment.aggregate.weights, None
-    if isinstance(given, list):
-        weights = torch.tensor([given[worker] for worker in stored.workers], dtype=torch.double)
-    elif given == "inverse_probability":
+    weighting, weights = experiment.aggregate.weights, None
+    if isinstance(weighting, list):
+        weights = torch.tensor([weighting[worker] for worker in stored.workers], dtype=torch.double)
+    elif weighting == "inverse_probability":
         weights = tensors["cohort_weights"].double()
-    elif given == "samples" or (given is None and pipeline.needs_weights):
+    elif weighting == "samples" or (weighting is None and pipeline.needs_weights):
         weights = tensors["samples"].double()
     elif pipeline.needs_weights:
         weights = torch.ones(len(tensors["updates"]), dtype=torch.double)
@@ -222,7 +222,7 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
         moment=(stored.round,),
         local_lr=experiment.local_lr_at(stored.round),
         sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
-        weight_total=1.0 if given == "inverse_probability" else None,
+        weight_total=1.0 if weighting == "inverse_probability" else None,
     )
 
 
@@ -248,7 +248,7 @@ def _measured(
 
 
 def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
-    """The results as a table; lines longer than `columns` are wrapped."""
+    """Return the results as a table; lines longer than `columns` are wrapped."""
     width = max(len("rule"), *(len(result.rule) for result in results))
     lines = [
         f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
@@ -266,7 +266,7 @@ def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int 
 
 
 def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
-    """The results as JSON, without the updates themselves."""
+    """Return the results as JSON, without the updates themselves."""
     fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
     rules = [{field: getattr(result, field) for field in fields} for result in results]
     return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})

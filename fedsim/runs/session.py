@@ -56,7 +56,7 @@ class Session:
     def data(
         self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device
     ) -> tuple[TensorData, TensorData]:
-        """The training and test samples of a data set, on the device; see `load_dataset`."""
+        """Return the training and test samples of a data set, on the device; see `load_dataset`."""
         key = repr((name, root, sorted(params.items()), device))
         if key not in self._data:
             while len(self._data) >= MOST_DATA_SETS:

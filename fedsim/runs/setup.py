@@ -118,10 +118,10 @@ def _with_data(
 
 
 def task_of(experiment: Experiment, device: torch.device) -> RunTask:
-    """The experiment as every process needs it. Raises ExperimentError if the model cannot be built."""
-    own = experiment.own()
-    algorithm = GradientOnly() if own.sends_gradients else as_algorithm(own.local.component)
-    task = RunTask(own, device, algorithm, Attackers(frozenset(experiment.byzantine)))
+    """Return the experiment as every process needs it. Raises ExperimentError if the model cannot be built."""
+    local_experiment = experiment.own()
+    algorithm = GradientOnly() if local_experiment.sends_gradients else as_algorithm(local_experiment.local.component)
+    task = RunTask(local_experiment, device, algorithm, Attackers(frozenset(experiment.byzantine)))
     checks.check_model(task)
     task = replace(task, algorithm=algorithm.for_model(task.new_module()))
     checks.check_client_algorithm(task)
@@ -129,7 +129,7 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
 
 
 def engine_of(experiment: Experiment) -> str:
-    """The name of the engine that runs an experiment; a race runs on the processes of another engine."""
+    """Return the name of the engine that runs an experiment; a race runs on the processes of another engine."""
     if experiment.mode != "race":
         return experiment.engine
     return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"
@@ -156,14 +156,14 @@ def _explained_oom(task: RunTask, processes: int) -> Iterator[None]:
 
 
 def processes_of(experiment: Experiment, device: torch.device) -> int:
-    """The number of processes to start."""
+    """Return the number of processes to start."""
     engine, most = engines.get(engine_of(experiment)).target, experiment.cohort_size
     if experiment.mode == "race" and device.type == "cpu":  # a worker that shares a process would race less
         default = min(most, MOST_RACING)
     else:
         default = engine.traits.default_processes(device, most, experiment.threads_per_process)
-    given = experiment.processes if "processes" in engine.traits.settings(most) else None
-    processes = min(most, given or default)
+    requested = experiment.processes if "processes" in engine.traits.settings(most) else None
+    processes = min(most, requested or default)
     # Data reaches the processes as tensors, whatever the data set is.
     reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"name"}})))
     if reason and engine.traits.may_lose_processes(processes):

@@ -62,7 +62,7 @@ class Available:
 
     @cached_property
     def _lines(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The columns: workers, int64, and times, float64."""
+        """Return the columns: workers, int64, and times, float64."""
         try:
             text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
             lines = list(csv.reader(StringIO(text)))
@@ -72,10 +72,10 @@ class Available:
             ) from None
         if not lines or [name.strip() for name in lines[0]] != COLUMNS:
             raise ExperimentError(f"{self._place}: the first line must be {','.join(COLUMNS)}")
-        found = [self._parsed(number, line) for number, line in enumerate(lines[1:], 2) if line]
-        if not found:
+        intervals = [self._parsed(number, line) for number, line in enumerate(lines[1:], 2) if line]
+        if not intervals:
             raise ExperimentError(f"{self._place}: has no lines after the first, so no worker is ever available")
-        workers, begin, end = zip(*found, strict=True)
+        workers, begin, end = zip(*intervals, strict=True)
         return np.array(workers, dtype=np.int64), np.array(begin, dtype=float), np.array(end, dtype=float)
 
     def _parsed(self, number: int, line: list[str]) -> tuple[int, float, float]:

@@ -53,7 +53,7 @@ class CohortStrategy(Component):
             check(n_workers, size)
 
     def __call__(self, **inputs: Any) -> tuple[list[int], list[float] | None]:
-        """The chosen workers, ascending, and the probability of each; None if the strategy does not know it.
+        """Return the chosen workers, ascending, and the probability of each; None if the strategy does not know it.
 
         Raises ExperimentError unless they are at most `size` different workers, with probabilities in (0, 1].
         """
@@ -128,12 +128,12 @@ class CohortSampler:
 
     @cached_property
     def samples(self) -> np.ndarray | None:
-        """The number of samples of each worker, int64 [n_workers]; None if all workers have as many."""
+        """Return the number of samples of each worker, int64 [n_workers]; None if all workers have as many."""
         n = len(self.shards)
         return None if self.shards.equal_sizes else np.array([self.shards.size(worker) for worker in range(n)])
 
     def __call__(self, round: int, now: float | None = None, losses: Losses | None = None) -> Cohort:
-        """The cohort of a round; `now` are virtual seconds, None without a clock."""
+        """Return the cohort of a round; `now` are virtual seconds, None without a clock."""
         n_workers, metrics, candidates = len(self.shards), dict[str, float](), list[int]()
 
         def losses_of(workers: Sequence[int]) -> np.ndarray:
@@ -161,7 +161,7 @@ class CohortSampler:
         return self.dropout > 0 and numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
-        """The weight of each worker: its share of all samples over the probability that it reports."""
+        """Return the weight of each worker: its share of all samples over the probability that it reports."""
         if probabilities is None:
             raise ExperimentError(
                 'aggregate.weights = "inverse_probability": needs the probability that a worker is chosen, which '
@@ -220,7 +220,7 @@ def by_size(n_workers: int, size: int, rng: np.random.Generator, samples: np.nda
 
 
 def inclusion_probabilities(samples: np.ndarray, size: int) -> np.ndarray:
-    """The probabilities [n] of `by_size`: proportional to `samples`, at most 1, with the sum `size`.
+    """Return the probabilities [n] of `by_size`: proportional to `samples`, at most 1, with the sum `size`.
 
     >>> inclusion_probabilities(np.array([60, 20, 20]), 2)
     array([1. , 0.5, 0.5])
@@ -301,8 +301,8 @@ class PowerOfChoice:
         losses: Callable[[Sequence[int]], np.ndarray],
     ) -> np.ndarray:
         drawn = np.sort(by_size(n_workers, self.candidates, rng, samples)[0])
-        found = losses(drawn.tolist())
-        return drawn[np.argsort(-np.where(np.isnan(found), np.inf, found), kind="stable")[:size]]
+        drawn_losses = losses(drawn.tolist())
+        return drawn[np.argsort(-np.where(np.isnan(drawn_losses), np.inf, drawn_losses), kind="stable")[:size]]
 
     def check(self, n_workers: int, size: int) -> None:
         """Raise ExperimentError unless there are at least `size` candidates, and as many workers."""

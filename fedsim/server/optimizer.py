@@ -24,7 +24,7 @@ class ServerStep(ABC):
     """The interface of server optimizers; the defaults are those of an optimizer without state."""
 
     def start(self, rows: Tensor) -> State:
-        """The state for a global row that has not moved: tensors of the same shape, dtype and device."""
+        """Return the state for a global row that has not moved: tensors of the same shape, dtype and device."""
         return {}
 
     @abstractmethod
@@ -35,7 +35,7 @@ class ServerStep(ABC):
         """
 
     def broadcast(self, rows: Tensor, state: State) -> Tensor:
-        """The row that the workers are sent: the global row itself, unless an optimizer overrides this.
+        """Return the row that the workers are sent: the global row itself, unless an optimizer overrides this.
 
         Changes neither argument; the result may be `rows` and is read-only. Between two steps it is always the same.
         """

@@ -180,7 +180,7 @@ def test_one_worker_alone_has_the_bits_of_the_clock(session_of_one, name, model,
 
 
 def test_a_model_that_replaces_its_parameters_is_an_error():
-    with pytest.raises(fedsim.ExperimentError, match=r"model: replaces the data of linear\.weight as it trains"):
+    with pytest.raises(fedsim.ExperimentError, match=r"model: replaces the data of linear\.weight during training"):
         race(None, "hogwild", model="tests.models:LetsGo", workers=1)
 
 

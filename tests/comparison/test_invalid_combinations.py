@@ -28,7 +28,7 @@ def comparison_of(axes=AXES, settings=SKIP):
 
 def made_up(accuracies):
     """The comparison of this comparison with invented results."""
-    comparison = ComparisonRecords(Path("nowhere"), comparison_of()).comparison(kept=False)
+    comparison = ComparisonRecords(Path("nowhere"), comparison_of()).comparison(keeps_folder=False)
     return replace(comparison, runs=results_of(comparison, accuracies))
 
 

@@ -65,7 +65,7 @@ def test_a_list_of_stages_is_a_value_of_an_axis_that_takes_whole_tables(tmp_path
     for plan in (plan_comparison(path), plan_comparison(None, words=['aggregate=["nnm","mean"],median'])):
         assert rules_of(plan) == [[{"rule": "nnm"}, {"rule": "mean"}], "median"]
         assert [run.id for run in plan.runs] == ["nnm+mean", "median"]
-    with pytest.raises(ExperimentError, match=r"an axis sets that too"):
+    with pytest.raises(ExperimentError, match=r"is also set by a comparison axis; remove one of the two"):
         plan_comparison(path, words=["aggregate.rule=mean"])
 
 
@@ -184,7 +184,10 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
         (["rounds=0", "seed=0,1"], "rounds = 0: must be greater than 0"),
         (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
         (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
-        (["aggregate=mean", "aggregate.rule=mean,weighted_mean"], 'aggregate.rule = "mean": an axis sets that too'),
+        (
+            ["aggregate=mean", "aggregate.rule=mean,weighted_mean"],
+            'aggregate.rule = "mean": is also set by a comparison axis; remove one of the two',
+        ),
         (["server=sgd,{name='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
         (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
         (["model=tests.models:Lazy,net"], 'model=tests.models:Lazy: model.name = "tests.models:Lazy": cannot be made'),

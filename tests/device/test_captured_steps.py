@@ -135,7 +135,7 @@ def test_captured_steps_agree_with_the_ordinary_path(case, precision):
 
 
 UNSAFE = {
-    "samples of a batch see each other": {"model": "tests.models:Normalised"},
+    "outputs depend on the whole batch": {"model": "tests.models:Normalised"},
     "batches are altered": {"data": {"name": "tests.components:tiny", "augment": ["flip"]}},
     "the partition": {"partition": {"name": "feature_noise", "sigma": 1.0}},
     "the attack": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
@@ -247,9 +247,9 @@ class Reading:
 
 
 REASONS = {
-    "reads": "it reads numbers of the device",
-    "uses the CPU": "it works with a tensor on cpu",
-    "draws": "it draws random numbers",
+    "reads": "the computation reads tensor values on the host",
+    "uses the CPU": "the computation uses a tensor on cpu",
+    "draws": "the computation draws random numbers",
     "waits": "operation not permitted when stream is capturing",
 }
 
@@ -257,7 +257,7 @@ REASONS = {
 @pytest.mark.parametrize("does", REASONS)
 def test_a_algorithm_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
     tables["local"] = {"algorithm": "tests.device.test_captured_steps:Reading", "does": does, "batch_size": 16}
-    with pytest.warns(FedsimWarning, match=f"cuda_graphs: steps are not captured, .*{REASONS[does]}") as caught:
+    with pytest.warns(FedsimWarning, match=f"cuda_graphs: steps run without CUDA graphs, .*{REASONS[does]}") as caught:
         found = fedsim.run(tables)
     assert len(caught) == 1
     expected = fedsim.run({**tables, "cuda_graphs": False})
@@ -283,7 +283,7 @@ class Replacing:
 def test_a_algorithm_that_makes_new_state_is_captured_unless_it_begins_it_late(late, gpu, tables):
     tables["local"] = {"algorithm": "tests.device.test_captured_steps:Replacing", "late": late, "batch_size": 16}
     tables |= UNEVEN
-    reason = "local.algorithm adds state in its steps that its `start` does not return"
+    reason = "local.algorithm creates state during its steps that its `start` does not return"
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
         found = fedsim.run(tables)
     assert differing(found, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])

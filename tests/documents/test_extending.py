@@ -101,16 +101,11 @@ def test_the_comparisons_of_the_documents_can_be_loaded(tmp_path):
     assert [label(value) for value in plan_comparison(path).axes["variant"]] == ["sync", "asgd", "ssp", "fedbuff"]
 
 
-def test_the_document_on_asynchronous_runs_lists_every_policy_with_its_defaults():
-    lines = (ROOT / "docs/explanation/asynchronous.md").read_text().splitlines()
-    for name, signature in fedsim.policies().items():
-        (line,) = [line for line in lines if re.match(rf"\|.*`{name}`", line) and line.count("|") == 5]
-        for parameter in signature.parameters.values():
-            assert f"`{parameter.name}`" in line, (name, parameter.name)
-            if isinstance(parameter.default, (int, float)) and not isinstance(parameter.default, bool):
-                assert f"`{parameter.name}` {parameter.default:g}" in line, (name, parameter)
-    for kind in (fedsim.slowdowns, fedsim.noises):
-        assert all(f"`{name}`" in "\n".join(lines) for name in kind())
+def test_the_document_on_asynchronous_runs_lists_every_policy_slowdown_and_noise():
+    text = (ROOT / "docs/explanation/asynchronous.md").read_text()
+    for name in fedsim.policies():
+        assert len(re.findall(rf"^\| (?:`\w+`, )?`{name}`(?:, `\w+`)? \|", text, re.MULTILINE)) == 1, name
+    assert all(f"`{name}`" in text for kind in (fedsim.slowdowns, fedsim.noises) for name in kind())
 
 
 def test_the_commands_of_the_document_on_asynchronous_runs_are_valid(tmp_path, monkeypatch):

@@ -50,10 +50,11 @@ def small(tmp_path, monkeypatch):
     gallery.figures.cache_clear()
 
 
-def test_each_experiment_has_a_page_with_its_name():
+def test_each_experiment_has_a_page_with_a_title_of_its_own():
     assert {path.stem for path in (DOCS / "gallery").glob("*.md")} == {*gallery.names(), "index"}
-    for name in gallery.names():
-        assert (DOCS / "gallery" / f"{name}.md").read_text().startswith(f"# {name}\n")
+    titles = {gallery.title(name) for name in gallery.names()}
+    assert len(titles) == len(gallery.names())
+    assert titles.isdisjoint(gallery.names())
 
 
 @pytest.mark.parametrize(
@@ -73,18 +74,23 @@ def test_stored_results_are_those_of_the_file(name):
 
 def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):
     gallery.add("small", small, ["seed=0"])
-    page = gallery.filled("small", "# small\n\nThe notes.\n")
-    assert page.startswith("# small\n\n**Which rule? Two of them.**\n\nThey take a second.\n")
+    notes = "# The rule of two\n\nThe notes.\n"
+    (gallery.GALLERY / "small.md").write_text(notes)
+    page = gallery.filled("small", notes)
+    assert page.startswith("# The rule of two\n\n**Which rule? Two of them.**\n\nThey take a second.\n")
     for part in (
         "fedsim compare small seed=0\n",
         "](small.png)",
         "](small.svg)",
-        "Best aggregate.rule",
+        "| aggregate.rule | test accuracy |",
         "\nThe notes.\n",
     ):
         assert part in page
     assert gallery.figures("small")["small.png"].startswith(b"\x89PNG")
-    assert "| [small](small.md) | Which rule? Two of them. | 2 runs" in gallery.overview()
+    assert (
+        "[The rule of two](small.md)<br>Which rule? Two of them. | `fedsim compare small` | 2 runs"
+        in gallery.overview()
+    )
 
 
 @pytest.mark.parametrize(

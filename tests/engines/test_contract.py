@@ -248,7 +248,7 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
 SPAWN = {"engine": "spawn", "processes": 2}  # gives the very same bits on a CPU
 BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}  # agrees up to rounding; several stacks
-REFUSED = {("batched", "state that no row holds"): "which no row holds; use engine=spawn"}
+REFUSED = {("batched", "state that no row holds"): "which are not part of a row; use engine=spawn"}
 ROUNDING = 1e-9  # in float64, after a few rounds
 
 

@@ -308,7 +308,7 @@ def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, s
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_send_the_bytes_of_the_formulas(count, groups):
-    """In numbers of a row, all ranks together; docs/explanation/scaling.md has these."""
+    """In numbers of a row, all ranks together; docs/explanation/performance.md has these."""
     ranks, _ = groups(count)
     d, rounds = len(ranks[0]["uneven shards"]["row"]), 2
 

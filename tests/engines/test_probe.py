@@ -53,7 +53,10 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason(kind, dry_run
 
 def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_experiment):
     tables = {**tiny_experiment, "data": "tests.components:with_a_hole", "aggregate": {"nonfinite": "exclude"}}
-    line = '^engine = "batched": 60 of the first 64 training samples, on which the model is tried, hold NaN or infinity'
+    line = (
+        '^engine = "batched": 60 of the first 64 training samples, on which the model is probed, '
+        "contain NaN or infinity"
+    )
     with pytest.raises(fedsim.ExperimentError, match=f"{line}; use engine=spawn$"):
         dry_run(tables)
 
@@ -139,7 +142,7 @@ class Replacing(Normalised):
 
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
-    [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "local.algorithm cannot")],
+    [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "a step of local.algorithm fails")],
 )
 def test_a_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
     tables = {**experiment("convolution"), "local": {"algorithm": f"{__name__}:{algorithm}", "batch_size": 4}}
@@ -170,5 +173,7 @@ def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, wi
 def test_a_model_that_splits_large_batches_is_refused_when_it_does():
     """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
-    with pytest.raises(fedsim.ExperimentError, match="treats batches differently.*; use engine=spawn$"):
+    with pytest.raises(
+        fedsim.ExperimentError, match="its operations depend on the size or the values of a batch.*; use engine=spawn$"
+    ):
         fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})

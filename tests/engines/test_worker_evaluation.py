@@ -33,8 +33,8 @@ class KeepsItsRow(SGD):
         worker.kept["last"].copy_(rows)
         return {}
 
-    def personal_rows(self, rows, kept):
-        return kept["last"].clone()
+    def personal_rows(self, rows, worker_state):
+        return worker_state["last"].clone()
 
 
 @pytest.fixture

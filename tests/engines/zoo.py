@@ -307,7 +307,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
-STATE = "its training changes attributes or unsaved buffers, which no row holds"
+STATE = "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
 DRAWS = "it draws random numbers outside of torch.nn.functional.dropout"
 OTHERWISE = "the gradient of {} changes when rows are stacked"
 VMAP = "torch.func.vmap cannot run it: "
@@ -321,11 +321,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torch.dropout": (lambda: in_training(lambda outputs: torch.dropout(outputs, 0.3, True)), DRAWS),
     "dropout of weights": (
         lambda: functional(lambda x, weight, bias: F.linear(x, F.dropout(weight, 0.3), bias)),
-        "it has dropout of a tensor whose first dimension is not the batch",
+        "it applies dropout to a tensor whose first dimension is not the batch",
     ),
     "dropout for few": (
         lambda: in_training(lambda outputs: F.dropout(outputs, 0.3) if len(outputs) < 4 else outputs),
-        "which dropouts it calls is not always the same",
+        "its dropout calls differ between forward passes",
     ),
     "BatchNorm without momentum": (lambda: convolved(nn.BatchNorm2d(4, momentum=None)), f"{VMAP}RuntimeError"),
     "control flow": (lambda: in_training(lambda outputs: outputs * 2 if outputs.sum() > 0 else outputs), VMAP),

@@ -80,7 +80,7 @@ def test_the_program_of_lightning_runs(tmp_path):
 
 
 def test_the_rules_that_depend_on_the_origin_are_listed():
-    listed = re.findall(r"`(\w+)`", TEXT.partition("These depend on it:")[2].partition("\n\n")[0])
+    listed = re.findall(r"`(\w+)`", TEXT.partition("These rules do not:")[2].partition("\n\n")[0])
     given = {"f": 2, "c": 1.0, "tau": 1.0}
 
     def result(registration, updates):
@@ -100,7 +100,7 @@ def test_the_rules_that_depend_on_the_origin_are_listed():
     assert set(listed) == set(moved)
 
 
-@pytest.mark.parametrize("words", [words for _, words in rows("FedLab", "FedLab 1.3 | words of `fedsim run`")])
+@pytest.mark.parametrize("words", [words for _, words in rows("FedLab", "FedLab | `fedsim run ...`")])
 def test_the_words_for_fedlab_are_an_experiment(words):
     done = CliRunner().invoke(app, ["run", "workers=8", *shlex.split(words, posix='"' not in words), "--dry-run"])
     assert done.exit_code == 0, done.output

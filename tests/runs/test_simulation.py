@@ -164,10 +164,10 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ),
         ({"model": {"name": "tests.models:Complex", "buffer": True}}, "buffer factor is complex"),
         ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": cannot be made'),
-        ({"model": "tests.models:LetsGo"}, "model: replaces the data of linear.weight as it trains"),
+        ({"model": "tests.models:LetsGo"}, "model: replaces the data of linear.weight during training"),
         (
             {"model": "tests.models:MovesFrozen"},
-            "model: changes slow.weight as it trains, a parameter without",
+            "model: changes the frozen parameter slow.weight during training",
         ),
         ({"aggregate": "tests.components:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
         (

@@ -34,7 +34,9 @@ LINE = 64  # on a GPU, blocks begin at multiples of so many columns
 
 
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
-    """The blocks of columns that process `index` of `count` aggregates; the blocks of all processes cover range(d).
+    """Yield the blocks of columns that process `index` of `count` aggregates.
+
+    The blocks of all processes cover range(d).
 
     On a CPU the blocks depend on d alone, so every engine does the same arithmetic and gets the same bits. On another
     device each process has one block, or as few blocks of `n` rows as the device's memory allows.
@@ -52,7 +54,7 @@ def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device:
 
 @functools.cache
 def most_columns(n: int, device: torch.device) -> int:
-    """The most columns of a block of n rows on a device other than the CPU, a multiple of LINE."""
+    """Return the most columns of a block of n rows on a device other than the CPU, a multiple of LINE."""
     values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # the memory may be infinite
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
@@ -114,7 +116,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """The `Reduce` of a process that has all columns: returns `values`."""
+    """Return the `Reduce` of a process that has all columns: returns `values`."""
     return values
 
 
@@ -179,7 +181,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def bad_rows(updates: Tensor) -> list[int]:
-    """The rows that hold a NaN or an infinity."""
+    """Return the rows that hold a NaN or an infinity."""
     sums = updates.sum(1)
     if math.isfinite(sums.sum()):
         return []

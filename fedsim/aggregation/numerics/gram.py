@@ -57,12 +57,15 @@ class Gram:
         self._basis = _products(updates, reduce) if basis is None else basis
 
     def mixed(self, matrix: Tensor) -> Gram:
-        """The Gram of the rows matrix [m', m] @ rows, without another pass over the updates."""
+        """Return the Gram of the rows matrix [m', m] @ rows, without another pass over the updates."""
         mixing = matrix if self._mixing is None else matrix @ self._mixing
         return Gram(self._updates, mixing, self._basis, self._reduce)
 
     def extended(self, updates: Tensor) -> Gram:
-        """The Gram of `updates` [n', d] that begin with the updates of this one; only the others are multiplied."""
+        """Return the Gram of `updates` [n', d] that begin with the updates of this one.
+
+        Only the others are multiplied.
+        """
         return Gram(updates, basis=_products(updates, self._reduce, self._basis), reduce=self._reduce)
 
     def __len__(self) -> int:
@@ -70,7 +73,7 @@ class Gram:
 
     @cached_property
     def _coordinates(self) -> Tensor:
-        """The coefficients [m, n + 1] of the rows for the centred updates and the centre."""
+        """Return the coefficients [m, n + 1] of the rows for the centred updates and the centre."""
         n = len(self._updates)
         mixing = torch.eye(n, dtype=torch.double) if self._mixing is None else self._mixing
         return torch.cat([mixing, mixing.sum(1, keepdim=True)], dim=1)
@@ -135,9 +138,9 @@ class Gram:
     def squared_distances(self) -> Tensor:
         """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
         offsets = self._basis.numpy()[:-1, :-1] if self._mixing is None else self._products_from(0)
-        own = offsets.diagonal()
+        squared_norms = offsets.diagonal()
         with np.errstate(all="ignore"):
-            scale = own + own[:, None]
+            scale = squared_norms + squared_norms[:, None]
             result = np.maximum(scale - 2 * offsets, 0)
             np.fill_diagonal(result, 0)
             inexact = result <= CANCELLED * scale
@@ -155,8 +158,8 @@ class Gram:
     def distances_to(self, coefficients: np.ndarray) -> np.ndarray:
         """Distances [m] of all rows from the point sum_i a_i z_i; the coefficients a [m] sum to one."""
         pulled = times(self.offsets, coefficients)
-        own = self.offsets.numpy().diagonal()
-        return np.sqrt(np.maximum(own - 2 * pulled + coefficients @ pulled, 0))
+        squared_norms = self.offsets.numpy().diagonal()
+        return np.sqrt(np.maximum(squared_norms - 2 * pulled + coefficients @ pulled, 0))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
         """Compute the squared distances of these pairs from differences; equal rows get equal distances."""
@@ -180,7 +183,7 @@ class Gram:
         return self._reduce(totals, "sum").tolist()
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
-        """The squared distance of two rows in these columns, a tensor on the device."""
+        """Return the squared distance of two rows in these columns, a tensor on the device."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
         total = torch.zeros((), dtype=wide, device=updates.device)
         weights = self._coordinates[i, :-1] - self._coordinates[j, :-1]

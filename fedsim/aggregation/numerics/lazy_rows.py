@@ -55,7 +55,7 @@ class LazyRows:
         return self._make_gram()
 
     def mixed(self, matrix: Tensor) -> LazyRows:
-        """The rows matrix [m', m] @ rows."""
+        """Return the rows matrix [m', m] @ rows."""
         return LazyRows(
             self._updates,
             self._of_updates(matrix),
@@ -68,7 +68,7 @@ class LazyRows:
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice | None = None) -> Tensor:
-        """The rows at these columns, [m, columns]; None: at all columns."""
+        """Return the rows at these columns, [m, columns]; None: at all columns."""
         part = self._updates if columns is None else self._updates[:, columns]
         return part if self._mixing is None else (self._factors @ part.to(self._factors.dtype)).to(part.dtype)
 
@@ -78,12 +78,12 @@ class LazyRows:
         return self._as_factors(self._mixing)
 
     def _as_factors(self, matrix: Tensor) -> Tensor:
-        """A matrix in the dtype, at least float32, and on the device of the updates."""
+        """Return a matrix in the dtype, at least float32, and on the device of the updates."""
         dtype = torch.promote_types(self._updates.dtype, torch.float32)
         return to_device(matrix.to(dtype), self._updates.device)
 
     def row(self, combination: LinearCombination) -> Tensor:
-        """The row [d] that a linear combination of these rows is."""
+        """Return the row [d] that a linear combination of these rows is."""
         coefficients = self._of_updates(combination.coefficients)
         if combination.then is None:
             row = combine(coefficients, self._updates)
@@ -109,7 +109,10 @@ class LazyRows:
         return lambda block: (factors @ block[chosen].to(factors.dtype)).to(block.dtype)
 
     def shares(self, combination: LinearCombination) -> Tensor | None:
-        """The coefficient of each update in a combination, [n]; None if the rows are no combinations of updates."""
+        """Return the coefficient of each update in a combination, [n].
+
+        None if the rows are no combinations of updates.
+        """
         if not self.are_combinations:
             return None
         coefficients = self._of_updates(combination.coefficients)

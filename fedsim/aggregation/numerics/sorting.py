@@ -47,7 +47,7 @@ def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
 
 
 def _some(ascending: Tensor, needed: tuple[int, ...]) -> Tensor:
-    """The rows at the `needed` places; a view if they are adjacent."""
+    """Return the rows at the `needed` places; a view if they are adjacent."""
     side_by_side = needed[-1] - needed[0] == len(needed) - 1
     return ascending[needed[0] : needed[-1] + 1] if side_by_side else ascending[list(needed)]
 
@@ -71,10 +71,10 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
     comparators: list[Comparator] = []
     at, free = list(range(n)), n
     for low, high, lesser, greater in reversed(pairs):
-        one, other = at[low], at[high]
+        first, second = at[low], at[high]
         if lesser and greater:
-            at[low], free = free, one
-        comparators.append((one, other, at[low] if lesser else None, other if greater else None))
+            at[low], free = free, first
+        comparators.append((first, second, at[low] if lesser else None, second if greater else None))
     return tuple(comparators), [at[place] for place in needed]
 
 
@@ -93,7 +93,7 @@ def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
-    """The values at the m `needed` places of each sorted column of `values` [n, columns]: [m, columns].
+    """Return the values at the m `needed` places of each sorted column of `values` [n, columns]: [m, columns].
 
     A column that holds a NaN becomes NaN.
     """
@@ -102,21 +102,21 @@ def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
     room[:n] = values
     rows = list(room)
     comparators, places = network(n, needed)
-    for one, other, lesser, greater in comparators:
+    for first, second, lesser, greater in comparators:
         if lesser is not None:
-            np.minimum(rows[one], rows[other], out=rows[lesser])
+            np.minimum(rows[first], rows[second], out=rows[lesser])
         if greater is not None:
-            np.maximum(rows[one], rows[other], out=rows[greater])
+            np.maximum(rows[first], rows[second], out=rows[greater])
     return room[places]
 
 
 def middle_places(n: int) -> range:
-    """The places of the median of n sorted values: two for even n."""
+    """Return the places of the median of n sorted values: two for even n."""
     return range((n - 1) // 2, n // 2 + 1)
 
 
 def middle(ascending: Tensor) -> Tensor:
-    """The median [columns] of sorted values [m, columns]: the mean of the two middle values for even m."""
+    """Return the median [columns] of sorted values [m, columns]: the mean of the two middle values for even m."""
     places = middle_places(len(ascending))
     return (ascending[places[0]] + ascending[places[-1]]) / 2
 

@@ -17,7 +17,9 @@ AT_ONCE = 2**19  # numbers in the matrices of some subsets
 
 
 def least_diameter(distances: Tensor, f: int) -> list[int]:
-    """The n - f points with the least greatest pairwise distance; of several such sets the lexicographically first.
+    """Return the n - f points with the least greatest pairwise distance.
+
+    Of several such sets the lexicographically first.
 
     A diameter D is possible if f points cover the graph whose edges are the pairs farther apart than D. To remove one
     end of every edge is a search tree of depth f. The least D is found by bisection.
@@ -74,7 +76,7 @@ def _coverable(edges: list[int], budget: int, alive: int) -> bool:
 
 
 def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
-    """The n - f points of least maximal eigenvalue; of several such sets the lexicographically first.
+    """Return the n - f points of least maximal eigenvalue; of several such sets the lexicographically first.
 
     The covariance of m points has the same maximal eigenvalue as their centred Gram matrix [m, m], divided by m.
 

@@ -101,19 +101,19 @@ def dnc(
     n, d = updates.shape
     dropped = int(c * f + MARGIN)
     require(dropped < n, "dnc", "c f < n", c=c, f=f, n=n)
-    kept = torch.ones(n, dtype=torch.bool)
+    is_kept = torch.ones(n, dtype=torch.bool)
     for _ in range(iterations):
         columns = draws.choice(d, min(b, d))
         values, vectors = torch.linalg.eigh(_centred_products(updates, columns))
         along = vectors[:, -1].square() * values[-1].clamp(min=0)
         good = torch.zeros(n, dtype=torch.bool)
         good[_ascending(along)[: n - dropped]] = True
-        kept &= good
-    if not bool(kept.any()):
+        is_kept &= good
+    if not bool(is_kept.any()):
         raise ExperimentError(
             f"dnc: {iterations} iterations have no row in common (n = {n}, f = {f}, c = {c}); use fewer, or a smaller c"
         )
-    return average_of(kept.nonzero().flatten(), n)
+    return average_of(is_kept.nonzero().flatten(), n)
 
 
 def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
@@ -174,16 +174,16 @@ def signguard(
     typical = float(lengths.quantile(0.5))
     ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
     columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
-    kept = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
-    if not len(kept):
+    selected = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
+    if not len(selected):
         raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
     coefficients = torch.zeros(n, dtype=torch.double)
-    coefficients[kept] = clip_factors(lengths[kept], typical) / len(kept)
+    coefficients[selected] = clip_factors(lengths[selected], typical) / len(selected)
     return LinearCombination(coefficients)
 
 
 def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
-    """The shares of positive, zero and negative values of each row at these columns, [n, 3]."""
+    """Return the shares of positive, zero and negative values of each row at these columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
     for part in _parts(updates, columns):
         signs = updates[:, part].sign()

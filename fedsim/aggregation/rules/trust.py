@@ -77,7 +77,10 @@ def foolsgold(
 def _with_history(
     updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum [n, d] of each row's worker's updates so far, and the next state; without a state nothing is kept."""
+    """Return the sum [n, d] of each row's worker's updates so far, and the next state.
+
+    Without a state nothing is kept.
+    """
     if state is None:
         return updates, {}
     if not state:

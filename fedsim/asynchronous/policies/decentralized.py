@@ -106,7 +106,7 @@ class ElasticAveragingMomentum(ElasticAveraging):
 
 
 def ring(slot: int, n: int) -> list[int]:
-    """The neighbours of a slot on a ring of n."""
+    """Return the neighbours of a slot on a ring of n."""
     return sorted({(slot - 1) % n, (slot + 1) % n} - {slot})
 
 
@@ -116,7 +116,7 @@ def complete(slot: int, n: int) -> list[int]:
 
 
 def exponential(slot: int, n: int) -> list[int]:
-    """The slots at distances 1, 2, 4, ... in both directions of a ring of n."""
+    """Return the slots at distances 1, 2, 4, ... in both directions of a ring of n."""
     steps = [2**k for k in range(n.bit_length()) if 2**k < n]
     return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
 
@@ -142,7 +142,7 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """A neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
+        """Return a neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:
             return None
@@ -150,15 +150,15 @@ class Pairwise(OwnModels):
 
     def average(self, server: ServerState, arrival: Arrival) -> None:
         """Average the models and buffers of a worker and its partner."""
-        slot, other = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
+        slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:
             buffers[slot] = server.shared.cohort.buffers[slot]
-        if other is not None:
-            mine, theirs = server.models[slot], server.models[other]
+        if partner is not None:
+            mine, theirs = server.models[slot], server.models[partner]
             theirs.copy_(mine.add_(theirs).mul_(0.5))
             if server.has_buffers and server.buffers == "average":
-                buffers[[slot, other]] = buffers[[slot, other]].mean(0)
+                buffers[[slot, partner]] = buffers[[slot, partner]].mean(0)
         server.increment_version()
 
     def publish(self, server: ServerState) -> None:

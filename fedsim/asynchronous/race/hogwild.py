@@ -42,7 +42,7 @@ class HogwildWorker(RaceWorker):
             synchronize(self._executor.task.device)
 
     def _steps(self, participant: SyncParticipant, result: ProcessResult) -> Iterator[int]:
-        """A worker's round, one step at a time; yields the number of each."""
+        """Run a worker's round, and yield the number of each step after it."""
         slot, round, stats = participant.member.slot, participant.member.round, result.stats
         for step in range(self._executor.batch_source.steps(slot, round)):
             with self._process.working_on(slot, round):

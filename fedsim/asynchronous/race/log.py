@@ -52,7 +52,7 @@ COLUMNS = ("run", "round", *LogEntry._fields)
 
 
 def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.ndarray]]) -> bytes:
-    """The log as a file: a line with the experiment, the column names, and a line for each entry.
+    """Return the log as a file: a line with the experiment, the column names, and a line for each entry.
 
     Args:
         experiment: the resolved experiment.
@@ -67,7 +67,7 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
 
 def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int, list[LogEntry]]:
-    """The entries of one run of a race by round, in the order of their arrivals.
+    """Return the entries of one run of a race by round, in the order of their arrivals.
 
     Args:
         path: the file, or the run folder that holds it.

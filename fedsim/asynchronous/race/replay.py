@@ -60,11 +60,11 @@ class LoggedOrder:
         self._server.revive_all()
 
     def state(self) -> dict[str, Any]:
-        """The state between two rounds, in JSON types."""
+        """Return the state between two rounds, in JSON types."""
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state, with the server's tensors as they were then."""
+        """Continue from a state that `state` returned. The server's tensors must have the values of that moment."""
         self.dispatcher.resume(DispatcherState.model_validate(state))
 
     def _start(self, event: Event) -> None:
@@ -88,8 +88,8 @@ class LoggedOrder:
         else:
             dispatcher.receive(slot)
 
-    def _compare(self, event: Event, what: str, version: int, here: int) -> None:
-        self._require(version == here, event, f"{what} version {version}, and here it is {here}")
+    def _compare(self, event: Event, action: str, version: int, here: int) -> None:
+        self._require(version == here, event, f"{action} version {version}, and here it is {here}")
 
     def _require(self, holds: bool, event: Event, problem: str) -> None:
         if not holds:

@@ -25,7 +25,7 @@ except ImportError:  # Windows
 
 
 class Locks:
-    """Numbered locks that all processes share to which this object is sent.
+    """Numbered locks, shared by all processes to which this object is sent.
 
     The kernel releases a lock when its owner dies. A lock of `multiprocessing` stays locked when its owner is killed,
     and the next process waits for it forever. These are locks of byte ranges of an unnamed file (`fcntl.lockf`). To
@@ -54,7 +54,7 @@ class Locks:
         self.taken, self.waited, self.seconds = 0, 0, 0.0
 
     def acquire(self, numbers: Sequence[int]) -> None:
-        """Take these locks; wait if another process holds one."""
+        """Acquire these locks. Wait while another process holds one of them."""
         for number in sorted(numbers):
             self.taken += 1
             try:
@@ -66,7 +66,7 @@ class Locks:
                 self.seconds += time.perf_counter() - start
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Release these locks; a lock that this process does not hold is left as it is."""
+        """Release those of these locks that this process holds."""
         for number in numbers:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, number)
 
@@ -108,7 +108,7 @@ class RaceState:
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """A live view of a column of `slots`, [n]."""
+        """Return a live view of a column of `slots`, [n]."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
@@ -142,9 +142,9 @@ class Measures:
     held_back: int = 0
     seconds: float = 0.0
 
-    def add(self, other: Measures) -> None:
+    def add(self, measures: Measures) -> None:
         """Add the measurements of another process or run."""
-        longest = max(self.seconds, other.seconds)
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        longest = max(self.seconds, measures.seconds)
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(measures, count.name))
         self.seconds = longest

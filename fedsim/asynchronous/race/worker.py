@@ -37,11 +37,11 @@ class ProcessResult:
     measures: Measures = field(default_factory=Measures)
     entries: list[LogEntry] = field(default_factory=list)
 
-    def add(self, other: ProcessResult) -> None:
+    def add(self, result: ProcessResult) -> None:
         """Add the result of another process."""
-        self.stats.add(other.stats)
-        self.measures.add(other.measures)
-        self.entries += other.entries
+        self.stats.add(result.stats)
+        self.measures.add(result.measures)
+        self.entries += result.entries
 
 
 class RaceWorker(ABC):
@@ -71,7 +71,7 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """The state of the scheduler of each run."""
+        """Return the state of the scheduler of each run."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
@@ -153,11 +153,11 @@ class LockedRaceWorker(RaceWorker):
             return True
         if self._any_progress():
             return False
-        for other in np.flatnonzero((status == FINISHED) & (server.alive_mask == 1)).tolist():
-            if policy.may_start(server, other):  # else the others do not wait for it
-                server.alive_mask[other] = 0
+        for finished in np.flatnonzero((status == FINISHED) & (server.alive_mask == 1)).tolist():
+            if policy.may_start(server, finished):  # else the others do not wait for it
+                server.alive_mask[finished] = 0
                 policy.on_departure(server)
-                self._log(LEFT, WorkItem(other, other, self._round), self._event())
+                self._log(LEFT, WorkItem(finished, finished, self._round), self._event())
         if not self._any_progress():
             status[slot] = HELD_BACK
             self._measures.held_back += 1
@@ -192,7 +192,7 @@ class LockedRaceWorker(RaceWorker):
         synchronize(self._executor.task.device)
 
     def _partner(self, slot: int) -> tuple[int, ...]:
-        """The other worker whose model the result of a worker changes, if there is one to lock."""
+        """Return the other worker whose model the result of a worker changes, if there is one to lock."""
         partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
         return () if partner is None else (partner,)
 
@@ -215,6 +215,6 @@ class LockedRaceWorker(RaceWorker):
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
 
     def _event(self) -> int:
-        """The number of the next event; the caller holds the server's lock."""
+        """Return the number of the next event; the caller holds the server's lock."""
         self._events[0] += 1
         return int(self._events[0])

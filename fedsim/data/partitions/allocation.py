@@ -32,18 +32,21 @@ def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
 
 
 def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
-    """The members [n] of each owner in range(n_owners), in their order; `owners` [n] is the owner of each member."""
+    """Return the indices that belong to each owner in range(n_owners), in ascending order.
+
+    `owners` [n] is the owner of each member.
+    """
     sizes = np.bincount(owners, minlength=n_owners)
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
 
 def has_classes(labels: np.ndarray) -> bool:
-    """Whether these are class labels, one for each sample, and no measured values or tokens."""
+    """Whether targets are class labels, one per sample, as opposed to measured values or tokens."""
     return labels.ndim == 1 and labels.dtype.kind != "f"
 
 
 def by_label(labels: np.ndarray) -> np.ndarray:
-    """The positions of samples in the ascending order of their labels, or of other targets [n]."""
+    """Return the positions of samples in the ascending order of their labels, or of other targets [n]."""
     if labels.ndim != 1:
         raise ExperimentError(
             f"partition.name: sorts samples by their target, and each target has {labels[0].size} numbers; use a "
@@ -53,7 +56,7 @@ def by_label(labels: np.ndarray) -> np.ndarray:
 
 
 def samples_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """The ascending indices of the samples of each class that occurs, classes ascending."""
+    """Return the ascending indices of the samples of each class that occurs, classes ascending."""
     classes, class_of = np.unique(labels, return_inverse=True)
     return group(np.arange(len(labels)), class_of, len(classes))
 
@@ -69,7 +72,7 @@ def assign_samples(by_class: Sequence[np.ndarray], counts: np.ndarray, rng: np.r
 
 
 def draw_until_large_enough(
-    draw: Callable[[], np.ndarray], min_size: int, n_samples: int, n_workers: int, given: str, less_skew: str
+    draw: Callable[[], np.ndarray], min_size: int, n_samples: int, n_workers: int, parameters: str, less_skew: str
 ) -> np.ndarray:
     """The first counts [n_workers, ...] that `draw` returns with at least min_size samples for every worker.
 
@@ -89,7 +92,7 @@ def draw_until_large_enough(
             return counts
         best = max(best, smallest)
     raise ExperimentError(
-        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {given} for {n_workers} workers and "
+        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {parameters} for {n_workers} workers and "
         f"{n_samples} samples: the smallest shard had {best} at best; take a smaller min_size, {less_skew} or fewer "
         "workers"
     )

@@ -106,8 +106,8 @@ def partition_shards(
             f"{described(np.asarray(labels))}; use a strategy that needs none, such as iid or contiguous"
         )
     if virtual:
-        kept = labels if isinstance(labels, Tensor) else np.asarray(labels)
-        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, kept, ids)
+        label_array = labels if isinstance(labels, Tensor) else np.asarray(labels)
+        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, label_array, ids)
     labels = np.asarray(labels)
     values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in registration.takes:
@@ -134,7 +134,7 @@ def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[T
 
 
 def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Sequence[Transform | None] | None:
-    """The transforms of a strategy as its own sequence, which may be lazy; None if it has none."""
+    """Return the sequence of per-worker input transforms that a strategy defines, or None."""
     registration = partition_strategy.get(strategy, "partition.name")
     bound = registration.bind(registration.check(params, "partition", beside=["name"]))
     transforms = getattr(bound, "transforms", None)

@@ -66,7 +66,7 @@ def dirichlet(
 def _share_out(
     class_sizes: list[int], n_workers: int, rng: np.random.Generator, alpha: float, balanced: bool
 ) -> np.ndarray:
-    """The number of samples of each class that every worker gets, [n_workers, classes]."""
+    """Return the number of samples of each class that every worker gets, [n_workers, classes]."""
     counts = np.zeros((n_workers, len(class_sizes)), dtype=np.int64)
     held = np.zeros(n_workers, dtype=np.int64)
     alphas = np.full(n_workers, alpha)
@@ -116,7 +116,7 @@ def dirichlet_workers(
 
 
 def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The samples of each class, int64 [C], of a worker that draws `size` samples from a mixture ~ Dir(alphas).
+    """Return the samples of each class, int64 [C], of a worker that draws `size` samples from a mixture ~ Dir(alphas).
 
     left: the available samples of each class, [C], together at least `size`. Draws: as in `dirichlet_workers`.
     """
@@ -133,7 +133,7 @@ def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.
 
 
 def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alphas: np.ndarray) -> np.ndarray:
-    """Shares ~ Dir(alphas) with the closed ones zero and the sum one."""
+    """Shares ~ Dir(alphas), set to zero for the closed classes and scaled to sum 1."""
     shares = np.where(is_open, shares, 0.0)
     if not shares.any():
         # The open shares of a Dirichlet draw, divided by their sum, are Dir(alphas) whatever the closed ones are.
@@ -142,7 +142,7 @@ def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generato
 
 
 def _while_they_last(drawn: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """The draws before the first draw of a class without samples left."""
+    """Return the draws before the first draw of a class without samples left."""
     too_many = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
     stop = min((np.flatnonzero(drawn == number)[left[number]] for number in too_many), default=len(drawn))
     return drawn[:stop]

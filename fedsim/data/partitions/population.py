@@ -19,7 +19,7 @@ KEPT = 4096  # drawn shards that a process keeps, so that a round draws most of 
 
 
 class Shards(ABC):
-    """The samples of each worker. It is sent to other processes with its tensors by handle.
+    """The samples of each worker. Other processes receive the tensors by handle, without a copy.
 
     Attributes:
         listed: whether all shards exist already, so reading all of them costs little.
@@ -35,11 +35,11 @@ class Shards(ABC):
 
     @abstractmethod
     def size(self, worker: int) -> int:
-        """The number of samples of a worker."""
+        """Return the number of samples of a worker."""
 
     @abstractmethod
     def of(self, worker: int) -> Tensor:
-        """The positions of a worker's samples in the data set, int64 [size], on the host; read-only."""
+        """Return the positions of a worker's samples in the data set, int64 [size], on the host; read-only."""
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
         """The positions of these workers' samples in one int64 tensor, and where each worker's positions start."""
@@ -89,7 +89,7 @@ class ListedShards(Shards):
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """The tensor of all workers, and the starts of these workers."""
+        """Return the tensor of all workers, and the starts of these workers."""
         return self._positions, [self._cuts[worker] for worker in workers]
 
     @property

@@ -93,10 +93,10 @@ def quantity(
         return cut_by_shares(n, shares / shares.sum())
 
     if distribution == "dirichlet":
-        given, less_skew = f"beta = {beta}", "a larger beta"
+        parameters, less_skew = f"beta = {beta}", "a larger beta"
     else:
-        given, less_skew = f"sigma = {sigma}", "a smaller sigma"
-    sizes = draw_until_large_enough(draw, min_size, n, n_workers, given, less_skew)
+        parameters, less_skew = f"sigma = {sigma}", "a smaller sigma"
+    sizes = draw_until_large_enough(draw, min_size, n, n_workers, parameters, less_skew)
     return np.split(rng.permutation(n), np.cumsum(sizes)[:-1])
 
 

@@ -132,7 +132,9 @@ class ParallelTrainer(RowTrainer):
         return AggregationStats(shares.tolist())
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """The mean of all ranks' gradients of the next batches [d], the same in all ranks; the next call overwrites it.
+        """Return the mean of all ranks' gradients of the next batches [d], the same in all ranks.
+
+        The next call overwrites it.
 
         Args:
             shares: share in the mean of each worker that still has data.
@@ -167,8 +169,8 @@ class ParallelTrainer(RowTrainer):
         screen(self._task, context, inputs, positions)
         assert self._task.experiment.gradient_hook is not None
         hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
-        what = f"the mean of the gradients is not finite, though each of them is ({hook})"
-        raise DivergedError(what, "", context.moment[0])
+        message = f"the mean of the gradients is not finite, though each of them is ({hook})"
+        raise DivergedError(message, "", context.moment[0])
 
     def _new_row_module(self) -> RowModule:
         return RowModule(lambda: self._sender.watch(self._dropout.new_module()))

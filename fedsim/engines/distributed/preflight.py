@@ -60,7 +60,7 @@ class Preflight:
 
 
 def difference_of(claims: list[Claims]) -> list[str]:
-    """The first difference of a rank from rank 0, in one line with both values; no line if there is none."""
+    """Return the first difference of a rank from rank 0, in one line with both values; no line if there is none."""
 
     def shown(rank: int, kind: str, key: str) -> str:
         values = claims[rank][kind]
@@ -77,7 +77,7 @@ def difference_of(claims: list[Claims]) -> list[str]:
 
 
 def digest(tensor: Tensor) -> str:
-    """A hash of a tensor's values, shape and dtype."""
+    """Return a hash of a tensor's values, shape and dtype."""
     values = tensor.detach().cpu().contiguous()
     state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     state.update(values.flatten().view(torch.uint8).numpy().data)

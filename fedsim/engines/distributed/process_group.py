@@ -33,7 +33,7 @@ FOREVER = timedelta(days=30)  # the group's own timeout: waiting ranks watch the
 
 
 def no_heartbeats() -> int:
-    """The heartbeats of a rank without a task."""
+    """Return the heartbeats of a rank without a task."""
     return 0
 
 
@@ -63,7 +63,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
-        """The group of this process. The first call joins it.
+        """Return the group of this process. The first call joins it.
 
         Raises ExperimentError without a launcher, and WorkerError if the others do not join in time.
         """
@@ -124,9 +124,9 @@ class RankGroup:
             self._hosts = [host for host, _ in identities]
             gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
             self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
-            own = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
-            own = HOST_BACKEND if self.backend == HOST_BACKEND else own
-            self.group = dist.new_group(backend=own, timeout=FOREVER)
+            backends = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
+            backends = HOST_BACKEND if self.backend == HOST_BACKEND else backends
+            self.group = dist.new_group(backend=backends, timeout=FOREVER)
         except FedsimError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -149,11 +149,11 @@ class RankGroup:
         return {"ranks": self.count, "hosts": list(dict.fromkeys(self._hosts)), "backend": self.backend, **reason}
 
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """The sum (or `op`) of the values [...] of all ranks, in place."""
+        """Return the sum (or `op`) of the values [...] of all ranks, in place."""
         return self._do(dist.all_reduce, values, op=op)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """The first rank's values, in place."""
+        """Return the first rank's values, in place."""
         return self._do(dist.broadcast, values, 0)
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -163,7 +163,7 @@ class RankGroup:
         return list(received.split(list(sizes)))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A small picklable object of every rank, in their order."""
+        """Return a small picklable object of every rank, in their order."""
         pickled = torch.from_numpy(np.frombuffer(pickle.dumps(value), np.uint8).copy())
         sizes = torch.zeros(self.count, dtype=torch.int64)
         sizes[self.index] = len(pickled)
@@ -171,7 +171,7 @@ class RankGroup:
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The first rank's object, in all ranks."""
+        """Return the first rank's object, in all ranks."""
         return self.gather_objects(value if self.first else None)[0]
 
     @property

@@ -66,14 +66,14 @@ class Ranks(Group):
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
-        """The slots that each rank holds, in their order."""
+        """Return the slots that each rank holds, in their order."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
             held[self._places[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """The numbers of the rows of these slots, in the ranks that hold them."""
+        """Return the numbers of the rows of these slots, in the ranks that hold them."""
         return [self._places[slot][1] for slot in slots]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -94,14 +94,16 @@ class Ranks(Group):
 
     def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
         held = self.by_rank(slots)
-        own = rows_at(rows, self.rows_of(held[self.index]))
-        return self._receive([own[:, part] for part in self._parts], held, self._width)
+        own_rows = rows_at(rows, self.rows_of(held[self.index]))
+        return self._receive([own_rows[:, part] for part in self._parts], held, self._width)
 
     def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
         held = self.by_rank(slots)
-        own = rows_at(rows, self.rows_of(held[self.index]))
+        own_rows = rows_at(rows, self.rows_of(held[self.index]))
         first = self.index == 0
-        return self._receive([own] + [own[:0]] * (self.count - 1), held if first else [[]] * self.count, rows.shape[1])
+        return self._receive(
+            [own_rows] + [own_rows[:0]] * (self.count - 1), held if first else [[]] * self.count, rows.shape[1]
+        )
 
     def _receive(self, parts: list[Tensor], held: list[list[int]], width: int) -> Tensor:
         """Send parts of this rank's rows to the others. Returns what they send of the slots that they hold, by slot."""
@@ -183,9 +185,9 @@ class Ranks(Group):
         return value
 
     def collect(self, values: Tensor) -> None:
-        own = values[self.index :: self.count].clone()
+        own_values = values[self.index :: self.count].clone()
         values.zero_()
-        values[self.index :: self.count] = own
+        values[self.index :: self.count] = own_values
         self._ranks.all_reduce(values)
 
     def describe_failure(self) -> str:
@@ -232,28 +234,28 @@ class RankWorkerStates(WorkerStates):
             self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of all ranks in the first one; in the others, what they own."""
-        own = super().tensors()
-        if not own:
-            return own
+        """Return the state of all ranks in the first one; in the others, what they own."""
+        own_tensors = super().tensors()
+        if not own_tensors:
+            return own_tensors
         counts = self._ranks.gather_objects(len(self))
         whole = {}
-        for name, tensor in own.items():
+        for name, tensor in own_tensors.items():
             if name != "workers":
                 tensor = tensor.to(self.initial[name.removeprefix("rows.")].device)
             sizes = [count * tensor[:1].numel() if self._ranks.first else 0 for count in counts]
             parts = [tensor] + [tensor[:0]] * (self._ranks.count - 1)
             whole[name] = torch.cat(self._ranks.exchange(parts, sizes)).view(-1, *tensor.shape[1:])
         if not self._ranks.first:
-            return own
+            return own_tensors
         ascending = whole["workers"].argsort()
         return {name: tensor[ascending.to(tensor.device)] for name, tensor in whole.items()}
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
         workers = saved.get("workers")
         if workers is not None and workers.ndim == 1 and all(len(kept) == len(workers) for kept in saved.values()):
-            own = workers % self._ranks.count == self._ranks.index
-            saved = {name: kept[own] for name, kept in saved.items()}
+            is_owned = workers % self._ranks.count == self._ranks.index
+            saved = {name: kept[is_owned] for name, kept in saved.items()}
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:

@@ -75,7 +75,7 @@ class RankInfo:
 
     @classmethod
     def here(cls) -> RankInfo:
-        """The rank of this process. Raises ExperimentError, with the command to use, without a launcher."""
+        """Return the rank of this process. Raises ExperimentError, with the command to use, without a launcher."""
         place = cls.of(os.environ)
         if place is None:
             raise ExperimentError(
@@ -113,13 +113,13 @@ def _address(environ: Mapping[str, str], count: int, local_count: str | None) ->
 
 
 def first_host(names: str) -> str | None:
-    """The first of SLURM's list of hosts: `node03` of `node[03-07,9],other`."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", names)
-    return "".join(part or "" for part in found.groups()) if found else None
+    """Return the first of SLURM's list of hosts: `node03` of `node[03-07,9],other`."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", names)
+    return "".join(part or "" for part in match.groups()) if match else None
 
 
 def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
-    """The store of keys and values at which the ranks meet, and its process, as errors name it.
+    """Return the store of keys and values at which the ranks meet, and its process, as errors name it.
 
     Args:
         init: `env://` (from the launcher), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
@@ -171,14 +171,14 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int) -> int:
-    """A socket that listens at this address only; PyTorch's own would listen at all of this machine."""
+    """Return a socket that listens at this address only; PyTorch's own would listen at all of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = LOOPBACK if host == "localhost" else host, port
     return socket.create_server(address, family=family, backlog=2_048).detach()
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the network interface by which this machine reaches a host; None if unknown."""
+    """Return the name of the network interface by which this machine reaches a host; None if unknown."""
     with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl  # not on Windows
 
@@ -193,7 +193,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
-    """The backend for rows, and the reason if it is not the default of the device."""
+    """Return the backend for rows, and the reason if it is not the default of the device."""
     chosen = (name or str(dist.get_default_backend_for_device(device))).lower()
     shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
     if chosen == "nccl" and shared:

@@ -66,7 +66,7 @@ class Watchdog(threading.Thread):
         return not self.is_alive()
 
     def silences(self) -> Callable[[], str | None]:
-        """A function to be called once an interval: why another rank has failed, or that the store is silent."""
+        """Return a function to be called once an interval: why another rank has failed, or that the store is silent."""
         answered, looks = self._answered, 0
 
         def look() -> str | None:

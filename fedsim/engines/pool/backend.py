@@ -72,7 +72,7 @@ class InPool(Backend):
         return [result for result, _ in answers]
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a function in every process, after the device has finished the work of this process."""
+        """Call `function` in every process, once the device has finished the pending work of this process."""
         synchronize(self.shared.server.row.device)
         return self._pool.call(function, *arguments)
 
@@ -134,7 +134,7 @@ def _make_executor(
 def _run(
     process: ProcessContext, method: Callable[..., T], *arguments: object
 ) -> tuple[T, list[warnings.WarningMessage]]:
-    """The result of a method, and the warnings of this process, which nobody would see."""
+    """Return the result of a method, and the warnings of this process, which nobody would see."""
     executor = process.state["executor"]
     with executor.environment(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")

@@ -85,16 +85,16 @@ class HeartbeatTable:
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """How far a process is: the barriers that it has crossed, and whether it waits for others."""
+        """Return the number of barriers that a process has crossed, and whether it waits for other processes."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
-        """The worker that a process trains; None if it trains none, or several together."""
+        """Return the worker that a process trains; None if it trains none, or several together."""
         worker = self.read(index, WORKER)
         return worker if worker >= 0 else None
 
     def consequence(self, index: int) -> str:
-        """What the death of a process may have spoilt, as the end of a sentence."""
+        """Describe the data that may be corrupt after the death of a process, as the end of an error message."""
         return CONSEQUENCES.get(self.read(index, HOLDING), "")
 
     def worker(self, index: int) -> str | None:
@@ -210,7 +210,7 @@ class ProcessContext:
 
     @classmethod
     def alone(cls) -> ProcessContext:
-        """The context of a process without a group."""
+        """Return the context of a process without a group."""
         table = cls.monitored or HeartbeatTable(1, shared=False)
         table.write(0, WORKER, NO_WORKER)
         return cls(0, 1, table, Barrier(table, 0))
@@ -237,9 +237,9 @@ class ProcessContext:
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
-    def holding(self, what: int) -> Iterator[None]:
+    def holding(self, held: int) -> Iterator[None]:
         """Note that a lock is held, or a shared row written. The note stays if a death ends the block."""
-        self.table.write(self.index, HOLDING, what)
+        self.table.write(self.index, HOLDING, held)
         yield
         self.table.write(self.index, HOLDING, NOTHING)
 

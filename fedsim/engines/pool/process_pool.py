@@ -128,7 +128,7 @@ class ProcessPool:
             self._send()
 
     def poll(self, ready: Collection[object]) -> list[Any] | None:
-        """The results of the call that was begun; None as long as they are not complete.
+        """Return the results of the call that was begun; None as long as they are not complete.
 
         Call it after each `wait_for`, whose result is `ready`. Raises what `call` raises.
         """
@@ -216,7 +216,7 @@ class ProcessPool:
             raise WorkerError(f"{where}: {content}")
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
-        """The error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
+        """Return the error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
         index = min(pending, key=self._table.progress)
         if index in self._starting:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
@@ -225,19 +225,21 @@ class ProcessPool:
         return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
-        """The error if a process has ended, or closed its pipe."""
+        """Return the error if a process has ended, or closed its pipe."""
         child = self._children[index]
         child.process.join(GRACE)
         if self.has_started:
             why = describe_exit(child.process.exitcode) + self._table.consequence(index)
             return self._lost(index, why, f", {self._table.activity(index)},")
         why = describe_failed_start(child.process.exitcode, self._instead)
-        if (child.process.exitcode or 0) > 0:  # by itself, as a main program that cannot be imported makes any process
+        if (
+            child.process.exitcode or 0
+        ) > 0:  # exited with an error, for example because the main script cannot be imported
             return WorkerError(f"{self._called.format(index)} {why}")
         return self._lost(index, why)
 
     def _lost(self, index: int, why: str, activity: str = "", hint: str = "") -> ProcessLostError:
-        """The error for a process that has died or hangs, which is killed: nothing more is expected of it."""
+        """Return the error for a process that has died or hangs, which is killed: nothing more is expected of it."""
         self._children[index].process.kill()
         line = f"{self._called.format(index)}{activity} {why}{hint}"
         return ProcessLostError(line, why, index, self._table.single_worker(index))

@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 def retried(
-    attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], what: str
+    attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], attempted: str
 ) -> T:
-    """The result of `attempt(number)`, counted from 1, which is called again when it loses a process.
+    """Return the result of `attempt(number)`, counted from 1, which is called again when it loses a process.
 
     Args:
         attempt: what to do; from number 2 on it first restores the state before.
         retries: how often it is called again at most.
         report: called with each loss after which it is called again, and the number of the attempt.
-        what: the beginning of "... N times" in the error: `round 3 has been tried`.
+        attempted: the beginning of "... N times" in the error: `round 3 has been tried`.
 
     Raises WorkerError if it loses a process once more than that.
     """
@@ -30,17 +30,20 @@ def retried(
         try:
             return attempt(number)
         except ProcessLostError as loss:
-            if error := last_error(loss, number, retries, what):
+            if error := last_error(loss, number, retries, attempted):
                 raise error from (None if error is loss else loss)
             report(loss, number)
     raise AssertionError("there is always one more attempt")
 
 
-def last_error(loss: ProcessLostError, attempt: int, retries: int, what: str) -> WorkerError | None:
-    """The error for a loss that ended the last attempt; None if another attempt follows. Arguments as in `retried`."""
+def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: str) -> WorkerError | None:
+    """Return the error for a loss that ended the last attempt; None if another attempt follows.
+
+    Arguments as in `retried`.
+    """
     if attempt <= retries:
         return None
-    return loss if attempt == 1 else WorkerError(f"{loss}; {what} {attempt} times (process_retries = {retries})")
+    return loss if attempt == 1 else WorkerError(f"{loss}; {attempted} {attempt} times (process_retries = {retries})")
 
 
 def announce(

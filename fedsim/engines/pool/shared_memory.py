@@ -25,7 +25,7 @@ NOT_HERE = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a filt
 
 
 def memory_file(nbytes: int) -> int | None:
-    """The descriptor of a new file in memory, full of zeros; None where the system has no such files.
+    """Return the descriptor of a new file in memory, full of zeros; None where the system has no such files.
 
     Raises ExperimentError where it cannot be that large, or no more files can be opened.
     """

@@ -1,9 +1,8 @@
-"""Operations of a stack of rows: under `torch.func.vmap`, and on the merged batch of all rows.
+"""Operations on a stack of rows: under `torch.func.vmap`, or on the merged batch of all rows.
 
-vmap turns each operation of a module's forward into one for all rows of a stack; `SUBSTITUTES` replace those whose
-batching rules are slow or wrong. A merged batch, [rows * batch, ...], has less to do per call: operations without
-parameters treat every sample alike, so they run unchanged, and `OPERATIONS` apply each row's parameters, a stack
-[k, ...], to that row's samples.
+`torch.func.vmap` vectorises each operation of a forward pass over the rows of a stack. `SUBSTITUTES` replace operations
+whose batching rules are slow or wrong. On a merged batch, [rows * batch, ...], each call has less overhead: operations
+without parameters run unchanged, and `OPERATIONS` apply each row's parameters, a stack [k, ...], to that row's samples.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from fedsim.errors import ExperimentError
 from fedsim.system.precision import cast_for_autocast
 
 Convolution = Callable[..., Tensor]
-OTHER_DROPOUTS = "which dropouts it calls is not always the same"
+DROPOUT_CALLS_VARY = "its dropout calls differ between forward passes"
 
 
 def not_stackable(reason: str) -> ExperimentError:
-    """The error where the rows of a model cannot be stacked; new each time, since it keeps the frames it passes."""
+    """Return the error for a model that cannot be stacked. A new object each time, because it collects a traceback."""
     return ExperimentError(f'engine = "batched": the rows of this model cannot be stacked: {reason}; use engine=spawn')
 
 
-# Data-dependent control flow, which cannot be batched across rows.
-READINGS = {
+# Functions that read tensor values for control flow, which cannot be batched across rows.
+VALUE_READS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__contains__),
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.equal, Tensor.allclose, Tensor.is_nonzero),
     *(torch.equal, torch.allclose, torch.is_nonzero),
@@ -40,10 +39,10 @@ READINGS = {
 
 
 class PreparedDropout(DropoutMode):
-    """In a forward pass of a stack: dropout by factors that were drawn before.
+    """Function mode for the forward pass of a stack, with dropout factors generated before.
 
     Args:
-        factors: for each call of a dropout in turn, what it multiplies by, [samples, ...].
+        factors: factors [samples, ...] of each dropout call, in call order.
     """
 
     def __init__(self, factors: Iterable[Tensor]) -> None:
@@ -53,19 +52,19 @@ class PreparedDropout(DropoutMode):
     def _next(self, dropout: Dropout, samples: int) -> Tensor:
         factors = next(self._factors, None)
         if factors is None or len(factors) != samples:
-            raise not_stackable(OTHER_DROPOUTS)
+            raise not_stackable(DROPOUT_CALLS_VARY)
         return factors
 
     def require_all_used(self) -> None:
-        """Raise ExperimentError where factors are left when the forward pass has ended."""
+        """Raise ExperimentError if the forward pass made fewer dropout calls than expected."""
         if next(self._factors, None) is not None:
-            raise not_stackable(OTHER_DROPOUTS)
+            raise not_stackable(DROPOUT_CALLS_VARY)
 
 
 class VmapOverrides(PreparedDropout):
-    """In a forward pass under vmap: calls the replacements of operations whose batching rules are slow or wrong."""
+    """Function mode under vmap that calls `SUBSTITUTES` for operations whose batching rules are slow or wrong."""
 
-    def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
 
 
@@ -76,7 +75,7 @@ def _vmapped_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 class EmbeddingOptions(NamedTuple):
-    """What F.embedding takes after the weight."""
+    """Arguments of F.embedding after the weight."""
 
     padding_idx: int | None = None
     max_norm: float | None = None
@@ -86,18 +85,18 @@ class EmbeddingOptions(NamedTuple):
 
     @property
     def computed(self) -> bool:
-        """Whether embeddings of this sort are computed for stacks."""
+        """Whether stacks support these options."""
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
-    def without_gradient_at_padding(self, found: Tensor, words: Tensor, count: int) -> Tensor:
-        """The embeddings `found` of `words`, out of `count` words, without gradient for the word `padding_idx`."""
+    def without_gradient_at_padding(self, embeddings: Tensor, words: Tensor, count: int) -> Tensor:
+        """Detach the embeddings of the word `padding_idx`, out of `count` words."""
         if self.padding_idx is None:
-            return found
-        return torch.where((words == self.padding_idx % count).unsqueeze(-1), found.detach(), found)
+            return embeddings
+        return torch.where((words == self.padding_idx % count).unsqueeze(-1), embeddings.detach(), embeddings)
 
 
 def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch's batching rule computes a gradient of the word `padding_idx`."""
+    """F.embedding without a gradient for `padding_idx`, which PyTorch's batching rule would compute."""
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
         raise not_stackable("it has an embedding with max_norm, scale_grad_by_freq or sparse")
@@ -105,14 +104,14 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch's batching rule fails where the input is in channels_last order."""
+    """F.group_norm for channels_last inputs too, for which PyTorch's batching rule fails."""
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """PyTorch's batching rule fails where the input is of another type than the statistics, as under autocast."""
+    """F.batch_norm for inputs and statistics of different dtypes, for which PyTorch's batching rule fails."""
     wide = input if running_mean is None else input.to(running_mean.dtype)
     return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
 
@@ -150,12 +149,12 @@ class _VmappedLinear(torch.autograd.Function):
 
 
 class StackedLinear(torch.autograd.Function):
-    """x [k, b, i], weight [k, o, i], bias [k, o] -> [k, b, o].
+    """Linear layer of k rows: x [k, b, i], weight [k, o, i], bias [k, o] -> [k, b, o].
 
-    The weight's gradient is left in `products` where there is such a list, and not computed.
+    If `products` is a list, the weight gradient is appended to it as an OuterProductGrad instead of being computed.
 
-    PyTorch's own derivative of the batched product gives the transposed weight's gradient, [k, i, o], which a CPU is
-    several times slower at, and at adding it to weights that lie the other way.
+    PyTorch's own backward pass computes the gradient of the transposed weight, [k, i, o]. On a CPU this layout is
+    several times slower, both to compute and to add to the weight.
     """
 
     @staticmethod
@@ -184,11 +183,11 @@ class StackedLinear(torch.autograd.Function):
         )
 
 
-# Convolutions: each row's samples with that row's kernels
+# Convolutions of each row's samples with that row's kernels
 
 
 class Options(NamedTuple):
-    """What F.conv1d, F.conv2d and F.conv3d take after the bias."""
+    """Arguments of F.conv1d, F.conv2d and F.conv3d after the bias."""
 
     stride: Any = 1
     padding: Any = 0
@@ -199,11 +198,11 @@ class Options(NamedTuple):
 def stacked_convolution(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Convolve the samples of k rows with the kernels of their own row.
+    """Convolve each row's samples with that row's kernels.
 
-    On a CPU one row after another is at most 12 percent slower than one grouped convolution, and mostly faster
-    (`benchmarks/convolutions.py`).
-    On other devices one grouped convolution takes a number of launches that does not grow with the rows.
+    A CPU convolves the rows one after another, which is mostly faster than one grouped convolution and at most 12
+    percent slower (`benchmarks/convolutions.py`). Other devices use one grouped convolution, whose number of kernel
+    launches does not depend on the number of rows.
 
     Args:
         convolution: F.conv1d, F.conv2d or F.conv3d.
@@ -213,8 +212,8 @@ def stacked_convolution(
 
     Returns: [k * batch, o, ...].
     """
-    way = one_by_one if len(weight) == 1 else WAYS[way_on(input.device)]
-    return way(convolution, input, weight, bias, options)
+    implementation = one_by_one if len(weight) == 1 else WAYS[way_on(input.device)]
+    return implementation(convolution, input, weight, bias, options)
 
 
 def way_on(device: torch.device) -> str:
@@ -233,7 +232,7 @@ def one_by_one(
 
 
 def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Convolve all rows at once, by one grouped convolution with the channels of all rows side by side."""
+    """Convolve all rows by one grouped convolution over the concatenated channels of all rows."""
     k = len(weight)
     side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
     offsets = None if bias is None else bias.flatten()
@@ -244,36 +243,37 @@ def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tenso
 WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": grouped}
 
 
-# On the merged batch of all rows
+# Operations on the merged batch of all rows
 
 
 class NotMergeableError(Exception):
-    """A model does what cannot be done on a merged batch."""
+    """A model uses an operation that a merged batch does not support."""
 
 
 class DataDependenceCheck(OperationCheck):
-    """Raises NotMergeableError if a model reads values of its batch, or derives shapes from them; for probes.
+    """Dispatch mode for probes that raises NotMergeableError if a model's operations depend on the values of its batch.
 
-    An example is a mixture of experts: the samples that a mask selects from a merged batch have no known rows.
+    For example, a mixture of experts selects samples by a mask, after which their rows are unknown.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if depends_on_values(function, args, (torch.ops.aten.index.Tensor,)):
-            raise NotMergeableError(f"{function} depends on values of a batch of several rows")
+            raise NotMergeableError(f"{function} depends on values of the merged batch")
         return function(*args, **kwargs or {})
 
 
 class MergedBatch(PreparedDropout):
-    """In a forward pass on a merged batch: gives operations with stacked parameters what they need.
+    """Function mode for a forward pass on a merged batch, which calls `OPERATIONS` for stacked parameters.
 
-    Raises NotMergeableError where a function takes a stack and is not one of `OPERATIONS`, or is one of `READINGS`.
+    Raises NotMergeableError for a function of `VALUE_READS`, and for a function with stacked parameters that is not in
+    `OPERATIONS`.
 
     Args:
-        factors: for each call of a dropout in turn, [rows, batch, ...].
-        stacks: the parameters and buffers, one stack [k, ...] for each.
-        size: how many samples there are, rows * batch.
-        products: by the place of a weight among the stacks, a list that takes its gradient as factors; None: the
-            gradient is computed.
+        factors: factors [rows, batch, ...] of each dropout call, in call order.
+        stacks: parameters and buffers, a stack [k, ...] each.
+        size: number of samples, rows * batch.
+        products: for each of `stacks`, a list that receives its gradient as an OuterProductGrad; None to compute the
+            gradient.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class MergedBatch(PreparedDropout):
         self._places = {id(stack): place for place, stack in enumerate(stacks)}
         self._products = products
 
-    def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function in READINGS:
-            raise NotMergeableError("reads values of a batch of several rows")
+    def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function in VALUE_READS:
+            raise NotMergeableError("reads values of the merged batch")
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function not in OPERATIONS:
@@ -301,12 +301,12 @@ class MergedBatch(PreparedDropout):
         return id(value) in self._places
 
     def require(self, holds: bool) -> None:
-        """Raise NotMergeableError unless the arguments of an operation are as its form here takes them."""
+        """Raise NotMergeableError if `holds` is false (arguments that the stacked implementation does not support)."""
         if not holds:
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless these are stacks, and `input` has all samples, not some of them."""
+        """Raise NotMergeableError unless `stacks` are stacked parameters and `input` contains all samples."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
@@ -348,12 +348,12 @@ def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **
     batch.require(options.computed)
     batch.require_stacks(input, weight)
     rows, words = weight.shape[:2]
-    # An index beyond the words of a row would select a word of the next row.
+    # An out-of-range index would select a word of the next row.
     torch._assert_async(((input >= 0) & (input < words)).all(), "index out of range in embedding")
     of_rows = input.reshape(rows, -1)
     start = torch.arange(0, rows * words, words, device=input.device).unsqueeze(1)
-    found = F.embedding((of_rows + start).view(input.shape), weight.flatten(0, 1))
-    return options.without_gradient_at_padding(found, input, words)
+    embeddings = F.embedding((of_rows + start).view(input.shape), weight.flatten(0, 1))
+    return options.without_gradient_at_padding(embeddings, input, words)
 
 
 def _normalized(
@@ -365,7 +365,7 @@ def _normalized(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.layer_norm or F.group_norm of `groups`, times weight [k, ...] plus bias [k, ...]."""
+    """Normalise by `norm(input, groups)`, then multiply by weight [k, ...] and add bias [k, ...] of each row."""
     normal = norm(input, groups, eps=eps)
     for stack, combine in ((weight, torch.mul), (bias, torch.add)):
         if stack is not None:

@@ -1,4 +1,4 @@
-"""Properties of a model that stacking depends on, found by runs on a few samples."""
+"""Properties of a model that stacking depends on, measured on a few samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
 from fedsim.engines.shared_state import SharedState
-from fedsim.engines.stacking.operations import OTHER_DROPOUTS, DataDependenceCheck, not_stackable
+from fedsim.engines.stacking.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.dropout import Dropout, Recording
@@ -27,19 +27,20 @@ from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.precision import FULL, Precision, full_precision
 
 SAMPLES = 4
-WHOLE = 64  # the most samples of a batch on which the first samples' outputs are compared
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # between gradients, relative to the largest
+MAX_COMPARED_BATCH = 64  # maximum size of the large batch that is compared with a small one
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest absolute value
 
 
 @dataclass(frozen=True)
 class StackingProbe:
-    """Properties of a model in training, found on a few samples.
+    """Properties of a model in training mode, measured on a few samples.
 
     Attributes:
-        dropouts: its calls of dropout, in their order.
+        dropouts: dropout calls of a forward pass, in call order.
         coupled: whether a sample's output depends on the other samples of the batch, as with BatchNorm.
-        merged: whether the batches of several rows can be run as one, [rows * batch, ...]; else `torch.func.vmap` does.
-        sample_bytes: memory of one sample's activations, from the forward pass to the backward pass.
+        merged: whether the batches of several rows can be merged to one batch [rows * batch, ...]; otherwise
+            `torch.func.vmap` is used.
+        sample_bytes: memory of the activations that the forward pass saves for the backward pass, per sample.
     """
 
     dropouts: tuple[Dropout, ...]
@@ -49,7 +50,7 @@ class StackingProbe:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
-        """Try the model of a task. Raises ExperimentError, with the reason, where its rows cannot be stacked."""
+        """Probe the model of a task. Raises ExperimentError with the reason if its rows cannot be stacked."""
         if isinstance(task.algorithm, TrainFunction):
             name = show(task.algorithm.name)
             raise ExperimentError(
@@ -60,7 +61,9 @@ class StackingProbe:
         with preserve_random_state(task.device), full_precision(task.device):
             together = trials.run(trials.samples(trials.count))
             coupled = trials.is_coupled(together)
-            merged = not coupled and not trials.is_placed(together) and trials.can_be_merged(together.dropouts)
+            merged = (
+                not coupled and not trials.depends_on_position(together) and trials.can_be_merged(together.dropouts)
+            )
             if not merged:
                 trials.compare_gradients(together.dropouts, merged=False)
             if "parameters" in task.syncs:
@@ -72,18 +75,18 @@ class StackingProbe:
 
 
 def _require_finite(shared: SharedState) -> None:
-    """Refuse samples with NaN or infinity, on which no results can be compared."""
-    inputs, _ = shared.data.train.gather(torch.arange(min(WHOLE, len(shared.data.train))))
+    """Raise ExperimentError if the first samples contain NaN or infinity, which makes comparisons impossible."""
+    inputs, _ = shared.data.train.gather(torch.arange(min(MAX_COMPARED_BATCH, len(shared.data.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
         raise ExperimentError(
-            f'engine = "batched": {bad} of the first {len(inputs)} training samples, on which the model is tried, hold '
-            "NaN or infinity; use engine=spawn"
+            f'engine = "batched": {bad} of the first {len(inputs)} training samples, on which the model is probed, '
+            "contain NaN or infinity; use engine=spawn"
         )
 
 
 class ProbeResult(NamedTuple):
-    """The outputs of a forward pass without dropout, the buffers after it, its calls of dropout, and `sample_bytes`."""
+    """Outputs of a forward pass without dropout, buffers after it, its dropout calls, and `sample_bytes`."""
 
     outputs: Tensor
     buffers: Tensor
@@ -92,23 +95,23 @@ class ProbeResult(NamedTuple):
 
 
 class Trials:
-    """Trials of the model of a task on the first samples."""
+    """Trial runs of the model on the first training samples."""
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """The first inputs and targets, as batches are for training; again from the first if there are fewer."""
+        """Return the first `count` training samples as a batch; repeat samples if the data set is smaller."""
         return self._train.gather(torch.arange(count) % len(self._train))
 
     def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
-        """Run the model in training. Raises ExperimentError where it has state, or draws, that stacks do not have."""
+        """Run the model in training mode. Raises ExperimentError if it has state or random draws that stacks lack."""
         task, (inputs, targets) = self._task, batch
         module = task.new_module().train()
         try:
             start = copy.deepcopy(module)
         except Exception as error:
-            raise not_stackable(f"a module of it cannot be copied: {one_line(error)}") from error
+            raise not_stackable(f"one of its modules cannot be copied: {one_line(error)}") from error
         generators = global_states(task.device)
         saved: dict[int, int] = {}
         parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -120,19 +123,21 @@ class Trials:
 
         with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
             with precision.forward(task.device):
-                outputs = module(inputs.clone())  # which it may write to
+                outputs = module(inputs.clone())  # the model may change its inputs
             Objective(precision, task.learning_task).loss(outputs, targets)
         if differ(start, module):
-            raise not_stackable("its training changes attributes or unsaved buffers, which no row holds")
+            raise not_stackable(
+                "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
+            )
         if global_states(task.device) != generators:
             raise not_stackable("it draws random numbers outside of torch.nn.functional.dropout")
         if any(samples != len(inputs) for samples in recording.samples):
-            raise not_stackable("it has dropout of a tensor whose first dimension is not the batch")
+            raise not_stackable("it applies dropout to a tensor whose first dimension is not the batch")
         buffers = Layout.of(module).read_buffers(module)
         return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
 
     def is_coupled(self, together: ProbeResult) -> bool:
-        """Whether the first samples' outputs, or the buffers, depend on the other samples of a batch, or their number.
+        """Whether outputs or buffers depend on the other samples of a batch, or on the batch size.
 
         Compares batches that begin with the same samples and end with different ones.
         """
@@ -141,17 +146,17 @@ class Trials:
             alone = self.run((inputs[:1], targets[:1]))
         except ExperimentError:
             raise
-        except Exception:  # BatchNorm wants more than one
+        except Exception:  # BatchNorm needs at least two samples
             return True
         if alone.dropouts != together.dropouts:
-            raise not_stackable(OTHER_DROPOUTS)
+            raise not_stackable(DROPOUT_CALLS_VARY)
         different = inputs[:1] * 2 + 1 if inputs.is_floating_point() else inputs[:1]
         others = torch.cat([inputs[:1], different.expand_as(inputs)[1:]])
-        trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples in common with `together`
+        trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples shared with `together`
         if len(inputs) > 2:
             trials.append((len(inputs) - 1, self.run((inputs[:-1], targets[:-1]))))
-        whole = min(self._task.schedule.batch_size, WHOLE, len(self._train))
-        if whole > len(inputs):  # a model may treat a large batch otherwise than a small one
+        whole = min(self._task.schedule.batch_size, MAX_COMPARED_BATCH, len(self._train))
+        if whole > len(inputs):  # a model may handle a large batch differently
             trials.append((len(inputs), self.run(self.samples(whole))))
         return not all(
             self._agree(trial.outputs[:n_shared], together.outputs[:n_shared])
@@ -159,7 +164,7 @@ class Trials:
             for n_shared, trial in trials
         )
 
-    def is_placed(self, together: ProbeResult) -> bool:
+    def depends_on_position(self, together: ProbeResult) -> bool:
         """Whether a sample's output depends on its position in the batch, which merging changes."""
         inputs, targets = self.samples(self.count)
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
@@ -173,9 +178,10 @@ class Trials:
         return True
 
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
-        """Compare gradients and buffers of two different rows in a stack with those of each row alone.
+        """Raise ExperimentError if gradients or buffers of two stacked rows differ from those of each row alone.
 
-        The rows have different samples if the data set has as many. In a lower precision, nothing is compared.
+        The rows use different samples if the data set is large enough. In reduced precision, the stack is run, but
+        nothing is compared.
         """
         task, count = self._task, self.count
         module = task.new_module()
@@ -218,9 +224,9 @@ class Trials:
                     raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
 
     def compare_steps(self) -> None:
-        """Compare two steps of the client algorithm on each parameter of two rows with the same steps on whole rows."""
+        """Raise ExperimentError if steps on single parameters of two rows differ from steps on the whole rows."""
         algorithm, module = self._task.algorithm, StackedModule(self._task.new_module)
-        if not algorithm.element_wise:  # its steps get whole rows
+        if not algorithm.element_wise:  # its steps are always called with whole rows
             return
         d = module.layout.d
         gradients = torch.linspace(-1, 1, 2 * d, dtype=self._task.dtype, device=self._task.device).view(2, d)
@@ -232,22 +238,22 @@ class Trials:
                 parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
                 move(algorithm, state, list(zip(module.layout.parameters, parts, strict=True)))
         except Exception as error:
-            raise not_stackable(f"local.algorithm cannot step them: {one_line(error)}") from error
+            raise not_stackable(f"a step of local.algorithm fails: {one_line(error)}") from error
         if not self._agree(rows, whole):
             raise not_stackable(
-                "local.algorithm is not element-wise: a step moves a part of a row otherwise than the whole row"
+                "local.algorithm is not element-wise: a step on part of a row differs from a step on the whole row"
             )
 
-    def _agree(self, found: Tensor, reference: Tensor) -> bool:
-        """Whether two tensors agree to a tolerance relative to the largest value."""
+    def _agree(self, actual: Tensor, reference: Tensor) -> bool:
+        """Whether two tensors agree up to `TOLERANCE`, relative to the largest value."""
         if not reference.numel():
             return True
         tolerance = TOLERANCE[self._task.dtype] * max(1.0, float(reference.abs().max()))
-        return bool((found - reference).abs().max() <= tolerance)
+        return bool((actual - reference).abs().max() <= tolerance)
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """The gradient of a weight matrix as a product; other gradients unchanged."""
+    """Convert the gradient of a weight matrix to an OuterProductGrad; return other gradients unchanged."""
     if gradient.ndim != 3:
         return gradient
     return OuterProductGrad(
@@ -260,5 +266,5 @@ def _plain_gradients(task: LearningTask, module: nn.Module, inputs: Tensor, targ
     module.zero_grad()
     with Recording():
         loss = task.loss(module(inputs.clone()), targets)
-    loss.backward()  # as in training; some ways to get at gradients give less, without a word (reentrant checkpoints)
+    loss.backward()  # not torch.autograd.grad, which reentrant checkpoints do not support
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)

@@ -1,4 +1,4 @@
-"""A module computed for a stack of rows at once."""
+"""A module that is computed for all rows of a stack at once."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fedsim.engines.stacking.operations import MergedBatch, NotMergeableError, V
 DEFAULT = Objective()
 
 Places = list[tuple[nn.Module, str]]
-Stacks = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]  # of parameters, buffers, inputs, factors of dropouts
+Stacks = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]  # parameters, buffers, inputs, dropout factors
 
-OTHERWISE = "it treats batches differently (splits large ones, or depends on their values)"
+BATCH_DEPENDENT = "its operations depend on the size or the values of a batch"
 
 
 class FeatureTerm(NamedTuple):
-    """What a client algorithm adds to the losses: see `ClientAlgorithm.feature_loss`.
+    """Loss term of a client algorithm on features; see `ClientAlgorithm.feature_loss`.
 
     Attributes:
-        points: stacks of rows [k, d] at which features are computed too.
-        loss: [k, batch], of features [k, batch, f] and those at each of the points.
+        points: further stacks of rows [k, d] at which features are computed.
+        loss: `loss(features, features_at_points)` returns [k, batch]; features are [k, batch, f].
     """
 
     points: Sequence[Tensor]
@@ -38,13 +38,13 @@ class FeatureTerm(NamedTuple):
 
 
 class StackedModule:
-    """A module in training that computes k rows with k buffer rows on k batches, each row as if it were alone.
+    """A module in training mode that computes k rows on k batches, with the same result as row by row up to rounding.
 
     Args:
-        make: gives the module at its start.
-        objective: the loss of a row, and the precision of the forward pass.
-        merged: whether to run it on the merged batch of all rows, which only some modules can be (see
-            `operations`), or under `torch.func.vmap`, which costs about a millisecond more per call.
+        make: returns the module in its initial state.
+        objective: loss of a row, and precision of the forward pass.
+        merged: whether to run the module on the merged batch of all rows, which only some modules support (see
+            `operations`). Otherwise `torch.func.vmap` is used, which takes about a millisecond more per call.
     """
 
     def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
@@ -57,11 +57,11 @@ class StackedModule:
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
 
     def views(self, rows: Tensor) -> list[Tensor]:
-        """Rows [k, d] as a stack [k, ...] of each parameter: no copies."""
+        """View rows [k, d] as a stack [k, ...] for each parameter, without a copy."""
         return [view_of(rows, entry) for entry in self.layout.parameters]
 
     def unpack_buffers(self, rows: Tensor) -> list[Tensor]:
-        """Buffer rows [k, b] as a stack [k, ...] of each buffer, in the module's own types."""
+        """Copy buffer rows [k, b] to a stack [k, ...] for each buffer, with the dtypes of the module."""
         views = [view_of(rows, entry) for entry in self.layout.buffers]
         return [
             (view if dtype.is_floating_point else view.round()).to(dtype, copy=True)
@@ -69,7 +69,7 @@ class StackedModule:
         ]
 
     def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """The reverse of `unpack_buffers`, into `rows` [k, b]; returns them."""
+        """Copy stacks of buffers to `rows` [k, b], the inverse of `unpack_buffers`; return `rows`."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             view_of(rows, entry).copy_(buffer)
         return rows
@@ -86,18 +86,19 @@ class StackedModule:
         leave_products: int | None = None,
         term: FeatureTerm | None = None,
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
-        """Each row's loss [k] on its batch, and its gradients, a stack [k, ...] for each parameter.
+        """Return each row's loss [k] on its batch, and the gradients as a stack [k, ...] for each parameter.
 
-        The gradients share no memory and may be written to. `buffers` are replaced by their new values.
+        The gradients share no memory and may be changed. The list `buffers` is updated with the new buffers.
 
         Args:
-            parameters, buffers: stacks as `views` and `unpack_buffers` give them.
+            parameters, buffers: results of `views` and `unpack_buffers`.
             inputs, targets: [k, batch, ...] each.
-            weights: [k, batch], of the samples in the loss; 0 for padding, else one over the batch's true size.
-            factors: of each dropout in turn, [k, batch, ...].
-            leave_products: bytes of a stack of weights from which on a gradient that is a product is left uncomputed;
-                None: all are computed.
-            term: added to the losses of samples.
+            weights: weight of each sample in the loss, [k, batch]: 1 / (number of samples in the batch), or 0 for
+                padding.
+            factors: dropout factors in call order, [k, batch, ...] each.
+            leave_products: minimum bytes of stacked weights whose gradient is returned as an OuterProductGrad; None to
+                compute all gradients.
+            term: loss term that is added to the per-sample losses.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         least = leave_products if self._precision.autocast is None else None
@@ -113,10 +114,10 @@ class StackedModule:
             if term is not None:
                 losses = losses + term.loss(self._precision.widened(features[0]), at_points)
             losses = (losses * weights).sum(1)
-            found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            parameter_gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         gradients = [
             _total(parameter, gradient, left or [])
-            for parameter, gradient, left in zip(parameters, found, products, strict=True)
+            for parameter, gradient, left in zip(parameters, parameter_gradients, products, strict=True)
         ]
         return losses.detach(), _owned(gradients)
 
@@ -124,7 +125,7 @@ class StackedModule:
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
-        """The features [k, batch, f] of other rows on the same batches; the buffers stay as they are."""
+        """Return the features [k, batch, f] at other rows on the same batches, without changing buffers."""
         stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
@@ -132,7 +133,7 @@ class StackedModule:
     def _forward(
         self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
     ) -> list[Any]:
-        """The outputs [k, batch, ...] of the rows, their new buffers, and, if it `records` them, their features."""
+        """Return the outputs [k, batch, ...], the new buffers, and the features if `records` is true."""
         parameters, buffers, inputs, factors = stacks
         with self._precision.forward(inputs.device):
             if not self._merged:
@@ -143,7 +144,7 @@ class StackedModule:
                 with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
                     results = self._outputs(merged, records)
             except NotMergeableError as error:
-                raise not_stackable(OTHERWISE) from error
+                raise not_stackable(BATCH_DEPENDENT) from error
         batch.require_all_used()
         outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in results)
         return [outputs, buffers, *features]
@@ -158,7 +159,7 @@ class StackedModule:
         return [outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], *features]
 
     def _outputs(self, inputs: Tensor, records: bool) -> list[Tensor]:
-        """The outputs of the module, and, if they are recorded, its features."""
+        """Return the outputs of the module, and its features if `records` is true."""
         if not records:
             return [self._module(inputs)]
         with recorded_features(self._module) as recorded:
@@ -169,14 +170,14 @@ class StackedModule:
         """Replace the module's parameters and buffers."""
         for places, tensor in zip(self._parameters, parameters, strict=True):
             for module, name in places:
-                module._parameters[name] = tensor  # type: ignore[assignment]  # not by setattr, which wants nn.Parameter
+                module._parameters[name] = tensor  # type: ignore[assignment]  # setattr would require an nn.Parameter
         for places, tensor in zip(self._buffers, buffers, strict=True):
             for module, name in places:
                 module._buffers[name] = tensor
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:
-    """The places where a module registers a parameter or buffer: several for a shared one."""
+    """Return all (module, name) pairs that register a parameter or buffer; several pairs if it is shared."""
     return [
         (part, name)
         for part in module.modules()
@@ -187,12 +188,12 @@ def _places(module: nn.Module, tensor: Tensor) -> Places:
 
 
 def view_of(rows: Tensor, entry: Entry) -> Tensor:
-    """The columns of one entry of rows [k, d], as a stack [k, ...] of its shape: no copy."""
+    """View one entry's columns of rows [k, d] as a stack [k, ...], without a copy."""
     return rows[:, entry.span].unflatten(1, entry.shape) if entry.shape else rows[:, entry.offset]
 
 
 def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProductGrad]) -> Tensor | OuterProductGrad:
-    """The sum of the parts of a parameter's gradient."""
+    """Add up the parts of a parameter's gradient."""
     if gradient is None and len(products) == 1:
         return products[0]
     parts = [product.computed() for product in products] + ([] if gradient is None else [gradient])
@@ -200,7 +201,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Copies of those gradients that share memory with others, or with themselves (as expanded ones do)."""
+    """Copy gradients that share memory with another gradient or are expanded views."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

@@ -1,4 +1,4 @@
-"""The batches of each worker. The draws are the same for every caller, so engines cannot differ in them."""
+"""Batches of each worker. Their random draws do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from fedsim.data.tensors import in_order
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 
-SAMPLES_AT_ONCE = 2**17  # samples whose orders are drawn at once, for several workers or epochs
-EPOCHS_AT_ONCE = 64  # epochs of a worker that are drawn at once
+SAMPLES_AT_ONCE = 2**17  # maximum number of samples that are shuffled at once, over workers and epochs
+EPOCHS_AT_ONCE = 64  # maximum number of epochs per worker that are shuffled at once
 
-Epoch = tuple[int, int, int]  # worker, round, number of the epoch in the round
+Epoch = tuple[int, int, int]  # worker, round, epoch number within the round
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
 
 
 class WorkItem(NamedTuple):
-    """A member of the cohort, and its work.
+    """A cohort member and the part of its round that is to be trained.
 
     Attributes:
-        slot: number of its row.
-        worker: number of the worker.
+        slot: number of the member's row.
+        worker: worker ID.
         round: number of the worker's round.
-        steps: how many steps of the round, from its first; None: all steps of the schedule.
-        step: number of the step, from 0, if the work is a single step of the round.
+        steps: number of steps to train, from the first step of the round; None for all steps of the schedule.
+        step: number of the step (from 0) if a single step is to be trained; else None.
         ends: whether the client algorithm ends the round with `finish`.
     """
 
@@ -48,12 +48,12 @@ class WorkItem(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """The key of draws: the round, or the round and the step."""
+        """Random key: (round,), or (round, step) for a single step."""
         return (self.round,) if self.step is None else (self.round, self.step)
 
 
 class RoundIterator:
-    """The batches of a worker's round as positions in the data set, and the alteration of each batch."""
+    """Iterator over the batches of a worker's round, as positions in the data set; `alter` augments or poisons them."""
 
     def __init__(self, round: int, positions: Iterator[Tensor], alter: Alteration | None) -> None:
         self.round, self.steps_done, self.alter = round, 0, alter
@@ -68,57 +68,59 @@ class RoundIterator:
 
 
 class BatchSource:
-    """The batches of all workers: their samples in the order of each round, augmented or poisoned."""
+    """Batches of all workers: shuffled per round, and augmented or poisoned."""
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._shared = task, shared
-        self._iterators: dict[int, RoundIterator] = {}  # of workers that train step by step
-        self._coming: list[tuple[int, int]] = []  # workers and rounds that were announced, and are not drawn yet
-        self._drawn: dict[Epoch, Tensor] = {}  # orders that were drawn ahead
+        self._iterators: dict[int, RoundIterator] = {}  # by worker, for workers that train step by step
+        self._coming: list[tuple[int, int]] = []  # announced (worker, round) pairs that are not shuffled yet
+        self._drawn: dict[Epoch, Tensor] = {}  # shuffled positions of coming epochs
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
-        self.root = len(shared.data.shards) if task.experiment.rule.accepts("root") else None  # the server, as a worker
+        self.root = (
+            len(shared.data.shards) if task.experiment.rule.accepts("root") else None
+        )  # worker ID of the server's own data set
 
     def size(self, worker: int) -> int:
-        """How many samples a worker has."""
+        """Return the number of samples of a worker."""
         return len(self._shared.data.root) if worker == self.root else self._shared.data.shards.size(worker)
 
     def steps(self, worker: int, round: int) -> int:
-        """How many steps a worker takes in a round; without a limit for the server in synchronous SGD."""
+        """Return the number of steps of a worker in a round; unlimited for the server in synchronous SGD."""
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.of(worker, round).steps_for(self.size(worker))
 
     def steps_of_epoch(self, worker: int) -> int:
-        """How many steps are one pass over a worker's samples."""
+        """Return the number of steps in one pass over a worker's samples."""
         return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
-        """How many steps a member's work has."""
+        """Return the number of steps that a member is to train."""
         if member.step is not None:
             return 1
         return self.steps(member.worker, member.round) if member.steps is None else member.steps
 
     def shard(self, worker: int) -> CustomSubset:
-        """A worker's samples, in the order of the data set."""
+        """Return the samples of a worker, in the order of the data set."""
         positions = self._shared.data.root if worker == self.root else self._shared.data.shards.of(worker)
         return CustomSubset(self._shared.data.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
-        """A worker's batches without end: its shard, in a new order for each epoch."""
+        """Yield batches of a worker's shard without end, reshuffled in each epoch."""
         train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
     def batches_of(self, member: WorkItem) -> Batches:
-        """The batches of a member's work."""
+        """Yield the batches that a member is to train."""
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
-        else:  # gather this batch alone: the next one may never be needed
+        else:  # gather only this batch; the next one may never be needed
             iterator = self.iterator_of(member)
             yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
-        """A member's round, at the step where its work begins. Workers that train step by step keep theirs."""
+        """Return an iterator that continues at the member's first step. It is cached if workers train step by step."""
         worker, round = member.worker, member.round
         iterator = self._iterators.get(worker) if member.step is not None else None
         if iterator is None or iterator.round != round or iterator.steps_done != member.step:
@@ -130,38 +132,39 @@ class BatchSource:
         return iterator
 
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
-        """The same batches as positions in the data set, int64 [batch], before any alteration."""
+        """Yield a worker's batches without end, as positions in the data set, int64 [batch]."""
         for positions in self.epochs(worker, round):
             yield from positions.split(self._task.schedule.batch_size)
 
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
-        """For each epoch of a worker's round the positions of its samples, in their order: int64 [samples].
+        """Yield the shuffled sample positions of each epoch of a worker's round, int64 [samples].
 
-        On the device of the task. With `drop_last`, without the samples at the end that fill no batch.
+        The tensors are on the device of the task. With `drop_last`, samples that do not fill the last batch are left
+        out.
         """
         epoch = 0
         while True:
             end = min(2 * epoch, epoch + EPOCHS_AT_ONCE, self._epochs_of(worker, round))
-            orders = self.orders([(worker, round, one) for one in range(epoch, max(end, epoch + 1))])
+            orders = self.orders([(worker, round, number) for number in range(epoch, max(end, epoch + 1))])
             yield from orders
             epoch += len(orders)
 
     def announce(self, members: Sequence[WorkItem]) -> None:
-        """Set the rounds that come next, so that the orders of many workers are drawn at once."""
+        """Announce the rounds that come next, so that the samples of many workers are shuffled at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
-        """The positions of the workers' samples in the orders of these epochs, as `epochs` gives them.
+        """Return the shuffled sample positions of the `wanted` epochs; see `epochs`.
 
-        If any of them is to be drawn, orders of announced rounds are drawn with it and kept.
+        If any epoch has to be shuffled first, epochs of announced rounds are shuffled with it and cached.
         """
         if not all(epoch in self._drawn for epoch in wanted):
             self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
         return [self._drawn.pop(epoch) for epoch in wanted]
 
     def _take_coming(self) -> Iterator[Epoch]:
-        """Epochs of announced rounds, as many as may be drawn at once."""
+        """Yield epochs of announced rounds, as many as may be shuffled at once."""
         room = SAMPLES_AT_ONCE
         while self._coming:
             worker, round = self._coming[0]
@@ -173,11 +176,11 @@ class BatchSource:
             yield from ((worker, round, epoch) for epoch in range(epochs))
 
     def _epochs_of(self, worker: int, round: int) -> int:
-        """How many epochs a worker begins in a round."""
+        """Return the number of epochs that a worker begins in a round."""
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
     def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """The orders of these epochs.
+        """Return the orders of these epochs.
 
         An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
         see `fedsim.core.philox`. All are drawn at once on the device of the task, without a wait.
@@ -196,7 +199,7 @@ class BatchSource:
         return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """The positions of these workers' samples in one tensor on the device, and where those of each begin in it."""
+        """Return the sample positions of these workers in one tensor on the device, and each worker's start index."""
         of_workers = [worker for worker in workers if worker != self.root]
         root = self._shared.data.root.to(self._task.device)
         if not of_workers:
@@ -210,26 +213,26 @@ class BatchSource:
         return torch.cat([self._shards, root]), [of_worker.get(worker, len(self._shards)) for worker in workers]
 
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
-        """A worker's samples once, as it sees them: by its partition's transform, and poisoned; not augmented."""
+        """Yield each training sample of a worker once, transformed by the partition and poisoned, but not augmented."""
         return _altered(self.shard(worker).batches(batch_size), self.alteration_of_view(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
-        """A worker's own test samples, as it sees them: by its partition's transform."""
+        """Yield the local test samples of a worker, altered like the samples of `samples_seen`."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "local_test_fraction"))
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
-        """The change of a worker's batches before it trains on them; None if there is none."""
+        """Return the function that augments or poisons a worker's training batches; None if they stay unchanged."""
         return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
 
     def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
-        """The change of a worker's batches without augmentation, with draws for a purpose."""
+        """Return the function that alters batches without augmentation. `purpose` is part of the random key."""
         return self._alteration(worker, round, (), (f"{purpose}_view", f"{purpose}_poison"))
 
     def _alteration(
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
-        """The transform of a worker's partition and augmentations, then poisoning, with the purposes of their draws."""
+        """Combine partition transform, augmentations and poisoning; `purposes` are part of the random keys."""
         task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = attack.poison if worker in task.byzantine.in_round(round) else None
@@ -241,19 +244,19 @@ class BatchSource:
         for_poison = self._random(attack.poison_accepts if poison else (), purposes[1], round, worker)
 
         def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
-            given: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
+            arguments: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
             for transform in transforms:
-                inputs = transform(inputs, given)
+                inputs = transform(inputs, arguments)
             if poison is not None:
-                given = {name: at(step) for name, at in for_poison.items()}
-                given |= {"inputs": inputs, "targets": targets, "classes": classes}
-                inputs, targets = poison(**{name: given[name] for name in attack.poison_accepts})
+                arguments = {name: at(step) for name, at in for_poison.items()}
+                arguments |= {"inputs": inputs, "targets": targets, "classes": classes}
+                inputs, targets = poison(**{name: arguments[name] for name in attack.poison_accepts})
             return in_order(inputs), targets
 
         return alter
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
-        """By name, the random sources that components take: functions of the step of a worker's round."""
+        """Return the random sources named in `taken`, each a function of the step in the worker's round."""
         drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
             sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
@@ -265,6 +268,6 @@ class BatchSource:
 
 
 def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
-    """Yield the batches as a worker sees them; their steps are counted from `first`."""
+    """Yield the altered batches; their steps are counted from `first`."""
     for step, (inputs, targets) in enumerate(batches, first):
         yield alter(inputs, targets, step) if alter else (inputs, targets)

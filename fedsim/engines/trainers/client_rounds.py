@@ -1,4 +1,4 @@
-"""The rounds of a client algorithm in a trainer: what a worker received and keeps goes in, messages come out."""
+"""Start and end of a worker's round: loads received messages and worker state, stores new messages and state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 
-Index = int | slice | Tensor  # of rows in the `SharedState`: a slot, or what selects a stack
+Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or the rows of a stack
 
 
 class ClientRounds:
-    """Starts and finishes the rounds of workers, of one row [d] or of a stack [k, d]."""
+    """Starts and finishes workers' rounds, for one row [d] or for a stack of rows [k, d]."""
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
-        """The state of the steps; `rows` are as they were sent. Loads personal buffers into those of the rows."""
+        """Return the initial algorithm state for the sent `rows`, and load personal buffers."""
         shared, columns = self._shared, self._algorithm.personal_buffers
         if columns.width:
             buffers = shared.cohort.buffers[index]
@@ -32,7 +32,7 @@ class ClientRounds:
         return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
-        """Store what the workers keep and their messages; may change the rows. The buffers are stored already."""
+        """Store the workers' messages and worker state. Call after the buffers were stored; may change `rows`."""
         if not members[0].ends:
             return
         columns = self._algorithm.personal_buffers
@@ -42,35 +42,35 @@ class ClientRounds:
         for name, message in self._task.algorithm_at(members[0].round).finish(rows, state, worker).items():
             self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
             spoil(self._task, rows, message)
-        for kept in worker.kept.values():
-            spoil(self._task, rows, kept)
+        for tensor in worker.kept.values():
+            spoil(self._task, rows, tensor)
         self._keep(worker.kept, index)
 
     def buffers_beside(self) -> Tensor | None:
-        """The buffers [cohort, b] of personal models that are trained beside the rows; None if there are none."""
+        """Return buffers [cohort, b] of personal models that are trained in addition to the rows; else None."""
         return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def send_gradients(self, index: Index) -> None:
-        """Replace gradients, which lie in the rows, by what the workers send instead of them."""
+        """Replace the gradients in the rows by the gradients that the client algorithm sends instead."""
         if not self._algorithm.alters_gradients:
             return
-        rows, kept = self._shared.cohort.rows[index], self._kept(index)
-        self._algorithm.send_gradients(rows, kept)
-        self._keep(kept, index)
+        rows, worker_state = self._shared.cohort.rows[index], self._kept(index)
+        self._algorithm.send_gradients(rows, worker_state)
+        self._keep(worker_state, index)
         if isinstance(index, Tensor):  # `rows` is a copy
             self._shared.cohort.rows[index] = rows
 
     def _kept(self, index: Index) -> State:
         return {name: kept[index] for name, kept in self._shared.cohort.kept.items() if name != PERSONAL_BUFFERS}
 
-    def _keep(self, kept: State, index: Index) -> None:
-        for name, tensor in kept.items():
+    def _keep(self, worker_state: State, index: Index) -> None:
+        for name, tensor in worker_state.items():
             self._shared.cohort.kept[name][index] = tensor
 
     def _round_of(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> WorkerRound:
         shared = self._shared
         received = {name: sent[index] for name, sent in shared.cohort.received.items()}
-        if not received:  # all workers of a round are sent the same
+        if not received:  # every worker of a round receives the same message
             received = self._task.algorithm_at(members[0].round).send(shared.server.algorithm)
         full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
         facts, only_tested = [self._facts(member) for member in members], not members[0].ends

@@ -1,8 +1,8 @@
-"""`cuda_graphs`: local steps of a stack of rows, captured as CUDA graphs and replayed.
+"""Local steps of a stack of rows, captured as CUDA graphs and replayed (the setting `cuda_graphs`).
 
-A small model's kernels run for less time than it takes to launch them. The replay of a graph launches all kernels of
-several steps at once, and runs no Python. It works on the same memory each time, so all that a step reads and writes
-lies in tensors that stay (`CapturedSteps`): also the batches of many steps, of which a counter on the device picks one.
+For a small model, launching kernels takes longer than running them. Replaying a graph launches all kernels of several
+steps at once, without running Python. A graph always uses the same memory, so everything that a step reads or writes is
+in permanent tensors (`CapturedSteps`). These include the batches of many steps, from which a device counter selects.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 
-STEPS_OF_GRAPHS = 16, 1  # a round consists of as many graphs of 16 steps as fit, and of graphs of one step
-MOST_STEPS = 256  # whose batches lie on the device at a time
-MOST_SAMPLES = 2**22  # the same in samples of all rows: 48 MB of positions and weights
+STEPS_OF_GRAPHS = 16, 1  # lengths of graphs; a round uses as many 16-step graphs as fit, then 1-step graphs
+MOST_STEPS = 256  # maximum number of steps whose batches are on the device at a time
+MOST_SAMPLES = 2**22  # maximum number of samples in these batches: 48 MB of positions and weights
 
 
 def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
-    """Why the steps of a task cannot be replayed; None if they can."""
+    """Return the reason why the steps of a task cannot be captured; None if they can."""
     if not can_capture(task.device):
-        return f"they need a CUDA device, not {task.device.type}"
+        return f"CUDA graphs need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
-        return "where gradients are aggregated every step is a synchronisation"
+        return "gradients are aggregated, so every step is a synchronisation"
     if task.experiment.sends_gradients:
-        return "workers bring the gradient of a single step"
+        return "each worker sends the gradient of a single step"
     if not task.algorithm.element_wise:
-        return "steps of the client algorithm need whole rows"
+        return "the client algorithm is not element-wise: its steps need whole rows"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
     if task.experiment.local_schedule is not None:
-        return "the learning rate changes (local.schedule), and a captured step keeps its own"
+        return "the learning rate changes (local.schedule), but a captured step has a fixed rate"
     if probe.coupled:
-        return "the samples of a batch see each other (BatchNorm), so short batches are trained apart"
+        return "outputs depend on the whole batch (BatchNorm), so short batches cannot be padded"
     poisoned = bool(task.byzantine) and task.experiment.attack.component.poison is not None
     if task.experiment.data.transforms or task.transforms is not None or poisoned:
-        return "batches are altered (data.augment, the partition or the attack), for each worker by itself"
+        return "batches are altered per worker (by data.augment, the partition or the attack)"
     return None
 
 
 class Graph(NamedTuple):
-    """The key of a graph of a trainer.
+    """Key of a captured graph.
 
     Attributes:
-        rows: how many rows take part; a smaller stack is filled up with other rows.
-        steps: how many steps it has.
-        masked: whether some rows have no batch, and must not move.
+        rows: number of rows; a smaller stack is padded with unused rows.
+        steps: number of steps.
+        masked: whether a mask keeps rows without a batch unchanged.
     """
 
     rows: int
@@ -70,7 +70,7 @@ class Graph(NamedTuple):
 
 
 def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
-    """The graphs that take so many steps, of which the first `unmasked` need no mask."""
+    """Yield the graphs that together take `steps` steps, of which the first `unmasked` need no mask."""
     for masked, count in ((False, unmasked), (True, steps - unmasked)):
         for length in STEPS_OF_GRAPHS:
             for _ in range(count // length):
@@ -79,20 +79,20 @@ def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
 
 
 def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
-    """The numbers of rows for which graphs may be captured, ascending: the usual ones, powers of two, and the width."""
+    """Return the row counts for which graphs may be captured, ascending: `usual`, powers of two, and `width`."""
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
 
 
 class CapturedSteps:
-    """Local steps of stacks of rows, captured as CUDA graphs, and the memory that these work on.
+    """CUDA graphs of local steps of a stack, with the memory that the graphs use.
 
-    A stack takes the first rows of that memory. Where a step has no batch for a row, because its member has finished or
-    because the stack is smaller than the graph, its samples have weight 0, and a mask keeps the row unchanged.
+    A stack uses the first rows of this memory. A row has no batch in a step if its member has finished or if the stack
+    is smaller than the graph. Its samples then have weight 0, and a mask keeps the row unchanged.
 
     Args:
-        dropouts: the calls of dropout in a forward pass of the model.
-        sizes: for how many rows there may be graphs, ascending.
-        usual: sizes of stacks of which a step is captured now. Raises what `GraphPool.capture` raises.
+        dropouts: dropout calls in a forward pass of the model.
+        sizes: row counts for which graphs may be captured, ascending.
+        usual: stack sizes for which one step is captured at construction. Raises what `GraphPool.capture` raises.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CapturedSteps:
         self._loss_sums = torch.zeros(width, dtype=wide, device=device)
         self._step_of_stack = StackStep(task, module)
 
-        self._step_number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next step in a round
+        self._step_number = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next step in the round
         self._ahead = torch.arange(max(STEPS_OF_GRAPHS), device=device)
         self._layer_keys = torch.zeros(width, dtype=torch.int64, device=device)
         self._steps = steps = max(1, min(MOST_STEPS, MOST_SAMPLES // (width * batch)))
@@ -131,7 +131,7 @@ class CapturedSteps:
             self._capture(Graph(self._size_for(size), 1, masked=False))
 
     def prepare_for(self, stack: Stack) -> None:
-        """Capture what a stack needs, before its round begins, because a capture takes steps."""
+        """Capture the graphs that a stack needs, before its round begins, because capturing runs steps."""
         for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
             self._capture(graph)
 
@@ -152,7 +152,7 @@ class CapturedSteps:
         shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
-        """The graphs that each block of steps needs, in the order of the blocks."""
+        """Return the graphs for each block of steps."""
         rows = self._size_for(len(stack))
         unmasked = stack.steps[-1] if rows == len(stack) else 0
         plan = []
@@ -169,7 +169,7 @@ class CapturedSteps:
             self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph))
 
     def _start(self, stack: Stack) -> None:
-        """Make rows, states, buffers and sums those of the start of a round."""
+        """Set rows, states, buffers and loss sums for the start of a round."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
         state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
@@ -183,22 +183,24 @@ class CapturedSteps:
         self._step_number.zero_()
 
     def _load(self, block: StepBatch) -> None:
-        """Put the batches of a block of steps where the graphs read them."""
+        """Copy the batches of a block of steps to the tensors that the graphs read."""
         steps, members = block.sizes.shape
-        for room, given in (
+        for room, values in (
             (self._positions, block.positions),
             (self._weights, block.weights),
             (self._samples, block.counts),
         ):
-            room[:steps, :members] = given
+            room[:steps, :members] = values
         if members < self._samples.shape[1]:
             self._weights[:steps, members:] = 0
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """What a graph holds: its steps, from step number `_step_number` of the round on."""
+        """Run the steps of a graph, starting with step `_step_number` of the round."""
         rows, batch = graph.rows, self._positions.shape[2]
-        places = (self._step_number + self._ahead[: graph.steps]).remainder_(self._steps)  # in the block of steps
+        places = (self._step_number + self._ahead[: graph.steps]).remainder_(
+            self._steps
+        )  # positions in the block of steps
         positions, weights, samples = (
             of_steps[:, :rows].index_select(0, places) for of_steps in (self._positions, self._weights, self._samples)
         )
@@ -213,19 +215,19 @@ class CapturedSteps:
         state, active = self._state.of(slice(0, len(samples))), samples > 0 if masked else None
         losses = self._step_of_stack(state, batch, active)
         if set(state.algorithm_state) != self._names:
-            raise ExperimentError("local.algorithm adds state in its steps that its `start` does not return")
+            raise ExperimentError("local.algorithm creates state during its steps that its `start` does not return")
         if active is not None:
             losses = torch.where(active, losses, 0)
         self._loss_sums[: len(samples)].addcmul_(losses, samples)
 
 
 class CUDAGraphCache:
-    """The captured steps of a trainer, as long as they can be captured.
+    """The captured steps of a trainer, or the reason why no steps are captured.
 
     Args:
-        make: makes the captured steps.
-        refusal: why no steps are captured; None: they are.
-        warns: whether a failure gives a warning.
+        make: creates the captured steps.
+        refusal: reason why no steps are captured; None if steps are to be captured.
+        warns: whether to warn if a capture fails.
     """
 
     def __init__(self, make: Callable[[], CapturedSteps], *, refusal: str | None, warns: bool) -> None:
@@ -236,7 +238,7 @@ class CUDAGraphCache:
                 self._steps = make()
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> bool:
-        """As `CapturedSteps.train`; False, with nothing done, if steps are not captured."""
+        """Train a stack by captured steps and return True; return False without training if steps are not captured."""
         if self._steps is not None:
             with self._refusing_after_failures():
                 self._steps.prepare_for(stack)
@@ -247,12 +249,12 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """If this block raises an error, capture no more steps."""
+        """Stop capturing steps if the block raises an error."""
         try:
             yield
         except Exception as error:
             self._steps = None
             self.refusal = str(error) if isinstance(error, ExperimentError) else one_line(error)
             if self._warns:
-                line = f"cuda_graphs: steps are not captured, with the same results: {self.refusal}"
+                line = f"cuda_graphs: steps run without CUDA graphs, with the same results: {self.refusal}"
                 warnings.warn(line, FedsimWarning, stacklevel=4)

@@ -1,8 +1,9 @@
-"""Dropout by counter-based draws: a mask is a function of (seed, round, worker, step, layer), on every engine.
+"""Dropout with counter-based random numbers: a mask is a function of (seed, round, worker, step, layer).
 
-A call of a dropout draws by the key of (seed, "layers", round, worker), the number of the step in the worker's round,
-and the number of the call in the forward pass (the layer). An element is kept where the word with its
-number, sample * elements of a sample + element, is below round((1 - p) * 2^32). See `fedsim.core.philox`.
+Masks therefore do not depend on the engine. The Philox key is derived from (seed, "layers", round, worker). The counter
+contains the step in the worker's round and the number of the dropout call in the forward pass (the layer). Element
+number sample * elements_per_sample + element is kept if its random word is below round((1 - p) * 2^32). See
+`fedsim.core.philox`.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from fedsim.engines.trainers.batches import BatchSource
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
-WITHOUT_SAMPLES = {F.dropout1d: 2, F.dropout3d: 4}  # dimensions of an input that is one sample, by PyTorch's reading
+UNBATCHED_NDIM = {F.dropout1d: 2, F.dropout3d: 4}  # inputs with this ndim have no batch dimension
 
-# Blocks of random words that a call draws, for several steps: the call itself costs about as much as 2^13 blocks.
-BLOCKS_OF_A_STACK = 1 << 15
-BLOCKS_OF_A_ROW = 1 << 14  # many rows may train by turns, each with its own blocks
-TIMES_OFF_CPU = 32
+# Philox blocks that one call generates, for several steps: the overhead of a call equals that of about 2^13 blocks.
+BLOCKS_PER_STACK = 1 << 15
+BLOCKS_PER_ROW = 1 << 14  # many rows may train in turn, each with its own blocks
+GPU_BLOCK_FACTOR = 32  # a device other than a CPU generates this many times as many blocks
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """One call of a dropout in a forward pass.
+    """One dropout call in a forward pass.
 
     Attributes:
-        function: which of `DROPOUTS`.
-        p: probability of an element (or a channel) to be zeroed.
-        shape: of what it draws for one sample.
+        function: one of `DROPOUTS`.
+        p: probability that an element (or a channel) is zeroed.
+        shape: shape of the mask for one sample.
     """
 
     function: Callable[..., Tensor]
@@ -52,17 +53,19 @@ class Dropout:
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs_shape: torch.Size, p: float) -> Dropout:
         shape = tuple(inputs_shape[1:])
-        if function in FEATURE_DROPOUTS:  # without a dimension of samples, channels stand first
-            channels = shape[:1] if len(inputs_shape) != WITHOUT_SAMPLES.get(function) else (1,)
+        if function in FEATURE_DROPOUTS:  # without a batch dimension, channels are the first dimension
+            channels = shape[:1] if len(inputs_shape) != UNBATCHED_NDIM.get(function) else (1,)
             shape = (*channels, *[1] * (len(inputs_shape) - 2))
         return cls(function, p, shape)
 
 
 class DropoutMode(TorchFunctionMode):
-    """In a forward pass: multiplies by given factors where dropout is called. `other` calls all other functions.
+    """Function mode that replaces dropout calls by multiplication with precomputed factors.
+
+    Subclasses override `call_function` to change calls other than dropout.
 
     Args:
-        factors_of: returns the factors [samples, ...] of a call and a number of samples; None: leave that dropout out.
+        factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...]; None skips this dropout.
     """
 
     def __init__(self, factors_of: Callable[[Dropout, int], Tensor | None]) -> None:
@@ -72,7 +75,7 @@ class DropoutMode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if function not in DROPOUTS:
-            return self.other(function, args, kwargs)
+            return self.call_function(function, args, kwargs)
         inputs, p, training, inplace = _dropout_arguments(*args, **kwargs)
         if not (training and p):
             return inputs
@@ -81,13 +84,13 @@ class DropoutMode(TorchFunctionMode):
         factors = self._factors_of(Dropout.of(function, inputs.shape, p), inputs.shape[0])
         return inputs if factors is None else multiplied(inputs, factors, inplace)
 
-    def other(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call of any function but dropout."""
+    def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a function other than dropout."""
         return function(*args, **kwargs)
 
 
 class Recording(DropoutMode):
-    """Leaves dropout out of a forward pass, and notes where it would have been, and of how many samples."""
+    """Function mode that skips dropout, and records each dropout call and its number of samples."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -100,7 +103,7 @@ class Recording(DropoutMode):
 
 
 def multiplied(inputs: Tensor, factors: Tensor, inplace: bool) -> Tensor:
-    """The result of a dropout with these factors."""
+    """Apply dropout factors to `inputs`."""
     if factors.dtype != inputs.dtype:
         factors = factors.to(inputs.dtype)
     return inputs.mul_(factors) if inplace else inputs * factors
@@ -113,7 +116,7 @@ def _dropout_arguments(
 
 
 def layer_key(seed: int, round: int, worker: int) -> int:
-    """The key of the dropout draws of a worker in a round."""
+    """Return the random key for dropout of a worker in a round."""
     return draw_key(seed, "layers", round, worker)
 
 
@@ -126,42 +129,43 @@ def dropout_factors(
     dtype: torch.dtype,
     first_layer: int = 0,
 ) -> list[Tensor]:
-    """The factors of each dropout, 0 or 1 / (1 - p): [steps, k, batch, ...] for each.
+    """Return the factors, 0 or 1 / (1 - p), of each dropout call: [steps, k, batch, ...] each.
 
-    On the device of the keys, without reading from it or copying to it, so a captured graph may hold this call.
+    The factors are on the device of `keys`. No values are copied between host and device, so that a CUDA graph can
+    capture this call.
 
     Args:
         keys: `layer_key` of each row's worker, int64 [k].
-        first_step: number of the first of the steps in the workers' round; int64 [] or [k] on the same device, or int.
-        steps: how many steps.
-        batch: how many samples; of a smaller batch the factors are the first ones of these.
-        dropouts: the calls of dropout in a forward pass, in their order.
-        dtype: of the factors.
-        first_layer: number of the first of these calls.
+        first_step: first step, as number in the worker's round; int, or int64 [] or [k] on the same device.
+        steps: number of steps.
+        batch: number of samples; a smaller batch uses the first factors.
+        dropouts: dropout calls of a forward pass, in call order.
+        dtype: dtype of the factors.
+        first_layer: layer number of the first dropout call.
     """
     if not dropouts:
         return []
     step = torch.arange(steps, device=keys.device).unsqueeze(1) + first_step
     counts = [batch * math.prod(dropout.shape) for dropout in dropouts]
-    kept = bernoulli(Stream(keys, step, first_layer), counts, [1 - dropout.p for dropout in dropouts])
+    masks = bernoulli(Stream(keys, step, first_layer), counts, [1 - dropout.p for dropout in dropouts])
     return [
         mask.to(dtype).mul_(0 if dropout.p == 1 else 1 / (1 - dropout.p)).unflatten(-1, (batch, *dropout.shape))
-        for mask, dropout in zip(kept, dropouts, strict=True)
+        for mask, dropout in zip(masks, dropouts, strict=True)
     ]
 
 
 @dataclass
 class FactorsAhead:
-    """The factors of k rows' dropouts step by step, drawn for several steps at once.
+    """Dropout factors of k rows, generated several steps ahead.
 
     Args:
         keys: `layer_key` of each row's worker, int64 [k].
-        steps: how many steps there are at most.
-        batch: how many samples a batch has at most.
-        dropouts: the calls of dropout in a forward pass, in their order.
-        dtype: of the factors.
-        first_step: number of each row's first step in the worker's round, int64 [k].
-        blocks: about how many blocks of random words to draw at once.
+        steps: maximum number of steps.
+        batch: maximum number of samples in a batch.
+        dropouts: dropout calls of a forward pass, in call order.
+        dtype: dtype of the factors.
+        first_step: first step of each row, as number in its worker's round, int64 [k]; None for 0.
+        blocks: approximate number of Philox blocks to generate at once on a CPU.
     """
 
     keys: Tensor
@@ -170,16 +174,16 @@ class FactorsAhead:
     dropouts: Sequence[Dropout]
     dtype: torch.dtype
     first_step: Tensor | None = None
-    blocks: int = BLOCKS_OF_A_STACK
+    blocks: int = BLOCKS_PER_STACK
 
     def __post_init__(self) -> None:
         self._first_step = torch.zeros_like(self.keys) if self.first_step is None else self.first_step
-        self._at_once = self.blocks * (1 if self.keys.device.type == "cpu" else TIMES_OFF_CPU)
-        self._drawn: list[tuple[Tensor, ...]] = []  # of each dropout, of each step: [rows, batch, ...]
+        self._at_once = self.blocks * (1 if self.keys.device.type == "cpu" else GPU_BLOCK_FACTOR)
+        self._drawn: list[tuple[Tensor, ...]] = []  # by dropout call and step: [rows, batch, ...]
         self._begin = self._end = self._rows = 0
 
     def of(self, step: int, rows: int) -> list[Tensor]:
-        """Return the factors [rows, batch, ...] of each dropout in a step (from 0), for the first `rows` rows."""
+        """Return the factors [rows, batch, ...] of each dropout call in a step (from 0), for the first `rows` rows."""
         if not self.dropouts:
             return []
         if not self._begin <= step < self._end or rows > self._rows:
@@ -189,17 +193,17 @@ class FactorsAhead:
             drawn = dropout_factors(self.keys[:rows], first_step, steps, self.batch, self.dropouts, self.dtype)
             self._drawn = [factors.unbind() for factors in drawn]
             self._begin, self._end, self._rows = step, step + steps, rows
-        found = [factors[step - self._begin] for factors in self._drawn]
-        return found if rows == self._rows else [factors[:rows] for factors in found]
+        step_factors = [factors[step - self._begin] for factors in self._drawn]
+        return step_factors if rows == self._rows else [factors[:rows] for factors in step_factors]
 
 
 class RowDropout:
-    """The dropout of workers whose rows train one after another, in one process.
+    """Dropout for rows that are trained one after another in one process.
 
     Attributes:
-        round: the round whose forward pass is under way, for the dropout modules of a model.
-        module_calls: number of calls that these modules have made.
-        by_modules: whether they make all `calls`; known with them.
+        round: dropout of the round whose forward pass is under way; None outside of a forward pass.
+        module_calls: number of dropout calls made by dropout modules (nn.Dropout and similar).
+        by_modules: whether dropout modules make all dropout calls of the model; set when `calls` is computed.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
@@ -208,25 +212,25 @@ class RowDropout:
         self.round: RoundDropout | None = None
 
     def new_module(self) -> nn.Module:
-        """A new module of the task, whose dropouts are those of the step that `RoundDropout.at` has set.
+        """Return a new module of the task, whose dropout modules take their factors from this object.
 
-        Its dropout modules take their factors from this object. A function mode finds all calls of dropout, but every
-        other call in the forward pass goes through it too, which costs a small model a tenth of its step.
+        A function mode would handle all dropout calls, but also intercepts every other call of the forward pass. This
+        takes about a tenth of a small model's step, so the mode is used only if `by_modules` is false.
         """
         model = self._task.new_module()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
-                module.__class__ = DROPOUT_MODULES[type(module)]  # so that its hooks and its name stay
+                module.__class__ = DROPOUT_MODULES[type(module)]  # keeps the module's hooks and name
                 module.of_rows = self  # type: ignore[assignment]
         return model
 
     @cached_property
     def calls(self) -> tuple[Dropout, ...]:
-        """The calls of dropout in a forward pass in training, found out on the first samples of the data set.
+        """Dropout calls of a training forward pass, recorded on the first samples of the data set.
 
-        There are none if the model fails on these samples, which training will report. There are none either if the
-        backward pass calls dropout again, as activation checkpoints do: they restore the state of PyTorch's generator,
-        so dropout has to draw from it.
+        Empty if the model fails on these samples; training then reports the error. Also empty if the backward pass
+        calls dropout again, as activation checkpointing does: it restores the state of PyTorch's generator, so dropout
+        has to use that generator.
         """
         train, self.module_calls = self._shared.data.train, 0
         inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
@@ -237,14 +241,14 @@ class RowDropout:
                 self.by_modules = self.module_calls == len(calls)
                 if calls:
                     _backward_under_modes(loss)
-            except torch.OutOfMemoryError:  # other draws without a word would be worse
+            except torch.OutOfMemoryError:  # do not silently switch to other random numbers
                 raise
             except Exception:
                 return ()
         return calls if len(recording.dropouts) == len(calls) else ()
 
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
-        """The dropout of a worker in a round, of so many steps if not of as many as the schedule has."""
+        """Return the dropout of a worker in a round of `steps` steps (default: as many as in the schedule)."""
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
         key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
@@ -252,24 +256,26 @@ class RowDropout:
 
 
 class RoundDropout:
-    """The dropout of one worker in one round, where rows train one after another.
+    """Dropout of one worker in one round, for rows that are trained one after another.
 
     Args:
-        of_rows: has the calls of dropout that a forward pass is known to have; others draw factors when they come.
+        of_rows: provides the known dropout calls, whose factors are generated ahead; factors of unknown dropout calls
+            are generated at the call.
         key: `layer_key` of the worker in the round, int64 [1].
-        steps, batch: how many steps the round has, and how many samples a batch, at most.
+        steps: maximum number of steps.
+        batch: maximum number of samples in a batch.
     """
 
     def __init__(self, of_rows: RowDropout, key: Tensor, steps: int, batch: int, round: int) -> None:
         self.round, self._of_rows, self._key = round, of_rows, key
-        self._ahead = FactorsAhead(key, steps, batch, of_rows.calls, of_rows.dtype, blocks=BLOCKS_OF_A_ROW)
+        self._ahead = FactorsAhead(key, steps, batch, of_rows.calls, of_rows.dtype, blocks=BLOCKS_PER_ROW)
 
     def factors(self, step: int, samples: int) -> list[Tensor]:
-        """What each dropout multiplies a batch of so many samples by, [samples, ...]."""
+        """Return the factors [samples, ...] of each known dropout call in a step."""
         return [factors[0, :samples] for factors in self._ahead.of(step, 1)]
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
-        """A context in which a forward pass has the dropout of this step; nothing where the model has none."""
+        """Return a context in which forward passes use the dropout masks of `step`; a null context without dropout."""
         return self._at(step, samples) if self._of_rows.calls else nullcontext()
 
     @contextmanager
@@ -286,7 +292,7 @@ class RoundDropout:
             self._of_rows.round = None
 
     def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
-        """What the next call of a dropout multiplies by, [samples, ...]."""
+        """Return the factors [samples, ...] of the next dropout call."""
         layer, calls = self._layer, self._of_rows.calls
         self._layer += 1
         if layer < len(calls) and dropout == calls[layer] and len(self._factors[layer]) == samples:
@@ -295,7 +301,7 @@ class RoundDropout:
 
 
 class _DropoutModule(nn.modules.dropout._DropoutNd):
-    """A dropout module that multiplies by the factors of the current step."""
+    """Dropout module that multiplies by the factors of the current step."""
 
     of_rows: RowDropout
     function: Callable[..., Tensor]
@@ -319,6 +325,6 @@ DROPOUT_MODULES = {
 
 
 def _backward_under_modes(loss: Tensor) -> None:
-    """`loss.backward()`, but function modes see what it calls, as they do not within a function that they handle."""
+    """Run `loss.backward()` so that function modes intercept the functions it calls."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)

@@ -1,4 +1,4 @@
-"""A module that is bound to one row after another, and carries no state from one to the next."""
+"""A module that is bound to one row after another, without carrying state from one row to the next."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError
 
 CONTAINERS = {dict, OrderedDict, list, set}
-REGISTERED = {"_parameters", "_buffers", "_modules", "training"}  # of a module's attributes; looked after elsewhere
+SKIPPED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}  # attributes that are handled elsewhere
 
 
 class RowModule:
-    """One module that is bound to one row after another, as if a new one were made for each.
+    """A module that is bound to one row after another, as if a new module were created for each row.
 
-    What is in the row and in the buffer row comes and goes with them. Whatever else a module may change in training
-    (attributes of its own, buffers that are not saved) starts afresh with every row, because the next row belongs to
-    another worker. Since hardly any module does that, a new one is made only where something has changed.
+    Parameters and saved buffers are loaded with the row. Attributes and non-persistent buffers are reset before every
+    row, because the next row may belong to another worker: if training has changed them, a new module is created.
 
     Args:
-        make: gives the module at its start, always the same.
+        make: returns the module in its initial state, which is the same at every call.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -48,12 +47,12 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Lend the module, without gradients, to code that may also replace the data of its parameters.
+        """Return a context that yields the module, with gradients set to None, to code that may replace parameter data.
 
-        Afterwards the row has their values. Raises ExperimentError if their names or shapes have changed.
+        At the end, the parameters are copied to the row. Raises ExperimentError if their names or shapes have changed.
         """
         assert self._rows is not None
-        (row, gradient), self._rows = self._rows, None  # so that an error leaves no half-bound module
+        (row, gradient), self._rows = self._rows, None  # so that the module counts as unbound after an error
         self.module.zero_grad(set_to_none=True)
         yield self.module.train()
         trainable = {name: parameter.requires_grad for name, parameter in self._start.named_parameters()}
@@ -68,7 +67,7 @@ class RowModule:
         self._rows = row, gradient
 
     def store(self, buffers: Tensor) -> None:
-        """Copy the buffers of the module to `buffers` [b]. Its parameters are views of the row, which needs no copy.
+        """Copy the buffers of the module to `buffers` [b]. The parameters are views of the row and need no copy.
 
         Raises ExperimentError if a parameter is no longer a view of the row, or a frozen parameter has changed.
         """
@@ -76,42 +75,44 @@ class RowModule:
         loose = self.layout.unbound(self.module, *self._rows)
         if loose is not None:
             raise ExperimentError(
-                f"model: replaces the data of {loose} as it trains, so it is no view of its row; change it in place "
-                "(p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() in forward)"
+                f"model: replaces the data of {loose} during training, so it is not a view of its row; "
+                "change it in place (p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() "
+                "in forward)"
             )
         start, now = dict(self._start.named_parameters()), dict(self.module.named_parameters())
         moved = [name for name in self._frozen if not torch.equal(start[name], now[name])]
         if moved:
             raise ExperimentError(
-                f"model: changes {moved[0]} as it trains, a parameter without gradient; make it a buffer "
-                "(register_buffer), so that the key `buffers` says what becomes of it"
+                f"model: changes the frozen parameter {moved[0]} during training; make it a buffer "
+                "(register_buffer), so that the setting `buffers` decides how it is aggregated"
             )
         self.layout.read_buffers(self.module, out=buffers)
 
     def changed(self) -> bool:
-        """Whether the module differs from its start in anything that no row holds."""
+        """Whether attributes or non-persistent buffers changed since construction."""
         return differ(self._start, self.module)
 
 
 def differ(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules of one make differ in anything that no row holds: attributes, buffers that are not saved."""
+    """Whether two modules of the same architecture differ in attributes or non-persistent buffers."""
     return not all(
-        _equal_attributes(vars(one), vars(other)) and _equal(_unsaved_buffers(one), _unsaved_buffers(other))
-        for one, other in zip(a.modules(), b.modules(), strict=True)
+        _equal_attributes(vars(module_a), vars(module_b))
+        and _equal(_unsaved_buffers(module_a), _unsaved_buffers(module_b))
+        for module_a, module_b in zip(a.modules(), b.modules(), strict=True)
     )
 
 
 def _equal_attributes(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether attributes are equal. The most common cases, identical and empty, come first: it runs for every row."""
+    """Whether two attribute dictionaries are equal. Identical and empty values are checked first, for speed."""
     if a.keys() != b.keys():
         return False
     for name, value in a.items():
-        other = b[name]
-        if value is other or name in REGISTERED:
+        b_value = b[name]
+        if value is b_value or name in SKIPPED_ATTRIBUTES:
             continue
-        if type(value) in CONTAINERS and not value and type(other) is type(value) and not other:
+        if type(value) in CONTAINERS and not value and type(b_value) is type(value) and not b_value:
             continue
-        if not _equal(value, other):
+        if not _equal(value, b_value):
             return False
     return True
 
@@ -121,14 +122,14 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal; False if they cannot be compared."""
-    if a is b:  # the most common case: small numbers, names, functions
+    """Whether two values are equal; False if the comparison fails."""
+    if a is b:  # the most common case
         return True
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):  # as nn.LSTM keeps of its parameters
+    if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):  # nn.LSTM has weak references to its parameters
         return _equal(a(), b())
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)

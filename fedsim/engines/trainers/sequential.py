@@ -1,4 +1,4 @@
-"""The trainer that trains the members of a cohort one after another. The trainer in `stacked.py` trains stacks."""
+"""The sequential trainer, which trains cohort members one after another. See `stacked.py` for the stacked trainer."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from fedsim.system.devices import wide_dtype
 
 
 class Trainer(Protocol):
-    """The interface of trainers. Rows, buffers and losses are in the `SharedState`.
+    """Interface of trainers. Rows, buffers and losses are stored in the `SharedState`.
 
-    A trainer is made with (process, task, shared, batch_source) in every process.
+    Every process constructs its own trainer with the arguments (process, task, shared, batch_source).
     """
 
     @property
     def width(self) -> int | None:
-        """The most rows in a stack; None if rows are trained one by one."""
+        """Maximum number of rows in a stack; None if rows are trained one by one."""
 
     @property
     def replays(self) -> Any:
         """The captured steps; None if none are captured."""
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train each member's row on its worker's shard, for a round or for one step."""
+        """Train each member's row on its worker's shard, for the steps that its WorkItem names."""
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Write the mean gradient of all samples of each member, at its row, to `CohortRows.full_gradients`."""
+        """Write each member's mean gradient over all its samples, at its row, to `CohortRows.full_gradients`."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD, in which the members' rows hold gradients."""
+        """Begin a round of synchronous SGD, in which the members' rows contain gradients."""
 
     def gradients(self, step: int) -> None:
-        """Write the gradients of the next batches, at the global row, to the rows of the members that have one."""
+        """Write each member's gradient on its next batch, at the global row, to its row, unless its data is used up."""
 
     def end_gradient_round(self) -> None:
         """End the round that `begin_gradient_round` began."""
@@ -60,7 +60,7 @@ class Trainer(Protocol):
 
 @dataclass
 class SyncParticipant:
-    """A member in a round of synchronous SGD; `draws` says whether its layers may draw from the global generators."""
+    """A member in a round of synchronous SGD. `draws`: whether its layers may use the global random generators."""
 
     member: WorkItem
     module: RowModule
@@ -98,7 +98,7 @@ class RowTrainer:
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
         self._points = PointModules(self._dropout.new_module, shared)
-        self._step_by_step: dict[int, RoundDropout] = {}  # of workers who go step by step
+        self._step_by_step: dict[int, RoundDropout] = {}  # by worker, for workers that train step by step
         self._participants = list[SyncParticipant]()
 
     def train(self, members: Sequence[WorkItem]) -> None:
@@ -120,7 +120,7 @@ class RowTrainer:
                     losses[slot] = train_epoch(module.module, data, steps, backward=steps.backward)
                 module.store(shared.cohort.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
-        for slot, loss in losses.items():  # only now, because reading a number waits for the device
+        for slot, loss in losses.items():  # last, because reading values waits for the device
             shared.cohort.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
 
     def _local_steps(self, member: WorkItem, module: RowModule, state: State) -> LocalSteps:
@@ -130,14 +130,17 @@ class RowTrainer:
         return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, self._points, beside)
 
     def _call(self, function: TrainFunction, member: WorkItem, module: RowModule, data: Batches) -> float:
-        """Let a function train a member's model; returns its mean loss."""
+        """Train a member's model by a user function; return its mean loss."""
         batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
         precision = self._objective.precision
         with module.lent() as model, precision.forwards_of(model, self._task.device), closing(batches):
             return function(model, batches, member.worker)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """One pass over the samples of each member; the dropout masks are those of the steps after its last."""
+        """Compute each member's gradient over all its samples, without local steps.
+
+        Dropout uses the masks of the steps that follow the last step of the round.
+        """
         task, shared, module = self._task, self._shared, self._modules[0]
         for member in members:
             with self._process.working_on(member.worker, member.round):
@@ -190,7 +193,7 @@ class RowTrainer:
         return SyncParticipant(member, module, batches, dropout, loss_sum)
 
     def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
-        """The objective on a participant's batch of this step, not yet differentiated."""
+        """Return the loss on a participant's batch of this step, before the backward pass."""
         assert participant.batch is not None
         if participant.draws:
             self.seed_layers(participant.member, participant.member.round, step)
@@ -199,7 +202,7 @@ class RowTrainer:
             return self._objective(participant.module.module, inputs, targets)
 
     def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Write the gradient of a participant's next batch to its row; returns the loss."""
+        """Write the gradient on a participant's next batch to its row; return the loss."""
         slot = participant.member.slot
         participant.batch = next(participant.batches)
         loss = self._loss_of(participant, step)
@@ -210,14 +213,15 @@ class RowTrainer:
         return loss.detach()
 
     def seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
-        """Seed the generators that layers other than dropout draw from.
+        """Seed the global generators, which layers other than dropout use.
 
-        Not by the key of dropout: PyTorch's generator of a GPU is Philox too, and would give the same words again.
+        The key differs from the dropout key, because PyTorch's GPU generator is also Philox: equal keys would produce
+        the same random words.
         """
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """The dropout of a member's round, kept for its next step where it goes step by step."""
+        """Return the dropout of a member's round. It is cached if the member trains step by step."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
@@ -227,10 +231,10 @@ class RowTrainer:
 
 
 class PointModules:
-    """Modules whose parameters are points [d] other than a worker's row, for further gradients and features.
+    """Modules for evaluating gradients and features at points [d] other than a worker's row.
 
     Args:
-        make: makes such a module.
+        make: returns a new module.
     """
 
     def __init__(self, make: Callable[[], nn.Module], shared: SharedState) -> None:
@@ -238,16 +242,16 @@ class PointModules:
 
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Room for a point and for its gradient, [d] each."""
+        """Preallocated point and gradient, [d] each."""
         return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
-        """Room for buffers, [b]."""
+        """Preallocated buffers, [b]."""
         return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
-        """Return module number `number`, bound to a point and its gradient, with these buffers."""
+        """Return module number `number`, bound to `point` and `gradient`, with `buffers` loaded."""
         while len(self._made) <= number:
             self._made.append(RowModule(self._make))
         self._made[number].load(point, gradient, buffers)
@@ -257,17 +261,18 @@ class PointModules:
 
 @dataclass
 class LocalSteps:
-    """A member's local steps as the optimizer and the backward pass of `train_epoch`.
+    """A member's local steps, with the optimizer interface that `train_epoch` expects.
 
-    Gradients are accumulated and clipped. The loss may depend on the features of other models, and a step may ask for
-    more gradients of its batch (see `ClientAlgorithm.feature_loss` and `ClientAlgorithm.step_rows`).
+    Accumulates and clips gradients. Supports losses on features of other models (`ClientAlgorithm.feature_loss`) and
+    steps that request further gradients on their batch (`ClientAlgorithm.step_rows`).
 
     Attributes:
-        batches: number of batches of the member's work that have not been trained on.
+        batches: number of batches that remain to be trained.
         module: bound to `row` and `gradient`, [d] each.
-        state: the state of the steps.
-        buffers_beside: buffers [b] of a personal model that is trained beside the row; None: there is no such model.
-        steps: number of steps of the client algorithm so far; `accumulated` batches have been seen since the last.
+        state: state of the client algorithm.
+        buffers_beside: buffers [b] of a personal model that is trained in addition to the row; None without one.
+        steps: number of client algorithm steps so far.
+        accumulated: number of batches since the last client algorithm step.
     """
 
     task: RunTask
@@ -285,14 +290,14 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         self._objective, self._feature_points = self.task.objective, self.task.algorithm.feature_points(self.state)
-        self._batch_number = self.member.step or 0  # of the current batch in the worker's round
+        self._batch_number = self.member.step or 0  # number of the current batch in the worker's round
 
     def zero_grad(self) -> None:
         if not self.accumulated:
             self.gradient.zero_()
 
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
-        """Add the gradient of the objective to the parameters' `.grad`; returns the objective, detached."""
+        """Add the gradient of the loss to the parameters' `.grad`; return the detached loss."""
         self._batch = inputs, targets
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
         if self._feature_points:
@@ -323,7 +328,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-        """The features of the batch at a feature point; what this changes in the buffers is dropped."""
+        """Return the features of the batch at a feature point, without changing buffers."""
         inputs, precision = self._batch[0], self._objective.precision
         point, gradient = self._feature_points[place], self.points.room[1]
         model = self.points.at(1 + place, point, gradient, self._buffers_of_row()).module
@@ -332,7 +337,7 @@ class LocalSteps:
         return precision.widened(recorded.of(len(inputs)))
 
     def _gradient_at(self, point: Tensor) -> Tensor:
-        """The gradient [d] at another point [d]; what this changes in the buffers of the row is dropped."""
+        """Return the gradient [d] at another point [d], without changing the buffers of the row."""
         buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
         row, gradient = self.points.room
         module = self.points.at(0, row, gradient, buffers)
@@ -345,16 +350,18 @@ class LocalSteps:
         return gradient.clone()
 
     def _buffers_of_row(self) -> Tensor:
-        """A copy [b] of the buffers of the member's module."""
+        """Copy the buffers [b] of the member's module."""
         return self.module.layout.read_buffers(self.module.module, out=self.points.buffers)
 
 
 class RoundBatches:
-    """An iterable of the (inputs, targets) of a round, which can be read once; `close` leaves the last batch's context.
+    """Iterable over the (inputs, targets) batches of a round, which can be read only once.
+
+    `close` exits the dropout context of the last batch.
 
     Args:
         count: number of batches.
-        masks: the context in which the forward passes of a batch run, given its number and its number of samples.
+        masks: `masks(step, samples)` returns the dropout context for a batch.
     """
 
     def __init__(self, batches: Batches, count: int, masks: Callable[[int, int], AbstractContextManager[Any]]) -> None:
@@ -368,7 +375,7 @@ class RoundBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._begun:
             raise ExperimentError(
-                "local.algorithm: the function reads its batches a second time; read them once, and set the number of "
+                "local.algorithm: the function iterates over its batches twice; iterate once, and set the number of "
                 "passes over a worker's samples by local.epochs"
             )
         self._begun = True
@@ -381,7 +388,7 @@ class RoundBatches:
 
 
 def with_heartbeats(process: ProcessContext, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches; send a heartbeat before each."""
+    """Yield the batches, and send a heartbeat before each batch."""
     for batch in batches:
         process.heartbeat()
         yield batch

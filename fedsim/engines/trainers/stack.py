@@ -1,4 +1,4 @@
-"""A stack: members of a cohort that are trained together, their batches and their losses."""
+"""A stack: cohort members that are trained together, with their batches and losses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSo
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_key
 from fedsim.system.devices import wide_dtype
 
-STEPS_AT_A_TIME = 256  # for so many steps the positions of samples go to the device at once
+STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to the device at once
 
 
 class StepBatch(NamedTuple):
-    """Batches of one step, for some members of a stack; or of several steps, for its first members.
+    """Batches of one step or of several steps, for some members of a stack.
+
+    With several steps, all tensors have a leading dimension [steps, ...], and finished members have size 0.
 
     Attributes:
-        step: number of the (first) step, from 0 at the start of the members' work.
-        members: their places in the stack, [m]: a range, or a list where they do not stand side by side.
-        sizes: how many samples each has, [m], on the host; `counts` are the same on the device, in a wide type. Of
-            several steps [steps, m], as the following ones; 0 where a member has finished.
-        positions: of the samples in the data set, int64 [m, batch]; padded with the batch's first sample, since NaN
-            counts even with weight 0.
-        weights: of the samples in the loss, [m, batch]: one over the size, and 0 beyond it.
+        step: number of the first step, counted from 0 at the start of the members' work.
+        members: positions of the m members in the stack: a range, or a list if they are not consecutive.
+        sizes: number of samples in each member's batch, [m], on the host.
+        counts: `sizes` as floating-point numbers on the device.
+        positions: positions of the samples in the data set, int64 [m, batch]. Padding repeats the first sample of the
+            batch, because NaN would reach the loss even with weight 0.
+        weights: weight of each sample in the loss, [m, batch]: 1 / size, or 0 for padding.
     """
 
     step: int
@@ -40,21 +42,21 @@ class StepBatch(NamedTuple):
 
     @property
     def places(self) -> slice | list[int]:
-        """What selects the members from a stacked tensor: views where they stand side by side."""
+        """Index that selects the members from a stacked tensor; a slice (giving a view) if they are consecutive."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
     def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
-        """The batches that an index selects."""
+        """Return the batches that `index` selects."""
         parts = self.sizes[index], self.counts[index], self.positions[index], self.weights[index]
         return StepBatch(step, members, *parts)
 
     def by_step(self) -> Iterator[StepBatch]:
-        """Yield the batches of each step, of the members that have not finished; these are batches of several steps."""
+        """Yield one StepBatch per step, of the members that have not finished. Requires batches of several steps."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
             yield self.part((step, slice(active)), self.step + step, range(active))
 
     def by_size(self) -> Iterator[StepBatch]:
-        """Yield the same batches in step batches of one size each, without padding."""
+        """Split by batch size: yield one StepBatch per size, without padding."""
         for size in np.unique(self.sizes).tolist():
             these = np.flatnonzero(self.sizes == size).tolist()
             cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
@@ -63,12 +65,12 @@ class StepBatch(NamedTuple):
 
 
 class Stack:
-    """Members that are trained together, those with most steps first, and their losses in a round.
+    """Members that are trained together, sorted by descending number of steps, and their losses in a round.
 
     Attributes:
-        slots: the places of their rows, int64 [k], on the host.
-        index: selects their rows on the device, as a view if it is a slice (see `index_of`).
-        steps: how many steps each member takes, descending.
+        slots: row numbers of the members, int64 [k], on the host.
+        index: index that selects the members' rows on the device; a slice gives a view (see `core.rows.index_of`).
+        steps: number of steps of each member, descending.
     """
 
     def __init__(self, members: Sequence[WorkItem], task: RunTask, batch_source: BatchSource) -> None:
@@ -85,17 +87,17 @@ class Stack:
         return len(self.members)
 
     def index_of(self, step_batch: StepBatch) -> slice | Tensor:
-        """The index that selects the rows of a step batch's members on the device."""
+        """Return the index that selects the rows of a StepBatch's members on the device."""
         if isinstance(self.index, Tensor):
             return self.index[step_batch.places]
         return index_of([self.members[place].slot for place in step_batch.members], self._task.device)
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield the batches of each step, of the members that have not finished."""
+        """Yield one StepBatch per step, of the members that have not finished."""
         return (step_batch for block in self.blocks(STEPS_AT_A_TIME) for step_batch in block.by_step())
 
     def blocks(self, at_a_time: int) -> Iterator[StepBatch]:
-        """The batches of all steps, `at_a_time` steps at a time."""
+        """Yield the batches of all steps, `at_a_time` steps at a time."""
         if all(member.step is not None for member in self.members):
             batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
@@ -103,11 +105,11 @@ class Stack:
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
     def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[StepBatch]:
-        """`blocks` of members with [k] steps each: all positions by a few operations."""
+        """Yield the `blocks` of members that train whole rounds, computed by a few array operations."""
         schedule, members = self._task.schedule, self.members
         shards = np.array([self._batch_source.size(member.worker) for member in members])
         samples = np.array([schedule.samples_per_epoch(size) for size in shards.tolist()])
-        batches = -(-samples // schedule.batch_size)  # of an epoch
+        batches = -(-samples // schedule.batch_size)  # per epoch
         first = np.array([member.step or 0 for member in members])
         longest = int(batches.max())
         span = at_a_time * -(-longest * max(1, SAMPLES_AT_ONCE // int(shards.sum())) // at_a_time)
@@ -118,11 +120,11 @@ class Stack:
             to_epoch = -(-(first[:k] + stop) // batches[:k])
             wanted = [
                 (member.worker, member.round, epoch)
-                for member, one, end in zip(members, from_epoch.tolist(), to_epoch.tolist(), strict=False)
-                for epoch in range(one, end)
+                for member, begin_epoch, end_epoch in zip(members, from_epoch.tolist(), to_epoch.tolist(), strict=False)
+                for epoch in range(begin_epoch, end_epoch)
             ]
             positions, taken = torch.cat(self._batch_source.orders(wanted)), (to_epoch - from_epoch) * samples[:k]
-            begin = taken.cumsum() - taken  # of each member's first epoch
+            begin = taken.cumsum() - taken  # begin of each member's first epoch in `positions`
             for some in range(start, int(stop.max()), at_a_time):
                 step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
                 epoch, batch = np.divmod(first[:k] + step, batches[:k])
@@ -131,7 +133,7 @@ class Stack:
                 yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
 
     def full_pass(self) -> Iterator[StepBatch]:
-        """Yield batches that go through the samples of each member once, in the order of the data set."""
+        """Yield batches that contain each sample of each member once, in the order of the data set."""
         workers, size = [member.worker for member in self.members], self._task.schedule.batch_size
         positions, starts = self._batch_source.shards_of(workers)
         samples = np.array([self._batch_source.size(worker) for worker in workers])
@@ -145,11 +147,11 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """The `layer_key` of each member."""
+        """The dropout key of each member; see `layer_key`."""
         return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
-        """The factors of the members' dropouts, step by step; those of the steps `after` their last, if asked for."""
+        """Return the dropout factors of the members' steps, or of the steps after their last one if `after` is true."""
         task = self._task
         first_steps = self.steps if after else [member.step or 0 for member in self.members]
         on_host = [self.layer_keys, first_steps] if dropouts else [[], []]
@@ -159,10 +161,10 @@ class Stack:
     def alter(
         self, step_batch: StepBatch, inputs: Tensor, targets: Tensor, alterations: Sequence[Alteration | None] = ()
     ) -> None:
-        """Alter the batches of a step in place: inputs and targets [m, batch, ...].
+        """Augment or poison the batches of a step, inputs and targets [m, batch, ...], in place.
 
         Args:
-            alterations: of each member; by default those of its training, which augment.
+            alterations: function for each member, or None to keep its batch; by default the one used in training.
         """
         for place, member in enumerate(step_batch.members):
             if alter := alterations[member] if alterations else self._iterators[member].alter:
@@ -170,12 +172,12 @@ class Stack:
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
-        """The transform and the poisoning of each member's batches, unaugmented. `purpose` is that of the draws."""
+        """Return each member's alteration without augmentation. `purpose` is part of the random key."""
         source = self._batch_source
         return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
-        """Add the mean losses [m] of a step batch, without waiting for the device."""
+        """Add the mean losses [m] of a StepBatch to the totals, without waiting for the device."""
         sums = self._loss_sum[step_batch.places]
         sums.addcmul_(losses, step_batch.counts)
         if isinstance(step_batch.places, list):  # `sums` is a copy
@@ -183,23 +185,24 @@ class Stack:
         self._samples[step_batch.places] += step_batch.sizes
 
     def count_samples(self, block: StepBatch) -> None:
-        """Add up the samples of a block, whose losses `add_losses` adds."""
+        """Count the samples of a block whose losses are added by `add_losses`."""
         self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
     def add_losses(self, sums: Tensor) -> None:
-        """Add sums of losses, for each member over the samples of several step batches."""
+        """Add loss sums over several StepBatches, one sum per member."""
         self._loss_sum += sums
 
     def mean_losses(self) -> Tensor:
-        """Of each member, per sample, on the host."""
+        """Return the mean loss per sample of each member, on the host."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
     def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
-        """The batches of some steps from number `start` on, which are parts of `positions`.
+        """Return the batches of several steps, beginning with step `start`.
 
         Args:
-            positions: of samples in the data set, int64 [n], on the device.
-            begins, sizes: of each batch, int64 [steps, m]; the size is 0 where a member has finished.
+            positions: sample positions in the data set, int64 [n], on the device.
+            begins: first index into `positions` of each batch, int64 [steps, m].
+            sizes: number of samples of each batch, int64 [steps, m]; 0 if the member has finished.
         """
         device = self._task.device
         table = torch.from_numpy(np.stack([begins * (sizes > 0), sizes])).to(device)

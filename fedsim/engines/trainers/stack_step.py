@@ -1,4 +1,4 @@
-"""One local step of a stack of rows, for captured steps too."""
+"""One local step of a stack of rows, also used in captured steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
 from fedsim.engines.task import RunTask
 
-# If a stack of weights has at least this many bytes, a GPU does not compute its gradient, which is a product of two
-# factors, but gives the factors to the client algorithm. This saves 4 of 6 passes over the weights (8 us for 8 MiB at 4
-# TB/s), and costs 2 to 4 more kernel launches (2 to 3 us each). A CPU launches no kernels, so it does this for all
-# weights.
+# The gradient of a linear layer is a product of two factors. For weights of at least this many bytes, a GPU passes the
+# factors to the client algorithm instead of computing the product. This saves 4 of 6 passes over the weights (8 us for
+# 8 MiB at 4 TB/s), and costs 2 to 4 more kernel launches (2 to 3 us each). A CPU has no launch cost, so it passes the
+# factors of all weights.
 LEFT_PRODUCT_BYTES = 2**23
 
-Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of rows, and their gradients
+Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of the rows, and the gradients of these columns
 
 
 class Batch(NamedTuple):
-    """What a step of m rows trains on.
+    """Training data for one step of m rows.
 
     Attributes:
         inputs, targets: [m, batch, ...] each.
-        weights: of the samples in the loss, [m, batch].
-        factors: of each dropout in turn, [m, batch, ...].
+        weights: weight of each sample in the loss, [m, batch].
+        factors: dropout factors in call order, [m, batch, ...] each.
     """
 
     inputs: Tensor
@@ -43,17 +43,16 @@ class Batch(NamedTuple):
 
 @dataclass
 class StackState:
-    """What a step of a stack changes in place: rows, the client algorithm's state, and buffers, also those of personal
-    models.
+    """Rows, client algorithm state and buffers of a stack, which a step changes in place.
 
     Args:
         module: computes the rows.
         rows: [k, d].
-        algorithm_state: as `algorithm.start(rows)` gives it, [k, d] each.
+        algorithm_state: result of `algorithm.start(rows)`, [k, d] each.
         buffers: [k, ...] each.
-        buffers_beside: of personal models that are trained beside the rows, [k, ...] each.
-        places: which rows of the whole stack these are: a slice, or an index on the device if they do not lie side by
-            side.
+        buffers_beside: buffers of personal models that are trained in addition to the rows, [k, ...] each.
+        places: positions of these rows in the whole stack: a slice, or an index tensor on the device if the rows are
+            not consecutive.
     """
 
     module: StackedModule
@@ -69,11 +68,11 @@ class StackState:
         self._of_some: StackState | None = None
 
     def of(self, places: slice | list[int]) -> StackState:
-        """The state of the members at these places: views for a slice, which stay; copies for a list."""
+        """Return the state of the members at `places`: cached views for a slice, copies for a list."""
         if places == slice(0, len(self.rows)):
             return self
         if isinstance(places, list):
-            return self._at(torch.tensor(places, device=self.rows.device))  # once, not at each use
+            return self._at(torch.tensor(places, device=self.rows.device))  # one transfer instead of one per use
         if self._of_some is None or self._of_some.places != places:
             self._of_some = self._at(places)
         return self._of_some
@@ -84,9 +83,9 @@ class StackState:
         return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
-        """Copy the buffers of the members at some places back, and if they `moved` all their state.
+        """Copy the buffers of `theirs` back to this state, and also rows and algorithm state if they `moved`.
 
-        What shares memory is not copied.
+        Views need no copy.
         """
         copied = isinstance(theirs.places, Tensor)
         if copied:
@@ -102,7 +101,7 @@ class StackState:
                 self.state_of(name)[theirs.places] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
-        """Views of some columns of the rows and of the client algorithm's state; the dictionary may be written to."""
+        """Return views of one entry's columns in rows and algorithm state. The dictionary may be changed."""
         if entry not in self._parts:
             state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.algorithm_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
@@ -118,13 +117,13 @@ class StackState:
 
 
 def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
-    """The columns of an entry of a state [k, d]; a number for each row, [k, 1], is given a shape that broadcasts."""
+    """Return the columns of an entry in a state tensor [k, d]; reshape one value per row, [k, 1], to broadcast."""
     is_number = tensor.shape[1] == 1 and rows.shape[1] > 1
     return tensor.view(-1, *[1] * len(entry.shape)) if is_number else view_of(tensor, entry)
 
 
 def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [m, batch, ...] at these positions [m, batch] of the data."""
+    """Return the inputs and targets [m, batch, ...] at `positions` [m, batch] in the data."""
     inputs, targets = train.gather(positions.flatten())
     return inputs.unflatten(0, positions.shape), targets.unflatten(0, positions.shape)
 
@@ -135,7 +134,7 @@ class StackStep:
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
         self._on_cpu = task.device.type == "cpu"
-        self._left_of_rows = 0 if self._on_cpu else None  # `leave_products` for gradients that become rows
+        self._left_of_rows = 0 if self._on_cpu else None  # `leave_products` for gradients that are copied into rows
 
     def __call__(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, moment: tuple[int, int] = (1, 0)
@@ -143,8 +142,8 @@ class StackStep:
         """Move the rows of a state along their gradients, in place; returns the losses [m].
 
         Args:
-            moment: the round and the step, for the learning rate.
-            active: bool [m], which rows may change, with their client algorithm's state and buffers; None: all.
+            moment: (round, step), which determines the learning rate.
+            active: bool [m], rows whose parameters, algorithm state and buffers may change; None for all rows.
         """
         algorithm = self._task.algorithm_at(*moment)
         if not algorithm.element_wise:
@@ -161,17 +160,17 @@ class StackStep:
         return losses
 
     def _whole_rows(self, algorithm: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
-        """A step that gets whole rows, and may ask for gradients at other points: see `ClientAlgorithm.step_rows`."""
+        """Take a step on whole rows, with gradients at further points on request; see `ClientAlgorithm.step_rows`."""
 
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
             buffers = [buffer.clone() for buffer in state.buffers_beside or state.buffers]  # layers may change them
-            _, found = self._module.gradients(
+            _, parameter_gradients = self._module.gradients(
                 at, buffers, *batch, leave_products=self._left_of_rows, term=self._feature_term(state)
             )
             for ours, new in zip(state.buffers_beside, buffers, strict=False):
                 ours.copy_(new)
-            gradients = self._as_rows(found)
+            gradients = self._as_rows(parameter_gradients)
             clip_rows(gradients, self._task.experiment.local.clip_norm)
             return gradients
 
@@ -180,18 +179,18 @@ class StackStep:
         return losses
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The losses [m] and the gradients [m, d], clipped to `local.clip_norm`; buffers change as in `gradients`."""
+        """Return losses [m] and gradients [m, d] clipped to `local.clip_norm`. Updates buffers in place."""
         losses, gradients = self.whole_gradients(state, batch, active)
         clip_rows(gradients, self._task.experiment.local.clip_norm)
         return losses, gradients
 
     def whole_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The losses [m] and the gradients [m, d]; buffers change as in `gradients`."""
+        """Return losses [m] and gradients [m, d]. Updates buffers in place."""
         losses, gradients = self.gradients(state, batch, active, leave_products=self._left_of_rows)
         return losses, self._as_rows(gradients)
 
     def sum_gradients(self, state: StackState, batch: Batch) -> None:
-        """Add the gradients to the state "sum" [m, d]; buffers change as in `gradients`."""
+        """Add the gradients to the state tensor "sum" [m, d]. Updates buffers in place."""
         _, gradients = self.gradients(state, batch, leave_products=self._left_of_rows)
         for entry, gradient in self._parts(gradients):
             total = state.part(entry)[1]["sum"]
@@ -201,12 +200,12 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """The gradients of all parameters with their columns: few on a GPU, where each is a kernel."""
+        """Pair the gradients with their columns; on a GPU, join neighbours to launch fewer kernels."""
         entries = self._module.layout.parameters
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
     def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
-        """The gradients of all parameters as rows [m, d]: on a GPU by one kernel, on a CPU without a second copy."""
+        """Copy the gradients of all parameters to rows [m, d], on a GPU with a single kernel."""
         if not self._on_cpu:
             return side_by_side(cast(list[Tensor], gradients))
         first = gradients[0]
@@ -223,9 +222,9 @@ class StackStep:
     def gradients(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
-        """The losses [m] and the gradients, a stack [m, ...] for each parameter.
+        """Return the losses [m], and the gradients as a stack [m, ...] for each parameter.
 
-        The buffers change in place, of the active rows. `leave_products` as for `StackedModule.gradients`.
+        The buffers of the active rows are updated in place. For `leave_products` see `StackedModule.gradients`.
         """
         buffers = list(state.buffers)
         term = self._feature_term(state)
@@ -244,7 +243,7 @@ class StackStep:
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """Join neighbouring gradients that are not products to one [m, columns], so that a step takes fewer kernels."""
+    """Concatenate neighbouring gradient tensors to one [m, columns], so that a step launches fewer kernels."""
     parts = list[Part]()
     for are_products, pairs in groupby(
         zip(entries, gradients, strict=True), lambda pair: isinstance(pair[1], OuterProductGrad)
@@ -259,34 +258,31 @@ def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGr
 
 
 def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
-    """Stacks [m, ...] as the columns of one matrix [m, columns]."""
+    """Concatenate stacks [m, ...] to one matrix [m, columns]."""
     return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1)
 
 
 def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
-    """Step the rows of a state along gradients in place; only the `moving` rows [m], if given."""
+    """Step the rows of a state along gradients, in place. The mask `moving` [m] limits the step to some rows."""
     step = partial(step_along, algorithm) if moving is None else partial(step_where, moving, algorithm)
     new = list[tuple[str, Entry, Tensor]]()
     for entry, gradient in parts:
-        rows, kept = state.part(entry)
-        before = dict(kept)
-        step(rows, gradient, kept)
-        new += [(name, entry, tensor) for name, tensor in kept.items() if tensor is not before.get(name)]
-    for (
-        name,
-        entry,
-        tensor,
-    ) in new:  # some client algorithms replace the tensors of their state, or add them in the first step
+        rows, column_state = state.part(entry)
+        before = dict(column_state)
+        step(rows, gradient, column_state)
+        new += [(name, entry, tensor) for name, tensor in column_state.items() if tensor is not before.get(name)]
+    # Some client algorithms replace the tensors of their state, or add tensors in the first step.
+    for name, entry, tensor in new:
         view_of(state.state_of(name), entry).copy_(tensor)
 
 
 def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
-    """The same along gradients [m, d] of whole rows."""
+    """Step the rows of a state along gradients [m, d] of whole rows, in place; see `move`."""
     move(algorithm, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
 
 
 def step_where(moving: Tensor, algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:
-    """A client algorithm's step of rows [m, ...] that changes only the rows that are `moving` [m], and their state."""
+    """Take a client algorithm's step, but keep rows and state unchanged where the mask `moving` [m] is false."""
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows_before = rows.clone()
     algorithm.step(rows, gradients, state)
@@ -297,5 +293,5 @@ def step_where(moving: Tensor, algorithm: ClientAlgorithm, rows: Tensor, gradien
 
 
 def _like(values: Tensor, tensor: Tensor) -> Tensor:
-    """Values [m] as [m, 1, ...], to broadcast with a tensor [m, ...]."""
+    """Reshape values [m] to [m, 1, ...], to broadcast with a tensor [m, ...]."""
     return values.view(-1, *[1] * (tensor.ndim - 1))

@@ -1,4 +1,4 @@
-"""The trainer of stacks: trains many members of the cohort at a time with one set of kernels."""
+"""The stacked trainer, which trains many cohort members at a time with one set of kernels."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.system.devices import total_memory_of
 
-# In a round of synchronous SGD: a stack, its members' state, the factors of dropout, and the batches to come.
+# In a round of synchronous SGD: a stack, the state of its members, their dropout factors, and the remaining batches.
 StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch]]
 
 
 class StackTrainer:
-    """Trains a process's members in stacks of at most `width` rows.
+    """Trainer that trains the members of one process in stacks of at most `width` rows.
 
-    A member that has finished is not touched again: the members that still train are the first rows of their stack.
-    Short batches are filled up with samples of weight 0; where a model's samples see each other (BatchNorm), rows with
-    batches of one size are trained together instead.
+    Members are sorted by their number of steps, so the members that still train are the first rows of a stack and
+    finished rows are left unchanged. Short batches are padded with samples of weight 0. If samples of a batch influence
+    each other (BatchNorm), only rows with equal batch sizes are computed together instead.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class StackTrainer:
         self._record_losses(stacks)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """One pass over the samples of each member; the dropout masks are those of the steps after its last."""
+        """Compute each member's gradient over all its samples, without local steps.
+
+        Dropout uses the masks of the steps that follow the last step of the round.
+        """
         shared = self._shared
         for stack in self._stacks(members):
             with self._process.working_on_several(stack.members[0].round):
@@ -116,7 +119,7 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """As few stacks as the width allows, of about the same size; members with like numbers of steps together."""
+        """Split members into as few stacks as `width` allows, of similar size, sorted by descending number of steps."""
         if not members:
             return []
         members = sorted(members, key=lambda member: -self._batch_source.steps_of(member))
@@ -154,7 +157,7 @@ class StackTrainer:
                 stack.count(part, self._step(theirs, batch, moment=moment))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
-        """Steps along the mean gradient of several batches, of fewer at the end of a member's round."""
+        """Step along the mean gradient of `local.accumulate` batches, or of the batches left at the end of a round."""
         ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
         total = torch.zeros_like(state.rows)
         for whole in stack.step_batches():
@@ -165,7 +168,7 @@ class StackTrainer:
                 stack.count(part, losses)
             number, count = whole.step // accumulate, whole.step % accumulate + 1
             going_on = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
-            if going_on < len(whole.members):  # the last of the members, since those with most steps come first
+            if going_on < len(whole.members):  # members are sorted by descending number of steps
                 stepping = slice(going_on, len(whole.members))
                 theirs = state.of(stepping)
                 clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
@@ -183,12 +186,12 @@ class StackTrainer:
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
-        """Yield the batches of a step that are computed together, with the members' state and the data.
+        """Yield groups of batches that are computed together, each with its members' state and data.
 
-        Afterwards the state is taken back: the buffers, and all of it if it `moves`.
+        After each group, copy the buffers back to the stack, and also rows and algorithm state if `moves` is true.
 
         Args:
-            factors: of the whole stack's dropouts, [k, batch, ...].
+            factors: dropout factors for the whole stack, [k, batch, ...] for each dropout call.
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
@@ -200,13 +203,13 @@ class StackTrainer:
             state.take_back(theirs, moved=moves)
 
     def _usual_sizes(self) -> list[int]:
-        """How many rows the stacks of a round have, the most first, where all workers take as many steps."""
+        """Return the stack sizes of a round, largest first, if all workers take equally many steps."""
         members = -(-len(self._shared.cohort.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
-        """The rows of members whose rows do not lie so that a stack of them would be a view."""
+        """Copy the rows of a stack whose rows are not consecutive, so that they cannot be a view."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
@@ -219,31 +222,33 @@ class StackTrainer:
         self._shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
 
     def _record_losses(self, stacks: Sequence[Stack]) -> None:
-        for stack in stacks:  # only now, because reading numbers waits for the device
+        for stack in stacks:  # last, because reading values waits for the device
             self._shared.cohort.train_loss[stack.slots] = stack.mean_losses()
 
 
-MEMORY_SHARE = 0.5  # of the device's total memory, for stacks; results must not depend on its free memory
-WIDEST_ON_CPU = 32  # more rows share no more of a step's fixed cost
-NARROWEST_ON_CPU = 4  # fewer rows share too little of it, however large they are
-STACK_BYTES_ON_CPU = 2**23  # of a stack's parameters, for each thread: more of them leave the caches
+MEMORY_SHARE = 0.5  # share of total device memory for stacks; results must not depend on free memory
+WIDEST_ON_CPU = 32  # wider stacks no longer reduce a step's fixed cost per row
+NARROWEST_ON_CPU = 4  # narrower stacks spend too much on fixed cost, even for large rows
+STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do not fit into the caches
 
 
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
-    """How many rows a process should stack: its share of the cohort, if that fits into memory (and, on a CPU, caches).
+    """Return the number of rows to stack in a process: its share of the cohort, limited by memory (on a CPU, caches).
 
-    On any device there are two copies of a row and of its client algorithm state: the row's own and that in the stack.
-    A step allocates a gradient and activations. On a GPU it also allocates the joined gradients, and copies of the row
-    and its client algorithm state for rows that a mask does not move. If steps are captured, the memory of a step
-    exists twice: for the graphs, and for the steps before a capture.
+    Each row and its client algorithm state exist twice: in the cohort and in the stack. A step allocates a gradient and
+    activations. On a GPU, a step also allocates the concatenated gradients, and backups of rows and state that a mask
+    keeps unchanged. If steps are captured, this step memory exists twice: in the graphs, and for uncaptured steps.
     """
-    row, kept = shared.cohort.rows.shape[1] * task.dtype.itemsize, len(task.algorithm.start(shared.server.row[:1]))
+    row, state_rows = (
+        shared.cohort.rows.shape[1] * task.dtype.itemsize,
+        len(task.algorithm.start(shared.server.row[:1])),
+    )
     on_cpu = task.device.type == "cpu"
     captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
     clips = task.experiment.local.clip_norm is not None
-    gradients = 1 + clips + 2 * (task.schedule.accumulate > 1)  # and joined, and their sums
-    made = (gradients if on_cpu else 3 + kept) * row + 2 * task.schedule.batch_size * probe.sample_bytes
-    row_bytes = (2 + 2 * kept) * row + (2 if captured else 1) * made
+    gradients = 1 + clips + 2 * (task.schedule.accumulate > 1)  # plus the concatenated gradients and their sums
+    made = (gradients if on_cpu else 3 + state_rows) * row + 2 * task.schedule.batch_size * probe.sample_bytes
+    row_bytes = (2 + 2 * state_rows) * row + (2 if captured else 1) * made
     most = math.inf
     if on_cpu:
         most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row)))

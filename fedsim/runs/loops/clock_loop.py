@@ -85,7 +85,10 @@ class ClockLoop:
 
 
 def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:
-    """The fields of a round's record that say what the workers did; the bytes are those of one model or gradient."""
+    """Return the fields of a round's record that say what the workers did.
+
+    The bytes are those of one model or gradient.
+    """
     cohort = sorted(stats.samples)
     return {
         "cohort": cohort,
@@ -97,7 +100,7 @@ def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]
 
 
 def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) -> AsyncRecord:
-    """The asynchronous part of a round's record."""
+    """Return the asynchronous part of a round's record."""
     staleness = {str(tau): count for tau, count in sorted(stats.staleness.items())}
     return AsyncRecord(
         updates=updates, arrivals=arrivals, staleness=staleness, buffered=buffered, discarded=stats.discarded
@@ -118,7 +121,7 @@ def _source_of(
     bytes_up: int,
     bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
-    """The source of the order of events: delays, or the log of a race."""
+    """Return the source of the event order: simulated delays, or the recorded log of a race."""
     clock = experiment.clock
     if clock.replay_log is not None:
         return LoggedOrder(

@@ -26,7 +26,7 @@ class Loop(Protocol):
         """Run one round, counted from 1; rounds are run in order."""
 
     def state(self) -> Snapshot:
-        """The state that the next round depends on."""
+        """Return the state that the next round depends on."""
 
     def resume(self, state: Snapshot) -> None:
         """Continue from the state of a loop of the same experiment."""
@@ -45,7 +45,7 @@ def loop_of(
     keep_log: Callable[[bytes], object] | None = None,
     keep_results: Callable[[WorkerResults], object] | None = None,
 ) -> Loop:
-    """The loop of a run.
+    """Return the loop of a run.
 
     Args:
         keep_log: is given the log of a race.

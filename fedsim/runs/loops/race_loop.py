@@ -40,12 +40,12 @@ KeepLog = Callable[[bytes], object]
 
 @dataclass(frozen=True)
 class RaceRoundResult:
-    """The result of a round of one run.
+    """Result of one round of one run of a race.
 
     Attributes:
-        work: the sum over the processes.
+        work: losses, times and counts, summed over the processes.
         lost: number of overwritten updates, by the loss counters.
-        test: of the global model.
+        test: test result of the global model.
     """
 
     work: ProcessResult
@@ -158,9 +158,9 @@ class RaceLoop:
         if run == self._current:
             return
         tensors = self._tensors().values()
-        for saved, other, tensor in zip(self._states[self._current], self._states[run], tensors, strict=True):
+        for saved, next_state, tensor in zip(self._states[self._current], self._states[run], tensors, strict=True):
             saved.copy_(tensor)
-            tensor.copy_(other)
+            tensor.copy_(next_state)
         self._current = run
 
     def _tensors(self) -> dict[str, Tensor]:
