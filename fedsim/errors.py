@@ -30,11 +30,11 @@ class ExperimentError(FedsimError, ValueError):
 
     Args:
         lines: error lines, which start with the wrong key: `aggregate.f = 9: must be ...`, `clock: needs ...`.
-        source: file that contains the experiment; each line then starts with this file.
+        source: file that contains the experiment. Each line then starts with this file.
 
     Attributes:
         lines: at most MAX_PROBLEMS error lines, and one line that counts the remaining problems.
-        keys: key of each line; "" for a line without a key.
+        keys: key of each line. "" for a line without a key.
         key: key of the first line.
 
     >>> error = ExperimentError("aggregate.f = 9: must be at most 3", source="my.toml")
@@ -59,8 +59,8 @@ class DivergedError(ExperimentError):
 
     Args:
         problem: what contains NaN or infinity, as a sentence.
-        remedy: what to change; "" if unknown.
-        round: round in which the problem occurred; None if unknown.
+        remedy: what to change. "" if unknown.
+        round: round in which the problem occurred. None if unknown.
 
     >>> str(DivergedError("an update contains NaN", "reduce local.lr", 3))
     'round 3: an update contains NaN; reduce local.lr'
@@ -121,7 +121,7 @@ class ProcessLostError(WorkerError):
     Attributes:
         why: what happened to the process, as the predicate of a sentence: "was killed by SIGKILL".
         process: number of the process.
-        worker: worker that the process was training; None if it was training no worker or several at once.
+        worker: worker that the process was training. None if it was training no worker or several at once.
     """
 
     def __init__(self, line: str, why: str, process: int, worker: int | None) -> None:

@@ -46,13 +46,13 @@ class LoggedRun:
     """Information about a run that a logger receives before the first round.
 
     Attributes:
-        name: name of the run folder, or of the experiment if there is no folder; the id of a run in a comparison.
+        name: name of the run folder, or of the experiment if there is no folder. In a comparison, the id of the run.
         group: name of the experiment, shared by all runs of a comparison.
         settings: settings of the experiment by dotted key, as Booleans, numbers and strings.
-        id: 32 hexadecimal digits, different for each run; a resumed run keeps its id.
+        id: 32 hexadecimal digits, different for each run. A resumed run keeps its id.
         resumed: whether the run was resumed, so that a tracker may already have its first part under this id.
-        done: number of rounds finished before the run was resumed; later rounds of the first part are repeated.
-        folder: run folder; None if there is none.
+        done: number of rounds finished before the run was resumed. Later rounds of the first part are repeated.
+        folder: run folder. None if there is none.
     """
 
     name: str
@@ -69,7 +69,7 @@ class LoggedRun:
 def tensorboard(run: LoggedRun) -> Iterator[Log]:
     """TensorBoard: write an event file to the run folder. `records.tensorboard = true` has the same effect.
 
-    `tensorboard --logdir runs` shows all runs; its tab HPARAMS compares them by settings. The event file is created in
+    `tensorboard --logdir runs` shows all runs. Its tab HPARAMS compares them by settings. The event file is created in
     the first round. A round that cannot be written completely is not written at all. `SummaryWriter` is not used,
     because it writes in a thread and loses errors. TensorBoard hides rounds that a resumed run repeats. Without a run
     folder nothing is written.
@@ -120,7 +120,7 @@ def wandb(run: LoggedRun, *, project: str = "fedsim", mode: Literal["offline", "
     Files are written to the folder `wandb` in the working directory, or in WANDB_DIR if this variable is set.
 
     Args:
-        run: the run; a resumed run continues the W&B run with the same id.
+        run: the run. A resumed run continues the W&B run with the same id.
         project: W&B project.
         mode: "offline", or "online" to send each round to the server set by `wandb login` or WANDB_BASE_URL.
     """
@@ -146,7 +146,7 @@ def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
     """MLflow: log to the server in MLFLOW_TRACKING_URI, or to files in the working directory that `mlflow ui` shows.
 
     Args:
-        run: the run; a resumed run continues the MLflow run with the same id.
+        run: the run. A resumed run continues the MLflow run with the same id.
         experiment: MLflow experiment.
     """
     package = import_extra("mlflow", extra="mlflow", purpose='the logger "mlflow"')
@@ -174,7 +174,7 @@ def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _ended(finish: Callable[[bool], object]) -> Iterator[None]:
-    """Call `finish(failed)` when the block ends; `failed` says whether an exception ended it."""
+    """Call `finish(failed)` when the block ends. `failed` is true if an exception ended the block."""
     try:
         yield
     except BaseException:

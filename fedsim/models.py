@@ -23,8 +23,8 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 class Net(nn.Module):
     """Small convolutional network with dropout, from PyTorch's Hogwild example (21,840 parameters).
 
-    Two 5x5 convolutions with 10 and 20 channels, each followed by 2x2 max pooling; channel dropout; fully connected
-    layers with 50 and 10 units; log-softmax.
+    Two 5x5 convolutions (10 and 20 channels), each with 2x2 max pooling, are followed by channel dropout and two fully
+    connected layers (50 and 10 units). The output is a log-softmax.
 
     Args:
         dropout: dropout probability, 0 <= dropout < 1.
@@ -55,8 +55,8 @@ class Net(nn.Module):
 def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
     """Convolutional network of McMahan et al. 2017 (FedAvg): 1,663,370 parameters on MNIST.
 
-    Two 5x5 convolutions ("same" padding) with 32 and 64 channels, each followed by 2x2 max pooling; fully connected
-    layers with 512 and 10 units; logits.
+    Two 5x5 convolutions ("same" padding, 32 and 64 channels), each with 2x2 max pooling, are followed by two fully
+    connected layers (512 and 10 units). The output is logits.
 
     Args:
         channels: number of channels of the images [batch, channels, 28, 28].
@@ -75,10 +75,10 @@ def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
 
 @model("2nn")
 def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Sequential:
-    """Multilayer perceptron of McMahan et al. 2017: 784-200-200-10, 199,210 parameters; logits.
+    """Multilayer perceptron of McMahan et al. 2017 (784-200-200-10, 199,210 parameters) that outputs logits.
 
     Args:
-        inputs: number of values per sample; inputs [batch, ...] are flattened.
+        inputs: number of values per sample. Inputs [batch, ...] are flattened.
         hidden: width of both hidden layers.
         classes: number of classes.
 
@@ -94,12 +94,12 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
 
 @model("2nn_bn")
 def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
-    """`2nn` with batch normalisation after each hidden linear layer: 200,010 parameters on MNIST; logits.
+    """`2nn` with batch normalisation after each hidden linear layer (200,010 parameters on MNIST).
 
     The running statistics are buffers. A training batch must have at least two samples.
 
     Args:
-        inputs: number of values per sample; inputs [batch, ...] are flattened.
+        inputs: number of values per sample. Inputs [batch, ...] are flattened.
         hidden: width of both hidden layers.
         classes: number of classes.
 
@@ -112,10 +112,10 @@ def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: 
 
 @model("logistic")
 def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Module:
-    """Multinomial logistic regression, initialised with zeros: 7,850 parameters on MNIST; logits.
+    """Multinomial logistic regression, initialised with zeros (7,850 parameters on MNIST).
 
     Args:
-        inputs: number of values per sample; inputs [batch, ...] are flattened.
+        inputs: number of values per sample. Inputs [batch, ...] are flattened.
         classes: number of classes.
 
     >>> fedsim.models.logistic(inputs=2, classes=3)(torch.ones(1, 2))

@@ -79,7 +79,7 @@ class Experiment(Table):
     """Device for training and tests: `auto`, `cpu`, `cuda`, `cuda:1`, ..."""
     precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
     """`float32` or `float64` for all values and arithmetic. `tf32` (on CUDA) or `bf16` (autocast) lower the precision
-    of training only; model parameters stay float32."""
+    of training only. Model parameters stay float32."""
     cuda_graphs: bool | None = None
     """Whether `batched` on CUDA records training steps as a CUDA graph and replays the graph. Unset: where possible."""
     mode: Literal["rounds", "clock", "race"] = "rounds"
@@ -158,7 +158,7 @@ class Experiment(Table):
 
     @property
     def byzantine(self) -> list[int]:
-        """Byzantine workers in ascending order; empty with `attack.resample` or `attack.by_class`."""
+        """Byzantine workers in ascending order. Empty with `attack.resample` or `attack.by_class`."""
         attack, count = self.attack, self.attack.count(self.workers)
         if attack.workers is not None:
             return sorted(attack.workers)
@@ -189,7 +189,7 @@ class Experiment(Table):
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
-        """How a round treats rows with NaN or infinity. `stop` is "error" here; the run ends after the failed round."""
+        """How a round treats rows with NaN or infinity. `stop` is "error" here. The run ends after the failed round."""
         return "error" if self.aggregate.nonfinite == "stop" else self.aggregate.nonfinite
 
     @property
@@ -204,35 +204,35 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """Setting that makes ranks exchange the gradient of each worker; None if ranks may average gradients."""
+        """Setting that makes ranks exchange the gradient of each worker, or None if ranks may average gradients."""
         return what_needs_rows(self)
 
     @property
     def gradient_hook(self) -> CommunicationHook | None:
-        """Hook that averages the gradients of the ranks; None if the rule needs the rows of single workers."""
+        """Hook that averages the gradients of the ranks, or None if the rule needs the rows of single workers."""
         ranks = engine.get(self.engine).target.traits.ranks
         averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
         return self.distributed.hook.component if averages else None
 
     @property
     def local_lr(self) -> float | None:
-        """Learning rate of the client algorithm; None if the algorithm has no parameter `lr`."""
+        """Learning rate of the client algorithm, or None if the algorithm has no parameter `lr`."""
         return self.local.params.get("lr")
 
     @cached_property
     def local_schedule(self) -> LRSchedule | None:
-        """Schedule of `local_lr`; None if the learning rate is constant."""
+        """Schedule of `local_lr`, or None if the learning rate is constant."""
         per, steps = self.local.schedule.per, self.local.steps
         steps_of_a_round = steps if isinstance(steps, int) else None
         return self.local.schedule.schedule(self.rounds if per == "round" else steps_of_a_round, per)
 
     @cached_property
     def server_schedule(self) -> LRSchedule | None:
-        """Schedule of the server optimizer's learning rate; None if the learning rate is constant."""
+        """Schedule of the server optimizer's learning rate, or None if the learning rate is constant."""
         return self.server.schedule.schedule(self.rounds)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """Return the learning rate of the client algorithm in a step (from 0) of a round; None if there is none."""
+        """Return the learning rate of the client algorithm in a step (from 0) of a round, or None if there is none."""
         lr, schedule = self.local_lr, self.local_schedule
         return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 
@@ -280,7 +280,7 @@ def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
 
     Args:
         experiment: experiment with checked tables.
-        varied: dotted keys that a comparison varies; parts that depend on these keys are left out.
+        varied: dotted keys that a comparison varies. Parts that depend on these keys are left out.
     """
     policy, rule, algorithm = experiment.policy, experiment.aggregate.rule, experiment.local.algorithm
     stages = rule if isinstance(rule, list) else [rule]

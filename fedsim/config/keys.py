@@ -87,7 +87,7 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
 
 
 def table_of(annotation: Any) -> type[Table] | None:
-    """Return the table class in the annotation of a table or a list of tables; None for other annotations."""
+    """Return the table class in the annotation of a table or a list of tables, or None for other annotations."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Table):
             return kind

@@ -33,8 +33,8 @@ def load_experiment(
     Args:
         source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the name
             of a built-in experiment (`fedsim list experiments`), or None for the default experiment.
-        overrides: words `key=value` with dotted keys. Values are read as TOML; any other text is a string.
-        allow_imports: whether a file may import any Python code; see `fedsim.core.import_policy`. Import paths in
+        overrides: words `key=value` with dotted keys. Values are read as TOML. Any other text is a string.
+        allow_imports: whether a file may import any Python code. See `fedsim.core.import_policy`. Import paths in
             `overrides`, tables and Experiments are always imported.
         changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
 

@@ -101,7 +101,7 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 
 def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
-    """Return the component table of a key (or None), and the key parts inside it; [] for the table itself."""
+    """Return the component table of a key (or None), and the key parts inside it, or [] for the table itself."""
     for depth in range(len(keys), 0, -1):
         if table := component_tables().get(".".join(keys[:depth])):
             return table, list(keys[depth:])

@@ -422,7 +422,7 @@ class Distributed(Table):
     """Settings of the engine `distributed`."""
 
     backend: str | None = None
-    """Backend of torch.distributed. Unset: nccl on CUDA; gloo on CPUs and for ranks that share a GPU."""
+    """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
     timeout: PositiveFloat = 60.0
     """Seconds without a heartbeat after which a rank counts as lost. All ranks must also join within this time."""
     init_method: Annotated[

@@ -44,8 +44,8 @@ class SourceTable:
         keys: names of the keys, including nested tables.
         tables: nested tables by key.
         lists: for each key that contains a list of tables, the table in the list.
-        kind: kind of component that the table names; None if the table names no component.
-        named_by: key that names the component; "" if the table names no component.
+        kind: kind of component that the table names. None if the table names no component.
+        named_by: key that names the component. "" if the table names no component.
         default: default value of the key `named_by`.
         takes_list: whether the key `named_by` may also be a list of names and tables.
         alternatives: mutually exclusive keys.
@@ -257,6 +257,6 @@ def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the name in `name`, `module.name` or `name(...)`; "" for other expressions."""
+    """Return the name in `name`, `module.name` or `name(...)`, or "" for other expressions."""
     node = node.func if isinstance(node, ast.Call) else node
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -159,7 +159,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting that makes ranks exchange the gradient of each worker; None if ranks may average gradients."""
+    """Return the setting that makes ranks exchange each worker's gradient, or None if ranks may average gradients."""
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,

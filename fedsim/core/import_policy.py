@@ -53,7 +53,7 @@ def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed:
     """Treat all values inside the block as values of an untrusted file, except the trusted values.
 
     Args:
-        file: the file that was read; None if all values come from the user.
+        file: the file that was read. None if all values come from the user.
         trusted: values that the user passed in addition to the file.
         allowed: whether the user allows all imports.
     """

@@ -223,7 +223,7 @@ def regression(
     [batch]. Cost: a few passes over the outputs.
 
     Args:
-        loss: "mse" is x^2 for an error x; "l1" is |x|; "huber" is x^2 / 2 if |x| <= delta, otherwise
+        loss: "mse" is x^2 for an error x, "l1" is |x|, and "huber" is x^2 / 2 if |x| <= delta, otherwise
             delta (|x| - delta / 2) (Huber 1964). As in `torch.nn.functional`.
         delta: threshold for "huber", > 0.
 
@@ -292,7 +292,7 @@ class LossTask:
     Attributes:
         name: name of the loss, for error messages.
         function: loss function, or function that creates a loss module.
-        takes: parameters of the loss function that fedsim sets, starting with outputs and targets; empty if `function`
+        takes: parameters of the loss function that fedsim sets, starting with outputs and targets. Empty if `function`
             creates a module.
     """
 

@@ -4,7 +4,7 @@ A metric is a function of the model outputs for all test samples and of their ta
 its configuration. A class with the methods `update(outputs, targets)` and `compute()`, such as a torchmetrics class, is
 also a metric. Its configuration consists of the constructor arguments.
 
-    outputs  [n, ...], in the dtype of the model parameters; [n, 1] is passed as [n] if targets are [n]
+    outputs  [n, ...], in the dtype of the model parameters. [n, 1] is passed as [n] if targets are [n]
     targets  [n] or [n, ...], as stored in the data set
 
 The attribute `higher_is_better` (True or False) of a metric tells comparisons which values are better. Without this
@@ -53,7 +53,7 @@ class OutputMetric(Component):
     Attributes:
         label: name in the records.
         accumulates: whether `function` creates an object with `update` and `compute`.
-        higher_is_better: attribute `higher_is_better` of the function or class, as in torchmetrics; None if missing.
+        higher_is_better: attribute `higher_is_better` of the function or class, as in torchmetrics. None if missing.
     """
 
     label: str
@@ -201,7 +201,7 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
     outputs and 0 otherwise.
 
     Args:
-        outputs, targets: [n] or [n, outputs]; outputs [n, 1] are accepted for targets [n].
+        outputs, targets: [n] or [n, outputs]. Outputs [n, 1] are accepted for targets [n].
 
     >>> fedsim.core.metrics.r2(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
     tensor(0.5000)

@@ -58,7 +58,7 @@ def blocks(counter: Words, keys: Tensor) -> Words:
 def words(stream: Stream, count: int) -> Tensor:
     """Return the first `count` words of each stream, int64 [..., count], from 0 to 2^32 - 1, on the device of the keys.
 
-    The words do not depend on `count`. Cost: about 5 ns per word on one CPU core; about 100 kernels on a GPU.
+    The words do not depend on `count`. Cost: about 5 ns per word on one CPU core, about 100 kernels on a GPU.
     """
     return converted(stream, count, lambda words: words)[..., :count]
 

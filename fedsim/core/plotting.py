@@ -34,10 +34,10 @@ class FigureStyle:
     """Layout of a figure.
 
     Attributes:
-        file: matplotlib style file; None: the user's settings.
-        titled: whether the figure has a title; a figure in a paper has a caption instead.
+        file: matplotlib style file. None: the user's settings.
+        titled: whether the figure has a title. Figures in papers have a caption instead.
         dpi: resolution of PNG files.
-        widths: widths in inches of a figure with one panel and of a figure with several panels; the legend is then
+        widths: widths in inches of a figure with one panel and of a figure with several panels. The legend is then
             above the panels. None: wide enough for the panels and a legend beside them.
     """
 

@@ -107,7 +107,7 @@ class Draws:
         return self._drawn(2 * n, philox.to_keys, (n,)).sort(stable=True).indices
 
     def choice(self, n: int, count: int) -> Tensor:
-        """Draw `count` of the numbers from 0 to n - 1 without replacement; ascending, int64 [count].
+        """Draw `count` of the numbers from 0 to n - 1 without replacement, ascending, int64 [count].
 
         Cost: drawing n words and selecting the `count` smallest. If n >= 64 count: drawing 4 count + 128 words and
         sorting half as many numbers. Nothing is drawn if count = n.
@@ -197,12 +197,12 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:
-    """Draw the cohort of a round: `size` of `n_workers` workers without replacement; ascending, int64 [size]."""
+    """Draw the cohort of a round: `size` of `n_workers` workers without replacement, ascending, int64 [size]."""
     return sample_workers(numpy_generator(seed, "cohort", round), n_workers, size)
 
 
 def sample_workers(rng: np.random.Generator, n_workers: int, size: int) -> np.ndarray:
-    """Draw `size` of `n_workers` workers without replacement; ascending, int64 [size].
+    """Draw `size` of `n_workers` workers without replacement, ascending, int64 [size].
 
     Nothing is drawn if size = n_workers. Cost: O(size log size). If size is at least n_workers / 20, NumPy's `choice`
     also creates an array of all workers.

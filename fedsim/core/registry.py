@@ -44,7 +44,7 @@ class Registration:
         kind: kind of component for error messages, such as `aggregation rule`.
         name: registered name or import path.
         target: function, class, or instance of a dataclass.
-        takes: inputs that the simulator passes; the value of each name says whether the input is required.
+        takes: inputs that the simulator passes. The value of each name says whether the input is required.
         siblings: all registered components of the same kind.
     """
 
@@ -131,7 +131,7 @@ class Component:
     Attributes:
         function: function with its parameters, or instance of a dataclass.
         name: name of the component.
-        accepts: inputs of the component; the value of each name says whether the input is required.
+        accepts: inputs of the component. The value of each name says whether the input is required.
     """
 
     function: Callable[..., Any]
@@ -186,8 +186,8 @@ class Registry:
         inputs: names of the inputs that the simulator can pass.
         traits: attributes of a component that the decorator can set, such as `columnwise` of a rule.
         accepts: objects that can be a component, for error messages.
-        base: base class of all components, which must be dataclasses; None: any callable is accepted.
-        component: class of a component with its parameters; None: the result of `Registration.bind`.
+        base: base class of all components, which must be dataclasses. None: any callable is accepted.
+        component: class of a component with its parameters. None: the result of `Registration.bind`.
 
     >>> rule = Registry("aggregation rule", inputs=("updates", "weights"))
     >>> @rule("first")

@@ -111,7 +111,7 @@ class Layout:
             parameter.grad = grad_row[entry.span].view(entry.shape)
 
     def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
-        """Return the name of a parameter that is not a view of `row`, or its `.grad` of `grad_row`; None if all are."""
+        """Return the first parameter that is no longer bound to these rows, or None if all parameters are bound."""
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]
@@ -192,7 +192,7 @@ def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, roun
 
     Args:
         global_buffers: [b].
-        finite_at_start: bool [b]; initial buffers may be infinite, for example attention masks.
+        finite_at_start: bool [b]. Initial buffers may be infinite, for example attention masks.
     """
     finite = global_buffers.isfinite() | ~finite_at_start
     if not bool(finite.all()):
@@ -208,7 +208,7 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
     Args:
         global_row: [d].
         rows: [n, d] (or one row [d]), overwritten.
-        index: rows to overwrite; see `index_of`.
+        index: rows to overwrite. See `index_of`.
     """
     rows[index] = global_row
 
@@ -218,7 +218,7 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
 
     Args:
         gradients: [..., d].
-        max_norm: maximum norm, > 0; None: do not clip.
+        max_norm: maximum norm, > 0. None: do not clip.
 
     >>> from fedsim.core.rows import clip_rows
     >>> rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])

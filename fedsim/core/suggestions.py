@@ -49,7 +49,7 @@ VOCABULARY = Vocabulary()
 def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
     """Return the hint for a name that is not allowed: `did you mean "x"?`, or the list of allowed names.
 
-    `is_component`: whether the name should be a component; then components of other kinds are suggested too.
+    `is_component`: whether the name should be a component. Then components of other kinds are suggested too.
     """
     allowed = list(allowed)
     known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
@@ -64,7 +64,7 @@ def nearest_key(
     Args:
         name: unknown key.
         allowed: keys of the table.
-        place: table that contains the key, such as `local`; "" for top-level keys.
+        place: table that contains the key, such as `local`. "" for top-level keys.
         elsewhere: keys of other tables, each with the dotted keys to suggest.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
@@ -252,7 +252,7 @@ def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]
 
 
 def _as_import_path(name: str) -> str | None:
-    """Return the import path that a file path or dotted name stands for, with a remark; None for other names."""
+    """Return the import path that a file path or dotted name stands for, with a remark, or None for other names."""
     file, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         file, attribute = name, "NAME"

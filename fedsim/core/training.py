@@ -103,10 +103,10 @@ def train_epoch(
         model: any module that maps inputs [batch, ...] to logits or log-probabilities [batch, classes].
         batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
         optimizer: any `torch.optim.Optimizer` over the model's parameters.
-        loss: mean loss as a function of (outputs, targets); the default is for logits or log-probabilities.
+        loss: mean loss as a function of (outputs, targets). The default is for logits or log-probabilities.
         backward: function that computes the gradients, by default `fedsim.core.training.backward`.
 
-    Returns sums of the losses before each step; `.loss` is the mean loss.
+    Returns sums of the losses before each step. `.loss` is the mean loss.
     """
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
@@ -131,8 +131,8 @@ def test(
 
     Args:
         model, batches, loss: as in `train_epoch`.
-        correct: function of (outputs, targets) that returns a Boolean tensor of correct answers; None: count none.
-        counts: function of the targets that returns the number of answers per sample [batch]; `loss` is then a mean
+        correct: function of (outputs, targets) that returns a Boolean tensor of correct answers. None: count none.
+        counts: function of the targets that returns the number of answers per sample [batch]. `loss` is then a mean
             over answers. None: each sample has one answer.
     """
     model.eval()

@@ -24,7 +24,7 @@ def explain(
         error: validation error from pydantic.
         model: pydantic model that was validated.
         place: table of the experiment that holds the keys of the model.
-        elsewhere: keys of other tables, for hints; see `nearest_key`.
+        elsewhere: keys of other tables, for hints. See `nearest_key`.
     """
     lines: list[str] = []
     requirements: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and the allowed alternatives

@@ -52,7 +52,7 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
         arguments: objects that can be pickled, or that multiprocessing can pass to a starting process.
         name: name of the process.
         daemon: as in multiprocessing: the process cannot have children, and Python ends it at exit.
-        fork: whether to fork (see `can_fork`), which takes about 10 ms; otherwise a new Python imports everything.
+        fork: whether to fork (see `can_fork`), which takes about 10 ms. Otherwise a new Python imports everything.
 
     Raises WorkerError if the system does not start another process. The message names the limit that was reached.
     """

@@ -52,7 +52,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _why_no_gpu(device: torch.device) -> str:
-    """Return a possible reason why there is no CUDA device, for an error message; "" if there is one."""
+    """Return a possible reason why there is no CUDA device, for an error message, or "" if there is one."""
     if device.type != "cuda" or torch.cuda.is_available():
         return ""
     if torch.version.cuda is None and torch.version.hip is None:
@@ -61,7 +61,7 @@ def _why_no_gpu(device: torch.device) -> str:
 
 
 def why_gpu_is_unused() -> str:
-    """Return why PyTorch does not use the NVIDIA GPU of this machine; "" if it does, or if there is no GPU."""
+    """Return why PyTorch does not use the NVIDIA GPU of this machine, or "" if it does, or if there is no GPU."""
     displays = (folder for folder in PCI.glob("*") if _read(folder / "class").startswith("0x03"))
     if torch.cuda.is_available() or not any(_read(folder / "vendor").strip() == NVIDIA for folder in displays):
         return ""
@@ -187,7 +187,7 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 
 def total_memory() -> float:
-    """Return the main memory of the machine or of the container, whichever is less, in bytes; infinite if unknown."""
+    """Return the main memory of the machine or of the container, whichever is less, in bytes (infinite if unknown)."""
     total = _bytes_of_machine("MemTotal")
     for group in _cgroups():
         with contextlib.suppress(OSError, ValueError):  # no container, or "max" for no limit
@@ -196,7 +196,7 @@ def total_memory() -> float:
 
 
 def free_memory() -> float:
-    """Return the free main memory in the machine and in the container, in bytes; infinite if unknown."""
+    """Return the free main memory in the machine and in the container, in bytes (infinite if unknown)."""
     free = _bytes_of_machine("MemAvailable")
     for group in _cgroups() if free < math.inf else ():
         with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max" for no limit
@@ -208,7 +208,7 @@ def free_memory() -> float:
 
 
 def _bytes_of_machine(name: str) -> float:
-    """Return an entry of /proc/meminfo in bytes; infinite if missing."""
+    """Return an entry of /proc/meminfo in bytes (infinite if missing)."""
     numbers = (int(line.split()[1]) * 1024.0 for line in _read(MEMORY).splitlines() if line.startswith(name))
     return next(numbers, math.inf)
 

@@ -96,7 +96,7 @@ def unwritable_error(path: Path, error: OSError, needed: int | None = None) -> R
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """Return a remedy for a write error, as the end of the error line; "" if none is known."""
+    """Return a remedy for a write error, as the end of the error line, or "" if none is known."""
     if error.errno == errno.ENOSPC:
         asked = "" if needed is None else f", but {show_bytes(needed)} are needed"
         return f": {show_bytes(free_space(path))} are free{asked}; free some space, {ELSEWHERE}"
@@ -120,7 +120,7 @@ def require_space(folder: Path, needed: float, purpose: str) -> None:
 
 
 def free_space(path: Path) -> float:
-    """Return the bytes free for this user in the file system of a path, which may not exist; infinite if unknown."""
+    """Return the bytes free for this user in the file system of a path, which may not exist (infinite if unknown)."""
     with contextlib.suppress(OSError, StopIteration):
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         usage = shutil.disk_usage(existing)
@@ -194,7 +194,7 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
     Args:
         path: the file.
         most: maximum size in bytes.
-        inside: folder that must contain the file after links are resolved; None: any folder.
+        inside: folder that must contain the file after links are resolved. None: any folder.
 
     Raises OSError with a `strerror` that names the problem.
     """

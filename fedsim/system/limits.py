@@ -57,7 +57,7 @@ LIMITS = {
 
 
 def limit_hint(error: OSError) -> str:
-    """Return a hint for the end of an error line: the limit that was reached and how to raise it; "" if none."""
+    """Return a hint for the end of an error line: the limit that was reached and how to raise it, or "" if none."""
     limit = LIMITS.get(error.errno or 0)
     if limit is None or resource is None:
         return ""
@@ -68,7 +68,7 @@ def limit_hint(error: OSError) -> str:
 
 
 def describe_os_error(error: Exception) -> str | None:
-    """Describe a system error (file, memory, thread, device) with its limit in one line; None for other errors."""
+    """Describe a system error (file, memory, thread, device) with its limit in one line, or None for other errors."""
     if isinstance(error, OSError):
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror or one_line(error)}{limit_hint(error)}"

@@ -44,7 +44,7 @@ class Message:
             self.data = _dumps(content)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Return the index of a file. multiprocessing calls this for each pickled file; see `_collecting`."""
+        """Return the index of a file. multiprocessing calls this for each pickled file. See `_collecting`."""
         if descriptor not in self.descriptors:
             self.descriptors.append(descriptor)
         return self.descriptors.index(descriptor)
@@ -141,7 +141,7 @@ class _File:
         self._index = index
 
     def detach(self) -> int:
-        """Return a duplicate of the file's descriptor; the caller closes it."""
+        """Return a duplicate of the file's descriptor. The caller must close it."""
         return os.dup(_received.get()[self._index])
 
 

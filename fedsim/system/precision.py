@@ -26,7 +26,7 @@ class Precision:
     Attributes:
         name: name in an experiment.
         rows: dtype of rows and of the loss.
-        autocast: dtype for `torch.autocast` in the forward pass of training; None: no autocast.
+        autocast: dtype for `torch.autocast` in the forward pass of training. None: no autocast.
         tf32: whether matrix products and convolutions in training may round float32 inputs to TF32, on CUDA.
     """
 
