@@ -155,12 +155,18 @@ def list_components(kinds: Iterable[str], columns: int | None = None, search: st
             for registration in registry_of(kind)
             if has_words(search, registration.name, inspect.getdoc(registration.target) or "")
         ]
-        if not components:
+        families = {
+            f"{prefix}:NAME": (inspect.getdoc(make) or "").split("\n", 1)[0]
+            for prefix, make in registry_of(kind).families.items()
+            if has_words(search, prefix, inspect.getdoc(make) or "")
+        }
+        if not components and not families:
             continue
         lines = [f"{kind} ({COMPONENTS[kind][0]})"]
         for registration in components:
             lines.append(hang(f"  {registration.name:<{NAME_COLUMNS}} ", registration.summary, columns))
             lines += [f"{'':<{NAME_COLUMNS + 3}}{line}" for line in _parameter_lines(registration)]
+        lines += [hang(f"  {name:<{NAME_COLUMNS}} ", summary, columns) for name, summary in families.items()]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

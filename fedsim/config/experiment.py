@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from fedsim.aggregation import Pipeline
@@ -25,6 +26,8 @@ from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import Name, own_copy, plain
 from fedsim.core.validation_errors import explain
+from fedsim.data.sources import load_dataset_once
+from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, engine
 from fedsim.engines.distributed.hooks import CommunicationHook
 from fedsim.errors import MAX_NAME, ExperimentError, show
@@ -52,7 +55,7 @@ class Experiment(Table):
     rounds: Amount = 10
     """Number of rounds."""
     workers: Amount = 4
-    """Number of workers."""
+    """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard."""
     cohort: Amount | None = None
     """Number of workers that take part in each round. Unset: all workers."""
     engine: Name = DEFAULT_ENGINE
@@ -121,6 +124,8 @@ class Experiment(Table):
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:
+            if "workers" not in tables and (count := count_workers(tables)):
+                tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
@@ -263,6 +268,23 @@ class Experiment(Table):
     def resolved(self) -> dict[str, Any]:
         """Return all keys with their values as nested tables. Defaults are included, unset keys are not."""
         return _without_unset(self.model_dump(mode="json"))
+
+
+def count_workers(tables: Mapping[str, Any]) -> int | None:
+    """Return the number of workers that the partition of an experiment decides, or None if it decides none."""
+    if "partition" not in tables:
+        return None
+    partition = schema.Partition.model_validate(tables["partition"])
+    count = getattr(partition.component, "count_workers", None)
+    if count is None:
+        return None
+
+    def ids() -> Mapping[str, np.ndarray]:
+        data = schema.Data.model_validate(tables.get("data", {}))
+        train, _ = load_dataset_once(data.name, data.root, data.params)
+        return split_validation(train, data.validation_fraction, tables.get("seed", 0))[0].ids
+
+    return count(ids)
 
 
 def _without_unset(value: Any) -> Any:

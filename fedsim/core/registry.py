@@ -46,6 +46,7 @@ class Registration:
         target: function, class, or instance of a dataclass.
         takes: inputs that the simulator passes. The value of each name says whether the input is required.
         siblings: all registered components of the same kind.
+        imported: whether `name` is an import path or the name of an object, so that processes import it again.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Registration:
     target: Any
     takes: dict[str, bool] = dataclasses.field(default_factory=dict)
     siblings: Iterable[Registration] = dataclasses.field(default=(), repr=False, compare=False)
+    imported: bool = False
 
     @functools.cached_property
     def parameters(self) -> type[BaseModel]:
@@ -115,7 +117,7 @@ class Registration:
         """Return the component with its parameters, which can be pickled. A dataclass gives an instance."""
         if dataclasses.is_dataclass(self.target):
             return self.target(**params) if isinstance(self.target, type) else self.target
-        if isinstance(self.name, ObjectName) or ":" in self.name:
+        if self.imported:
             return Imported(self.name, params)
         return functools.partial(self.target, **params)
 
@@ -204,6 +206,7 @@ class Registry:
     base: type | None = None
     component: type[Component] | None = None
     _components: dict[str, Registration] = dataclasses.field(default_factory=dict, init=False)
+    families: dict[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str, **traits: Any) -> Callable[[Callable[..., Any]], Any]:
         """Return a decorator that registers a function or class under `name` and sets its `traits`."""
@@ -217,6 +220,18 @@ class Registry:
             for trait, value in traits.items():
                 setattr(target, trait, value)
             return target
+
+        return register
+
+    def family(self, prefix: str) -> Callable[[Callable[[str], Any]], Any]:
+        """Return a decorator that registers the components `prefix:NAME` of another library.
+
+        The decorated function returns the component for NAME. It raises LookupError, with a hint, if there is none.
+        """
+
+        def register(make: Callable[[str], Any]) -> Callable[[str], Any]:
+            self.families[prefix] = make
+            return make
 
         return register
 
@@ -238,13 +253,20 @@ class Registry:
             raise ExperimentError(f"{where}: must be a name")
         if name in self._components:
             return self._components[name]
+        prefix, _, member = name.partition(":")
+        if prefix in self.families and not isinstance(name, ObjectName):
+            try:
+                return self._registration(name, self.families[prefix](member))
+            except LookupError as error:
+                raise ExperimentError(f"{where}: {error.args[0]}") from None
         if not isinstance(name, ObjectName) and (
             line := component_name_error(self.kind, name, where, self._components)
         ):
             raise ExperimentError(line)
         try:
             target = import_object(name)
-            registration = self._registration(name_of(target) if name.startswith("__main__:") else name, target)
+            name = name_of(target) if name.startswith("__main__:") else name
+            registration = dataclasses.replace(self._registration(name, target), imported=True)
             registration.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
             return registration
         except ImportRefusedError as error:

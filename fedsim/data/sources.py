@@ -7,6 +7,7 @@ A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
         if not data.targets.isfinite().all():
             raise DataError(f"data.name = {show(name)}: has a {part} target that is not finite")
     return train, test
+
+
+_loaded: dict[str, tuple[TensorData, TensorData]] = {}  # at most one data set, until a run takes it
+
+
+def load_dataset_once(
+    name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
+) -> tuple[TensorData, TensorData]:
+    """Return a data set as `load_dataset`, and keep it for the run that follows, which takes it with `take=True`."""
+    key = repr((name, root, sorted(params.items())))
+    data = _loaded.get(key) or load_dataset(name, root, **params)
+    _loaded.clear()
+    if not take:
+        _loaded[key] = data
+    return data
 
 
 def _read(data: Any, name: str) -> TensorData:

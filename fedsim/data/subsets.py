@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
+from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
 from fedsim.errors import ExperimentError
 
@@ -138,7 +139,7 @@ def dataset_split(
     seed: int = 0,
     subset_transform: Callable[[Any], Any] | None = None,
     *,
-    ids: Sequence[Any] | np.ndarray | None = None,
+    ids: Ids = None,
     **params: Any,
 ) -> list[CustomSubset]:
     """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import described
+from fedsim.data.partitions.ids import id_columns
 from fedsim.errors import DataError
 
 TARGET_KEYS = "label", "labels", "target", "targets"
@@ -29,7 +30,8 @@ class TensorData(Dataset):
         targets: class labels int64 [n]; or numbers [n, ...], such as tokens (int64) or measured values (floating).
         scale, shift: samples are `input * scale + shift`; scalars or one value per channel.
         dtype: of the samples.
-        ids: the writer or user of each sample, [n], for the partition `natural`; None: unknown.
+        ids: owners of the samples, such as {"writer": array [n]}, for the partition `natural`; several columns are
+            possible; empty: unknown.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -41,7 +43,7 @@ class TensorData(Dataset):
     scale: float | tuple[float, ...] = 1.0
     shift: float | tuple[float, ...] = 0.0
     dtype: torch.dtype = torch.float32
-    ids: np.ndarray | None = None
+    ids: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
@@ -120,7 +122,7 @@ class TensorData(Dataset):
     def take(self, positions: np.ndarray) -> TensorData:
         """Return a new data set of the samples at these positions."""
         index = torch.from_numpy(positions).to(self.inputs.device)
-        ids = None if self.ids is None else self.ids[positions]
+        ids = {name: column[positions] for name, column in self.ids.items()}
         inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
         return replace(self, inputs=inputs, targets=targets, ids=ids)
 
@@ -170,8 +172,7 @@ def as_tensor_data(data: Any) -> TensorData:
         samples = [as_pair(data[index], index) for index in range(len(data))]
         inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
-    ids = getattr(data, "ids", None)
-    ids = None if ids is None else np.asarray(ids)
+    ids = id_columns(getattr(data, "ids", None))
     if inputs.dtype == torch.uint8:
         return TensorData(inputs, targets, scale=1 / 255, ids=ids)
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)

@@ -63,7 +63,7 @@ class RunData:
         """Return the data of a run on a device; the other arguments are attributes of the class."""
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
-        train, test, validation = (replace(data, ids=None).to(device, dtype) for data in (train, test, validation))
+        train, test, validation = (replace(data, ids={}).to(device, dtype) for data in (train, test, validation))
         return cls(
             train=train,
             test=test,

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fedsim.data import TensorData, load_dataset
+from fedsim.data import TensorData
+from fedsim.data.sources import load_dataset_once
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
 from fedsim.errors import FedsimError
@@ -61,7 +62,7 @@ class Session:
         if key not in self._data:
             while len(self._data) >= MOST_DATA_SETS:
                 del self._data[next(iter(self._data))]
-            train, test = load_dataset(name, root, **params)
+            train, test = load_dataset_once(name, root, params, take=True)
             self._data[key] = train.to(device, train.dtype), test.to(device, test.dtype)
         self._data[key] = self._data.pop(key)  # the most recently used one is last
         return self._data[key]

@@ -1,6 +1,13 @@
 """Partition strategies, which assign samples to workers."""
 
-from fedsim.data.partitions import dirichlet, features, labels, sizes, virtual  # noqa: F401  (registers the strategies)
+from fedsim.data.partitions import (  # noqa: F401  (registers the strategies)
+    dirichlet,
+    features,
+    given,
+    labels,
+    sizes,
+    virtual,
+)
 from fedsim.data.partitions.base import (
     Transform,
     partition,

@@ -1,9 +1,9 @@
 """Partition strategies: their registry, and the checks of every partition.
 
 A strategy is a function that returns a list of index arrays, one per worker. Its positional parameters receive by name:
-labels [n], n_workers, rng (all its draws), ids [n], and by_class (the ascending indices of each class); its
-keyword-only parameters are its configuration. Every result must be an exact disjoint cover of range(n) without an empty
-shard.
+labels [n], n_workers, rng (all its draws), ids (columns [n] by name), and by_class (the ascending indices of each
+class); its keyword-only parameters are its configuration. Every result must be an exact disjoint cover of range(n)
+without an empty shard. A strategy that is registered with `covers=False` may leave samples out.
 
 A strategy that accepts `worker` is VIRTUAL: it returns the index array of this worker, and `rng` is the worker's own.
 It is called when a shard is needed, so the number of workers is not limited; shards may overlap and need not cover the
@@ -12,6 +12,9 @@ draws, and `equal_sizes = True`, which says that all arrays have this length.
 
 A strategy that also changes samples is a frozen dataclass: its fields are the parameters, `__call__` is the function
 above, and `transforms(n_workers)` returns a sequence of one Transform (or None) per worker.
+
+A strategy that decides the number of workers, if the experiment leaves it out, is a frozen dataclass with a method
+`count_workers(ids)`, where `ids()` returns the columns of the training samples.
 """
 
 from __future__ import annotations
@@ -27,10 +30,15 @@ from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
 from fedsim.data.partitions.allocation import has_classes, samples_by_class
+from fedsim.data.partitions.ids import Ids, id_columns
 from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
 from fedsim.errors import ExperimentError, show
 
-partition_strategy = Registry("partition strategy", inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"))
+partition_strategy = Registry(
+    "partition strategy",
+    inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"),
+    traits=("covers",),
+)
 
 Transform = Callable[..., Tensor]  # like an augmentation, of images [batch, ...] and `draws` or `generator`
 
@@ -41,7 +49,7 @@ def partition(
     strategy: str = "contiguous",
     seed: int = 0,
     *,
-    ids: Sequence[Any] | np.ndarray | None = None,
+    ids: Ids = None,
     **params: Any,
 ) -> list[np.ndarray]:
     """Cut samples into one shard per worker.
@@ -51,7 +59,8 @@ def partition(
         n_workers: number of shards, 1 <= n_workers <= n (for a virtual strategy any number).
         strategy: a registered name, "package.module:function", or a function.
         seed: of all random draws.
-        ids: the writer or user of each sample, [n], numbers or strings, for strategies that need them.
+        ids: the owner of each sample (its writer or user), numbers or strings [n], for strategies that need them; or
+            several such columns by name.
         params: parameters of the strategy.
 
     Returns int64 index arrays, one per worker: an exact disjoint cover of range(n), none empty. Shards of a virtual
@@ -76,7 +85,7 @@ def partition_shards(
     strategy: str = "contiguous",
     seed: int = 0,
     *,
-    ids: Sequence[Any] | np.ndarray | None = None,
+    ids: Ids = None,
     **params: Any,
 ) -> Shards:
     """Like `partition`, but returns an object from which single shards are read; virtual shards are drawn on demand.
@@ -91,11 +100,11 @@ def partition_shards(
     params = registration.check(params, "partition", beside=["name"])
     virtual = "worker" in registration.takes
     _check_input(np.asarray(labels), n_workers, virtual)
-    if ids is not None:
-        ids = np.asarray(ids)
-        if len(ids) != len(labels) or ids.ndim != 1:
-            raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {ids.shape}")
-    elif registration.takes.get("ids"):
+    ids = id_columns(ids)
+    for column in ids.values():
+        if len(column) != len(labels) or column.ndim != 1:
+            raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {column.shape}")
+    if not ids and registration.takes.get("ids"):
         raise ExperimentError(
             f'partition.name = "{strategy}": needs the owner of each sample, which this data set does not have; '
             "give `ids`, one for each sample"
@@ -114,7 +123,7 @@ def partition_shards(
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
     shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
-    _check_cover(shards, len(labels), n_workers, strategy)
+    _check_shards(shards, len(labels), n_workers, strategy, covers=getattr(registration.target, "covers", True))
     return ListedShards.of_arrays(shards)
 
 
@@ -152,7 +161,8 @@ def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
         raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
 
 
-def _check_cover(shards: list[np.ndarray], n_samples: int, n_workers: int, strategy: str) -> None:
+def _check_shards(shards: list[np.ndarray], n_samples: int, n_workers: int, strategy: str, *, covers: bool) -> None:
+    """Raise ExperimentError unless the shards are disjoint and not empty, and cover all samples if `covers` is true."""
     where = f'partition.name = "{strategy}"'
     if len(shards) != n_workers:
         raise ExperimentError(f"{where}: gave {len(shards)} shards for {n_workers} workers")
@@ -160,8 +170,13 @@ def _check_cover(shards: list[np.ndarray], n_samples: int, n_workers: int, strat
     if empty:
         raise ExperimentError(f"{where}: leaves worker {empty[0]} without a sample ({len(empty)} such workers)")
     held = np.concatenate(shards)
-    if len(held) != n_samples or not np.array_equal(np.sort(held), np.arange(n_samples)):
+    if held.min() < 0 or held.max() >= n_samples:
+        wrong = held[(held < 0) | (held >= n_samples)][0]
+        raise ExperimentError(f"{where}: returned index {wrong}; valid indices are 0 to {n_samples - 1}")
+    distinct = len(np.unique(held))
+    if distinct < len(held) or (covers and distinct < n_samples):
+        times = "exactly" if covers else "at most"
         raise ExperimentError(
-            f"{where}: must give each of {n_samples} samples to exactly one worker; it gave {len(held)}, "
-            f"{len(np.unique(held))} of them distinct"
+            f"{where}: must give each of {n_samples} samples to {times} one worker; it gave {len(held)}, "
+            f"{distinct} of them distinct"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -105,7 +105,7 @@ class DrawnShards(Shards):
         strategy: returns one worker's positions; an optional method `size(worker)` returns their number without a draw.
         takes: the names of its inputs, among labels, n_workers, rng, ids, worker and by_class.
         labels: [n]; a tensor is shared between processes.
-        ids: [n], for a strategy that accepts them.
+        ids: columns [n] by name, for a strategy that accepts them.
     """
 
     listed = False
@@ -118,7 +118,7 @@ class DrawnShards(Shards):
         n_workers: int,
         seed: int,
         labels: np.ndarray | Tensor,
-        ids: np.ndarray | None = None,
+        ids: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self._name, self._strategy, self._takes = name, strategy, frozenset(takes)
         self._n_workers, self._seed, self._labels = n_workers, seed, labels

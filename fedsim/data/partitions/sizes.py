@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fedsim.data.partitions.allocation import Concentration, cut_by_shares, draw_until_large_enough, group
+from fedsim.data.partitions.allocation import Concentration, cut_by_shares, draw_until_large_enough
 from fedsim.data.partitions.base import partition_strategy
-from fedsim.errors import ExperimentError
 
 
 @partition_strategy("contiguous")
@@ -98,36 +96,3 @@ def quantity(
         parameters, less_skew = f"sigma = {sigma}", "a smaller sigma"
     sizes = draw_until_large_enough(draw, min_size, n, n_workers, parameters, less_skew)
     return np.split(rng.permutation(n), np.cumsum(sizes)[:-1])
-
-
-@partition_strategy("natural")
-def natural(n_workers: int, ids: np.ndarray) -> list[np.ndarray]:
-    """All samples of one id (writer, user) stay together.
-
-    With as many workers as ids, worker i gets the i-th id in sorted order. With fewer workers, whole ids are assigned:
-    the id with most samples first (ties in sorted order) to the worker with the fewest samples (ties to the lowest
-    number). Samples keep the data set's order. No draws. Caldas et al. 2018 (LEAF).
-
-    Args:
-        n_workers: number of shards, at most the number of ids.
-        ids: [n].
-
-    Returns one index array per worker. Raises ExperimentError if there are more workers than ids. Cost: O(n log n).
-
-    >>> fedsim.partition(np.zeros(4), 2, "natural", ids=["ann", "bob", "ann", "cy"])
-    [array([0, 2]), array([1, 3])]
-    """
-    names, id_of = np.unique(ids, return_inverse=True)
-    if n_workers > len(names):
-        raise ExperimentError(
-            f'partition.name = "natural": {n_workers} workers are more than the {len(names)} different ids'
-        )
-    if n_workers == len(names):
-        return group(np.arange(len(ids)), id_of, n_workers)
-    sizes = np.bincount(id_of)
-    owner = np.empty(len(names), dtype=np.int64)
-    loads = [(0, worker) for worker in range(n_workers)]  # a heap: the least loaded worker first
-    for name in np.argsort(-sizes, kind="stable"):
-        load, owner[name] = loads[0]
-        heapq.heapreplace(loads, (load + int(sizes[name]), int(owner[name])))
-    return group(np.arange(len(ids)), owner[id_of], n_workers)

@@ -48,12 +48,19 @@ def test_quantity_in_proportion_to_lognormal_draws():
     assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
 
 
-def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
-    ids = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])  # sizes 4, 3, 3, 2, 1
-    shards = fedsim.partition(np.zeros(13), 2, "natural", ids=ids)
-    # 30 (4) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0 as the numbers are equal.
-    assert [sorted(set(ids[shard].tolist())) for shard in shards] == [[30, 40, 50], [10, 20]]
-    assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
+def test_natural_gives_each_worker_the_samples_of_one_owner():
+    owners = np.array([30, 10, 20, 30, 10, 50, 40, 30])
+    shards = fedsim.partition(np.zeros(8), 5, "natural", ids={"session": np.arange(8), "writer": owners}, by="writer")
+    assert [shard.tolist() for shard in shards] == [[1, 4], [2], [0, 3, 7], [6], [5]]
+
+
+def test_natural_draws_owners_for_fewer_workers():
+    owners = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])
+    shards = fedsim.partition(np.zeros(13), 2, "natural", seed=3, ids=owners)
+    drawn = np.sort(numpy_generator(3, "partition").choice(5, 2, replace=False))
+    assert [shard.tolist() for shard in shards] == [
+        np.flatnonzero(owners == [10, 20, 30, 40, 50][k]).tolist() for k in drawn
+    ]
 
 
 def test_shards_is_its_definition():

@@ -1,8 +1,4 @@
-"""Built-in models. An experiment refers to any other model by its import path, "package.module:factory".
-
-A factory returns an `nn.Module` that maps a batch of inputs to logits or log-probabilities [batch, classes]. The
-parameters of the factory are its configuration: `model = {name = "net", dropout = 0.0}`.
-"""
+"""Small models for MNIST: convolutional networks, perceptrons and logistic regression."""
 
 from __future__ import annotations
 
@@ -12,9 +8,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from fedsim.core.registry import Registry
-
-model = Registry("model")
+from fedsim.models.base import model
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
