@@ -86,7 +86,7 @@ def lossy(labels, n_workers, rng):
 def neighbours(labels, worker, n_workers, rng, by_class, ids, *, most: int = 30):
     """A virtual partition of uneven shards: some samples of one class."""
     assert n_workers > worker
-    assert len(labels) == len(ids) == sum(map(len, by_class))
+    assert len(labels) == len(ids["id"]) == sum(map(len, by_class))
     members = by_class[worker % len(by_class)]
     return members[rng.choice(len(members), rng.integers(1, min(most, len(members)) + 1), replace=False)]
 
