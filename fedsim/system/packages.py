@@ -21,6 +21,8 @@ EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the version
     "mlflow": ("mlflow",),
     "flower": ("flwr", "flwr-datasets"),
     "lightning": ("lightning",),
+    "tables": ("pyarrow",),
+    "huggingface": ("datasets",),
 }
 DOWNLOAD_TIMEOUT = 30.0  # seconds without receiving data
 
