@@ -67,8 +67,8 @@ def test_lists_of_arrays_as_in_flower():
             r"updates\[1\]\['a'\]: must be torch.float32",
         ),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must be \[n, ...\], .* as in updates\['a'\]"),
-        ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating tensor \[n, d\]"),
+        ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: contains no floating-point numbers"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating-point tensor \[n, d\]"),
     ],
 )
 def test_updates_with_different_entries_are_an_error(updates, line):
