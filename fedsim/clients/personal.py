@@ -180,8 +180,8 @@ class FedRep(FedPer):
         head = getattr(self, f"head_{key}")
         if head is not None and minimum is not None and head >= minimum:
             raise ExperimentError(
-                f"local.head_{key} = {head}: must be less than local.{key} = {minimum}, because the other {key} train the "
-                f"shared parameters; use local.{key} = {head + 1} or more"
+                f"local.head_{key} = {head}: must be less than local.{key} = {minimum}, so that the shared "
+                f"parameters are trained too; use local.{key} = {head + 1} or more"
             )
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:

@@ -265,9 +265,7 @@ class DecayingStep(AdaptiveStep):
 
     def __post_init__(self) -> None:
         if self.bias_correction and self.v0 != 0:
-            raise ExperimentError(
-                f"server.bias_correction = true: needs server.v0 = 0, not {self.v0}"
-            )
+            raise ExperimentError(f"server.bias_correction = true: needs server.v0 = 0, not {self.v0}")
 
     @property
     def decays(self) -> dict[str, float]:
