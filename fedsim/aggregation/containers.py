@@ -19,7 +19,7 @@ Entries = dict[str, Tensor]  # tensors of one update by key path, such as "['lay
 
 
 class MatrixForm:
-    """Form of updates that are passed as one tensor or array [n, d]; results are returned in the form of the updates.
+    """Form of updates that are passed as one tensor or array [n, d]. Results have the form of the updates.
 
     Args:
         is_array: whether results are NumPy arrays instead of tensors.
@@ -212,7 +212,8 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
         raise ExperimentError(f"{place}: has no entry {missing[0]}, which {form.name} has{instead}")
     for where, tensor in entries.items():
         if where not in form.entries:
-            raise ExperimentError(f"{place}{where}: {form.name} has no such entry")
+            remedy = "all updates must have the same entries"
+            raise ExperimentError(f"{place}{where}: {form.name} has no such entry; {remedy}")
         expected = form.entries[where]
         if tensor.shape[skip:] != expected.shape:
             wanted = f"{tuple(expected.shape)} as in {form.name}{where}"

@@ -43,7 +43,7 @@ def aggregate(
             tensors [n, ...]. `updates` is not changed. All updates have the same entries, in any order. Entries that
             are not floating-point, such as BatchNorm's num_batches_tracked, are taken from the first update. Entries
             of a dict that share memory in all updates, such as tied weights, count once and share memory in the result.
-        weights: weight of each update, [n], finite, >= 0 and not all zero; the sum is arbitrary. None: equal weights.
+        weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights.
             Rules that do not support weights raise an error.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
             pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. A dict gives a stage its own

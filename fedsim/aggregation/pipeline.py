@@ -193,7 +193,15 @@ class Pipeline:
 def check_result(
     result: Any, stage: RuleStage, rows: LazyRows | Tensor, shape: Sequence[int], expected: str = "a row [d]"
 ) -> Any:
-    """Return the result of a stage. Raises ResultError, which describes `expected`, unless it has this shape."""
+    """Return the result of a stage. Raises ResultError unless it is a tensor of shape `shape`.
+
+    Args:
+        result: what the stage returned.
+        stage: rule or pre-aggregator.
+        rows: rows to which the stage was applied.
+        shape: required shape of the result.
+        expected: description of the required result, for the error message.
+    """
     if isinstance(result, Tensor) and result.shape == tuple(shape):
         return result
     actual = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"

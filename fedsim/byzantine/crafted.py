@@ -108,7 +108,7 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
 
 @attack_strategy("min_max")
 def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
-    """Return mean - g dev with the largest allowed g, limited by the maximum distance from the honest updates.
+    """Return the honest mean minus g dev, with the largest g that keeps the maximum distance within bounds.
 
     The distance of the result from every honest update x_i must not exceed the largest distance between two honest
     updates (Shejwalkar and Houmansadr 2021). g >= 0 is computed exactly: for every i, |x_i - mean + g dev|^2 equals the
@@ -146,11 +146,12 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
 @attack_strategy("min_sum")
 def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
-    """Return mean - g dev with the largest allowed g, limited by the sum of squared distances to the honest updates.
+    """Return the honest mean minus g dev, with the largest g that keeps the sum of squared distances within bounds.
 
-    The sum must not exceed the same sum for an honest update (Shejwalkar and Houmansadr 2021). The sum is
-    sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and sum_i |x_i - mean|^2 + h |x_k - mean|^2 for honest
-    update x_k. Hence g = |x_k - mean| / |dev| for the update x_k that `bound` chooses.
+    The sum of squared distances from the honest updates x_i must not exceed the same sum for an honest update
+    (Shejwalkar and Houmansadr 2021). The sum is sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and
+    sum_i |x_i - mean|^2 + h |x_k - mean|^2 for the honest update x_k. Hence g = |x_k - mean| / |dev| for the update x_k
+    that `bound` chooses.
 
     Args:
         honest: updates of the honest workers, [h, d].

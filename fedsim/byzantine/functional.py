@@ -38,8 +38,8 @@ def attack(
         own_updates: updates that the Byzantine workers computed by training, [b, d]. None: copies of the honest
             updates, in turn.
         last: aggregated update of the previous round (for free_rider), [d].
-        aggregate: aggregation rule (for opt_alie and opt_ipm): a function from all updates [h + b, d], of which the
-            honest ones come first, to [d].
+        aggregate: aggregation rule (for opt_alie and opt_ipm): a function from all updates [h + b, d], honest
+            updates first, to [d].
         seed: seed of random draws.
         params: parameters of the attack.
 

@@ -34,9 +34,9 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 def constant(
     optimizer: Optimizer, *, factor: Fraction = 1.0, total_iters: Annotated[int, Field(ge=0)] = 0
 ) -> LRScheduler:
-    """Multiply lr by `factor` in the first `total_iters` rounds, as in `torch.optim.lr_scheduler.ConstantLR`.
+    """Multiply the learning rate by `factor` in the first `total_iters` rounds, as PyTorch's `ConstantLR`.
 
-    The rate is lr afterwards. A `factor` below 1 requires `total_iters` >= 1.
+    A `factor` below 1 requires `total_iters` >= 1.
     """
     if factor < 1 and not total_iters:
         raise ExperimentError(
@@ -49,7 +49,7 @@ def constant(
 def step(
     optimizer: Optimizer, *, step_size: Annotated[Count, Field(examples=[10])], gamma: Positive = 0.1
 ) -> LRScheduler:
-    """Multiply lr by `gamma` after every `step_size` rounds, as in `torch.optim.lr_scheduler.StepLR`."""
+    """Multiply the learning rate by `gamma` after every `step_size` rounds, as PyTorch's `StepLR`."""
     return lr_scheduler.StepLR(optimizer, step_size, gamma)
 
 
@@ -57,13 +57,13 @@ def step(
 def multi_step(
     optimizer: Optimizer, *, milestones: Annotated[list[Count], Field(examples=[[10, 20]])], gamma: Positive = 0.1
 ) -> LRScheduler:
-    """Multiply lr by `gamma` after each round in `milestones`, as in `torch.optim.lr_scheduler.MultiStepLR`."""
+    """Multiply the learning rate by `gamma` after each of the rounds `milestones`, as PyTorch's `MultiStepLR`."""
     return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
 
 
 @lr_schedule("exponential")
 def exponential(optimizer: Optimizer, *, gamma: Annotated[Positive, Field(examples=[0.99])]) -> LRScheduler:
-    """Multiply lr by `gamma` after each round, as in `torch.optim.lr_scheduler.ExponentialLR`."""
+    """Multiply the learning rate by `gamma` after each round, as PyTorch's `ExponentialLR`."""
     return lr_scheduler.ExponentialLR(optimizer, gamma)
 
 
@@ -75,7 +75,10 @@ def linear(
     end_factor: Annotated[float, Field(ge=0, le=1)] = 1.0,
     total_iters: Count = 5,
 ) -> LRScheduler:
-    """Change lr linearly from lr * start_factor to lr * end_factor in `total_iters` rounds, as PyTorch's `LinearLR`."""
+    """Change the learning rate linearly in `total_iters` rounds, as PyTorch's `LinearLR`.
+
+    The factor of the initial learning rate changes from `start_factor` to `end_factor`.
+    """
     return lr_scheduler.LinearLR(optimizer, start_factor, end_factor, total_iters)
 
 
@@ -87,7 +90,9 @@ def cosine(
     T_max: Count | None = None,  # noqa: N803
     eta_min: NonNegative = 0.0,
 ) -> LRScheduler:
-    """Decay lr to `eta_min` along a cosine in `T_max` rounds (default: all), as PyTorch's `CosineAnnealingLR`.
+    """Decay the learning rate to `eta_min` along a cosine, as PyTorch's `CosineAnnealingLR`.
+
+    The decay takes `T_max` rounds (by default all rounds).
 
     The schedule is from Loshchilov and Hutter 2017.
     """
@@ -106,9 +111,10 @@ def one_cycle(
     final_div_factor: Positive = 1e4,
     three_phase: bool = False,
 ) -> LRScheduler:
-    """Raise the learning rate to lr and lower it again in `total_steps` rounds (default: all), as in `OneCycleLR`.
+    """Raise the learning rate to its maximum and lower it again, as PyTorch's `OneCycleLR`.
 
-    The schedule is from Smith and Topin 2019, as in `torch.optim.lr_scheduler.OneCycleLR`.
+    The maximum is the configured learning rate, and the cycle takes `total_steps` rounds (by default all rounds). The
+    schedule is from Smith and Topin 2019.
     """
     total = total_steps or _required(length, "total_steps")
     if length is not None and total < length:
@@ -180,11 +186,12 @@ class LRSchedule:
                 rate = next(further)
                 if not abs(rate) <= LARGEST_RATE:
                     limit = f"must be at most {LARGEST_RATE:.1e}"
-                    raise ExperimentError(f"name: learning rate {number} is {rate:g}; {limit}")
+                    raise ExperimentError(f"name: the rate of {self.per} {number} is {rate:g}; {limit}")
             except ExperimentError as error:
                 raise ExperimentError(*(f"{self.place}.{line}" for line in error.lines)) from None
             except Exception as error:
-                raise ExperimentError(f"{self.place}.name: has no learning rate {number}: {one_line(error)}") from error
+                place = f"{self.place}.name: cannot compute the learning rate of {self.per} {number}"
+                raise ExperimentError(f"{place}: {one_line(error)}") from error
             known.append(rate)
         return known[position]
 

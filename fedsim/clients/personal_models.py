@@ -30,7 +30,7 @@ class APFL(LocalSGD):
         alpha: fraction of v in the mixture, 0 <= alpha <= 1. With 0, x moves as under `sgd` and v does not move.
         adaptive: whether each worker learns its own alpha, which starts at `alpha`. Each step moves it along its
             gradient, alpha -= lr <v - x, gradient at u>, and clips it to [0, 1].
-        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Only lr applies to v and alpha too.
+        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Of these, only lr also applies to v and alpha.
 
     Cost: two gradients per step, one state tensor [d], and v [d] for each worker that has taken part.
 
@@ -91,7 +91,7 @@ class Ditto(LocalSGD):
     Args:
         lam: the paper's lambda, >= 0. With 0, v is trained on the worker's samples alone.
         personal_steps: v takes part only in the first `personal_steps` steps of a round. None: in all steps.
-        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Only lr applies to v too.
+        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Of these, only lr also applies to v.
 
     Cost: two gradients per step, two state tensors [d] for v and w, and v [d] for each worker that has taken part.
 

@@ -84,10 +84,10 @@ class SGD(LocalSGD):
 
         g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v
 
-    With Nesterov momentum the step is w -= lr (g + momentum v). There are two differences from `torch.optim.SGD`. v
-    starts at 0, but in PyTorch the first step sets v = g, so that with dampening its first steps are longer. A
-    parameter that a batch does not use has gradient 0, so weight decay and momentum still move it, but PyTorch skips
-    such a parameter.
+    With Nesterov momentum the step is w -= lr (g + momentum v). There are two differences from `torch.optim.SGD`.
+    First, v starts at 0 here. PyTorch's first step sets v = g without dampening, so with dampening PyTorch's first
+    steps are longer. Second, a parameter that a batch does not use has gradient 0 here, so weight decay and momentum
+    still move it. PyTorch skips such a parameter.
 
     With momentum_at = "worker" and sync = "gradients", worker k sends its momentum v_k instead of its gradient g_k, as
     is usual with robust rules (El Mhamdi et al. 2021, and with dampening = momentum Karimireddy et al. 2021):

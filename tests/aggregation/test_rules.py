@@ -255,7 +255,7 @@ def test_dnc_keeps_the_first_of_rows_with_equal_projections():
 def test_a_norm_that_overflows_is_an_error(name):
     line = r"the squared norms of rows overflow \(values up to 1e\+200\); scale the updates down"
     if name in ("norm_clipping", "arc"):
-        line = "2 of 11 rows have infinite norms"
+        line = "2 of 11 rows have infinite norms; scale the updates down"
     with pytest.raises(ExperimentError, match=f"^updates: {line}$"):
         apply(rule.get(name), rows(1e200), F)
 

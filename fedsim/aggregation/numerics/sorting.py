@@ -35,7 +35,10 @@ def map_sorted_columns(
 
 
 def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
-    """Sort each column of `block` [n, columns], NaN last, and return the m `needed` positions: new [m, columns]."""
+    """Sort each column of `block` [n, columns], NaN last, and return the values at the m `needed` positions.
+
+    Returns a new tensor [m, columns].
+    """
     if block.device.type != "cpu" or block.dtype not in BY_NUMPY:
         return _some(block.t().sort(dim=1).values.t(), needed)
     values = block.detach().numpy()
@@ -97,9 +100,10 @@ def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
-    """Sort each column of `values` [n, columns] by a network, and return the m `needed` positions: [m, columns].
+    """Sort each column of `values` [n, columns] with a sorting network.
 
-    All results of a column that contains NaN are NaN.
+    Returns the sorted values at the m `needed` positions, [m, columns]. All results of a column that contains NaN are
+    NaN.
     """
     n, columns = values.shape
     room = np.empty((n + 1, columns), dtype=values.dtype)

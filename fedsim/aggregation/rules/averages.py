@@ -59,7 +59,7 @@ def weighted_mean(updates: Tensor, weights: Tensor, weight_total: float | None =
     """
     total = weights.sum() if weight_total is None else weight_total
     if weights.sum() <= 0:
-        raise ExperimentError("weighted_mean: all weights of this cohort are zero")
+        raise ExperimentError("weighted_mean: all weights of this cohort are zero; at least one must be > 0")
     if (weights == 0).any():  # 0 times infinity would be NaN
         updates, weights = updates[weights > 0], weights[weights > 0]
     return to_device((weights / total).to(updates.dtype), updates.device) @ updates

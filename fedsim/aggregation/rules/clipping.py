@@ -24,7 +24,8 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
     values = lengths.numpy()
     beyond = np.isinf(values)
     if beyond.any():
-        raise ExperimentError(f"updates: {beyond.sum()} of {len(values)} rows have infinite norms")
+        count = int(beyond.sum())
+        raise ExperimentError(f"updates: {count} of {len(values)} rows have infinite norms; scale the updates down")
     with np.errstate(all="ignore"):
         return torch.from_numpy(np.fmin(c / values, 1.0))
 
@@ -162,7 +163,7 @@ def geometric_median(
     n = len(gram)
     shares = np.full(n, 1 / n) if weights is None else (weights / weights.sum()).numpy()
     if not np.isfinite(shares).all():
-        raise ExperimentError("geometric_median: all weights of this cohort are zero")
+        raise ExperimentError("geometric_median: all weights of this cohort are zero; at least one must be > 0")
     point = shares
     with np.errstate(all="ignore"):  # rows may be infinite
         distances = gram.norms.numpy() if start == "zeros" else gram.distances_to(shares)
