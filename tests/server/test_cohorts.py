@@ -137,7 +137,7 @@ def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
 
 def test_weights_by_inverse_probability_need_the_probabilities():
     draw = sampler(2, name="power_of_choice", candidates=4, weighted=True)
-    with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not give"):
+    with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not provide"):
         draw(1, losses=lambda workers: np.zeros(len(workers)))
 
 
