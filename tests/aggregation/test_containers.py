@@ -61,14 +61,14 @@ def test_lists_of_arrays_as_in_flower():
     ("updates", "line"),
     [
         ([torch.zeros(2), torch.zeros(3)], r"updates\[1\]: must have shape \(2,\) as in updates\[0\], not \(3,\)"),
-        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; it has \['b'\]"),
+        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; .* has \['b'\]"),
         (
             [{"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int)}],
             r"updates\[1\]\['a'\]: must be torch.float32",
         ),
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must be \[n, ...\], .* as in updates\['a'\]"),
-        ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating tensor \[n, d\]"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must .*\[n, ...\] .* as updates\['a'\]"),
+        ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: contains no floating-point numbers"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating-point tensor \[n, d\]"),
     ],
 )
 def test_updates_with_different_entries_are_an_error(updates, line):

@@ -49,14 +49,14 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     ("stages", "wanted", "given"),
     [
-        (["sums_of_rows"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5]"),
+        (["sums_of_rows"], "a row [d], which is a tensor of shape [4]", "a tensor of shape [5]"),
         (["as_numpy"], "a row [d]", "a ndarray"),
         (
             ["short_mix"],
-            "a LinearCombination with coefficients [n], here a tensor of shape [5]",
+            "a LinearCombination with coefficients [n], which is a tensor of shape [5]",
             "a tensor of shape [2]",
         ),
-        (["mean_alone", "median"], "rows [m, d], here a tensor of shape [5, 4]", "a tensor of shape [4]"),
+        (["mean_alone", "median"], "rows [m, d], which is a tensor of shape [5, 4]", "a tensor of shape [4]"),
     ],
     ids=str,
 )
@@ -65,7 +65,8 @@ def test_a_result_of_a_wrong_shape_is_an_error(stages, wanted, given):
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.aggregate(UPDATES, rule=names)
     (line,) = caught.value.lines
-    assert line.startswith(f"{names[0]}: for updates [n, d] = [5, 4] it must return ")
+    assert line.startswith(f"{names[0]}: must return ")
+    assert "for updates [n, d] = [5, 4]; it returned " in line
     assert wanted in line
     assert line.endswith(f"it returned {given}")
 
@@ -83,7 +84,7 @@ def test_a_pre_aggregator_may_return_rows(stage, rows, rule):
 
 def test_a_columnwise_rule_that_returns_a_number_is_an_error(tiny_experiment):
     rule = f"{__name__}:mean_of_all_numbers"
-    with pytest.raises(fedsim.ExperimentError, match=rf"^{rule}: .* must return a row \[d\], .* of shape \[\]$"):
+    with pytest.raises(fedsim.ExperimentError, match=rf"^{rule}: must return a row \[d\], .* of shape \[\]$"):
         fedsim.run({**tiny_experiment, "aggregate": rule})
 
 

@@ -227,7 +227,7 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
         ),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon is a parameter of mimic"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
-        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator returns rows'),
+        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": is a pre-aggregator; put a rule after it'),
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
     ],
@@ -241,7 +241,7 @@ def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):
     ("rule", "line"),
     [
         (["nnm", {"rule": "krum", "fe": 2}], r'rule\[1\].fe = 2: unknown key \(.* krum\); did you mean "f"\?'),
-        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: a stage is a name or a table with the key rule'),
+        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: must be a name, or a table with the key rule'),
         (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
     ],
 )

@@ -158,8 +158,8 @@ def test_list_shows_every_component_of_a_kind_with_parameters_and_description(cl
 
 def test_list_takes_one_component_and_shows_its_parameters_and_all_of_its_docstring(cli):
     done = cli("list", "krum")
-    assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  The row with the least sum")
-    assert "f: number of Byzantine rows, n >= 2f + 3." in done.stdout
+    assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  Select the update with")
+    assert "f: number of Byzantine workers, n >= 2f + 3." in done.stdout
     both = cli("list", "adam").stdout
     assert "adam (local.algorithm)" in both
     assert "adam (server.name)" in both

@@ -128,7 +128,7 @@ def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
     """Before the run each worker has two steps; with dylu the slow workers take one."""
     policy, clock = {"name": "async_local_sgd", "dylu": True}, {"slowdown": "linear"}
     tables = tables_of("per_fedavg", {}, mode="clock", policy=policy, clock=clock, cohort=None)
-    with pytest.raises(fedsim.ExperimentError, match="needs two local steps .* has 1;"):
+    with pytest.raises(fedsim.ExperimentError, match="needs two local steps per round, .* has 1;"):
         fedsim.run({**tables, "local": {"algorithm": "per_fedavg", "steps": 2, "batch_size": BATCH}})
 
 

@@ -102,5 +102,5 @@ def ended(optimizer, *, rounds: int = 2):
 @pytest.mark.parametrize("per", ["round", "step"])
 def test_a_schedule_that_ends_before_the_run_is_refused_before_the_first_round(per):
     tables = of_local(steps=3, schedule={"name": f"{__name__}:ended", "per": per})
-    with pytest.raises(ExperimentError, match=r"local.schedule.name: has no learning rate 4"):
+    with pytest.raises(ExperimentError, match=f"local.schedule.name: cannot compute the learning rate of {per} 4"):
         fedsim.run({**tables, "rounds": 4 if per == "round" else 1, "local": {**tables["local"], "steps": 4}})

@@ -71,7 +71,7 @@ REFUSED = [
     # learning rates
     (scheduled({"name": "constant", "factor": 0.5}), "local.schedule.total_iters = 0: "),
     ({"server": {"schedule": {"factor": 0.5, "warmup": 2}}}, "server.schedule.total_iters = 0: "),
-    (scheduled({"name": "one_cycle", "total_steps": 5}), "local.schedule.total_steps = 5: must be at least 6, or the"),
+    (scheduled({"name": "one_cycle", "total_steps": 5}), "local.schedule.total_steps = 5: must be at least 6, so that"),
     (scheduled({"name": "one_cycle", "warmup": 2}), "local.schedule.warmup = 2: one_cycle begins"),
     (scheduled({"warmup": 6}), "local.schedule.warmup = 6: must be less than 6, the number of rounds"),
     (scheduled(BY_STEP), "local.schedule.T_max: is required"),

@@ -137,7 +137,7 @@ def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
 
 def test_weights_by_inverse_probability_need_the_probabilities():
     draw = sampler(2, name="power_of_choice", candidates=4, weighted=True)
-    with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not give"):
+    with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not provide"):
         draw(1, losses=lambda workers: np.zeros(len(workers)))
 
 
@@ -154,7 +154,7 @@ def test_workers_drop_out_independently_and_not_from_the_choice():
     [
         ([1, 1], "must return at most 2 different workers"),
         ([6], "must return workers from 0 to 5"),
-        (([1], [0.0]), "must return a probability above 0"),
+        (([1], [0.0]), "must return a probability > 0"),
     ],
 )
 def test_a_wrong_result_of_a_strategy_is_refused(result, line):
@@ -163,9 +163,9 @@ def test_a_wrong_result_of_a_strategy_is_refused(result, line):
 
 
 WRONG = {
-    "sampling=fixed sampling.workers=[1,2]": "must be as many as the cohort, 3; set cohort=2",
-    "sampling=fixed sampling.workers=[1,2,6]": "must be different workers, from 0 to 5",
-    "sampling=power_of_choice sampling.candidates=7": "must be from 3, the cohort, to 6, the workers",
+    "sampling=fixed sampling.workers=[1,2]": "must be 3 workers, the cohort size; set cohort=2",
+    "sampling=fixed sampling.workers=[1,2,6]": "must be different worker IDs from 0 to 5",
+    "sampling=power_of_choice sampling.candidates=7": "must be between 3 (the cohort size) and 6 (the",
     "sampling=power_of_choice sampling.candidates=4 buffers=local": "buffers=local does not send its buffers",
     "sampling=available sampling.trace=nothing.csv": "cannot be read",
 }
@@ -186,7 +186,7 @@ def test_a_wrong_key_gives_one_line(words):
         ("worker,from,to\n", "no worker is ever available"),
         ("worker,from,to\n1,3,2\n", "line 2, "),
         ("worker,from,to\n1\r2,1,2\n", "cannot be read: "),
-        ("worker,from,to\n9,1,2\n", "names worker 9; workers are 0 to 5"),
+        ("worker,from,to\n9,1,2\n", "contains worker 9; workers are 0 to 5"),
     ],
 )
 def test_a_wrong_trace_gives_one_line(text, line, tmp_path):
