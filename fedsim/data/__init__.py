@@ -1,4 +1,4 @@
-"""Data sets as tensors, workers' subsets of them, and partition strategies."""
+"""Data sets as tensors, each worker's subset of a data set, and partition strategies."""
 
 from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (

@@ -1,4 +1,4 @@
-"""Partition strategies, which assign samples to workers."""
+"""Partition strategies, which assign a data set's samples to workers."""
 
 from fedsim.data.partitions import dirichlet, features, labels, sizes, virtual  # noqa: F401  (registers the strategies)
 from fedsim.data.partitions.base import (

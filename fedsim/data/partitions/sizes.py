@@ -15,10 +15,10 @@ from fedsim.errors import ExperimentError
 
 @partition_strategy("contiguous")
 def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """Equal runs in the data set's order; the last worker gets the remainder.
+    """Cut the samples, in the data set's order, into equal contiguous runs; the last worker also gets the remainder.
 
     Args:
-        labels: [n].
+        labels: targets, [n, ...]; only their number is used.
         n_workers: number of shards.
 
     Returns one index array per worker. Cost: O(n).
@@ -32,12 +32,12 @@ def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
 
 @partition_strategy("iid")
 def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """The shuffled samples are cut into runs whose sizes differ by at most one, the larger first.
+    """Shuffle the samples and cut them into shards whose sizes differ by at most one, larger ones first.
 
     Draws: one `rng.permutation(n)`.
 
     Args:
-        labels: [n].
+        labels: targets, [n, ...]; only their number is used.
         n_workers: number of shards.
         rng: for all draws.
 
@@ -60,24 +60,24 @@ def quantity(
     sigma: Annotated[float, Field(ge=0, le=1e12)] = 1.0,
     min_size: PositiveInt = 1,
 ) -> list[np.ndarray]:
-    """The shuffled samples are cut into runs of unequal sizes, by shares ~ Dir(beta) or lognormal shares.
+    """Shuffle the samples and cut them into shards of unequal sizes, by Dirichlet or lognormal shares.
 
-    The shares q are cut at floor(cumsum(q) n); the last worker with a share gets the rest. Li et al. 2022, "Federated
-    Learning on Non-IID Data Silos".
+    With shares q, the shuffled samples are cut at floor(cumsum(q) n); the last worker with a share above zero gets the
+    rest. Li et al. 2022, "Federated Learning on Non-IID Data Silos".
 
     Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`; then one `rng.permutation(n)`.
 
     Args:
-        labels: [n].
+        labels: targets, [n, ...]; only their number is used.
         n_workers: number of shards.
         rng: for all draws.
-        distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i = e^(sigma z_i) / sum, z_i standard
-            normal.
-        beta: > 0; smaller is more unequal.
-        sigma: >= 0; 0 gives equal shares.
-        min_size: least samples of a worker. Shares are drawn again until it is reached, at most 1000 times.
+        distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i is proportional to e^(sigma z_i) with
+            standard normal z_i.
+        beta: concentration of the Dirichlet shares, > 0; a smaller beta gives more unequal sizes.
+        sigma: standard deviation of the lognormal shares' logarithms, >= 0; 0 gives equal sizes.
+        min_size: minimum number of samples per worker. Shares are redrawn until it is reached, at most 1000 times.
 
-    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), and O(n_workers)
+    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), plus O(n_workers)
     for each try.
 
     >>> [len(shard) for shard in fedsim.partition(np.zeros(100), 3, "quantity", beta=1.0)]
@@ -89,7 +89,7 @@ def quantity(
         if distribution == "dirichlet":
             return cut_by_shares(n, rng.dirichlet(np.full(n_workers, beta)))
         logs = rng.normal(0, sigma, n_workers)
-        shares = np.exp(logs - logs.max())  # the greatest is 1: nothing overflows
+        shares = np.exp(logs - logs.max())  # the largest is 1, so nothing overflows
         return cut_by_shares(n, shares / shares.sum())
 
     if distribution == "dirichlet":
@@ -102,15 +102,16 @@ def quantity(
 
 @partition_strategy("natural")
 def natural(n_workers: int, ids: np.ndarray) -> list[np.ndarray]:
-    """All samples of one id (writer, user) stay together.
+    """Assign all samples with the same id (writer or user) to the same worker.
 
-    With as many workers as ids, worker i gets the i-th id in sorted order. With fewer workers, whole ids are assigned:
-    the id with most samples first (ties in sorted order) to the worker with the fewest samples (ties to the lowest
-    number). Samples keep the data set's order. No draws. Caldas et al. 2018 (LEAF).
+    With as many workers as ids, worker i gets the i-th id in sorted order. With fewer workers, each id in turn, from
+    the one with most samples to the one with fewest (ties in sorted order), is assigned to the worker with the fewest
+    samples so far (ties to the lowest worker number). Samples keep the data set's order. No random draws. Caldas et al.
+    2018 (LEAF).
 
     Args:
-        n_workers: number of shards, at most the number of ids.
-        ids: [n].
+        n_workers: number of shards, at most the number of distinct ids.
+        ids: the writer or user of each sample, [n].
 
     Returns one index array per worker. Raises ExperimentError if there are more workers than ids. Cost: O(n log n).
 
@@ -120,7 +121,8 @@ def natural(n_workers: int, ids: np.ndarray) -> list[np.ndarray]:
     names, id_of = np.unique(ids, return_inverse=True)
     if n_workers > len(names):
         raise ExperimentError(
-            f'partition.name = "natural": {n_workers} workers are more than the {len(names)} different ids'
+            f'partition.name = "natural": the number of workers, {n_workers}, must be at most the number of different '
+            f"ids (writers or users), {len(names)}"
         )
     if n_workers == len(names):
         return group(np.arange(len(ids)), id_of, n_workers)
