@@ -197,7 +197,7 @@ def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message)
     ("data", "message"),
     [
         ("tests.components:negative_labels", "the training set contains the label -1; class labels must be"),
-        ("tests.components:no_test", "has no test samples"),
+        ("tests.components:no_test", "the test set is empty"),
         ("tests.components:int32_labels", "targets must be an int64"),
     ],
 )
