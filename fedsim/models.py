@@ -1,7 +1,7 @@
 """Built-in models. An experiment refers to any other model by its import path, "package.module:factory".
 
-A factory returns an `nn.Module` that maps a batch of inputs to logits or log-probabilities [batch, classes]. The
-parameters of the factory are its configuration: `model = {name = "net", dropout = 0.0}`.
+A factory (a class or function) returns an `nn.Module` that maps a batch of inputs to logits or log-probabilities
+[batch, classes]. The factory's parameters are its configuration: `model = {name = "net", dropout = 0.0}`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
 
 @model("2nn_bn")
 def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
-    """`2nn` with batch normalisation after each hidden linear layer (200,010 parameters on MNIST).
+    """Multilayer perceptron `2nn` with batch normalisation after each hidden layer (200,010 parameters on MNIST).
 
     The running statistics are buffers. A training batch must have at least two samples.
 

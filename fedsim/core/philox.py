@@ -31,7 +31,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """Addresses of streams of random words. All fields broadcast against each other.
+    """Addresses of one or several streams of random 32-bit words. All fields broadcast against each other.
 
     Attributes:
         keys: int64 [...], 64 bits each.
@@ -44,7 +44,10 @@ class Stream(NamedTuple):
 
 
 def blocks(counter: Words, keys: Tensor) -> Words:
-    """Return the four words of each block, int64 from 0 to 2^32 - 1. Counter words and 64-bit keys broadcast."""
+    """Compute the four random words of each Philox block, int64 from 0 to 2^32 - 1.
+
+    The four counter words and the 64-bit keys broadcast against each other.
+    """
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, (keys >> 32) & MASK
     for round in range(ROUNDS):
@@ -96,6 +99,7 @@ def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[flo
 
 
 def words_per_uniform(dtype: torch.dtype) -> int:
+    """Return how many random words `to_uniform` needs for one number of this dtype."""
     return 2 if dtype == torch.float64 else 1
 
 

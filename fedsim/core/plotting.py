@@ -96,7 +96,7 @@ def far_apart(values: Collection[float]) -> bool:
 
 
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Put a labelled tick on the x axis at each value of a setting. Use a log scale for distant positive values.
+    """Put a tick on the x axis at each value in `places` (label to value). Use a log scale for distant values.
 
     >>> from matplotlib.figure import Figure
     >>> axes = Figure().subplots()

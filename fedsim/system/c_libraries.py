@@ -1,8 +1,8 @@
 """Settings of the C libraries that PyTorch uses on a CPU: the threads of OpenMP and the memory allocator.
 
-OpenMP threads spin by default while they wait. On a busy machine, a process with two threads took ten times as long as
-with one thread. PyTorch reads the wait policy when it is imported, so `fedsim/__init__.py` sets the policy first.
-Child processes inherit the policy.
+By default, OpenMP threads spin while they wait. On a busy machine, a process with two spinning threads was ten times
+slower than a process with one thread. PyTorch reads the wait policy when it is imported, so `fedsim/__init__.py` sets
+the policy first. Child processes inherit the policy.
 
 glibc soon returns freed memory to the kernel, which zeroes each page when it is used again. Every training step
 allocates and frees the same tensors, so one round on MNIST caused a million page faults and spent up to a third of its

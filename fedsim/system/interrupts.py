@@ -24,7 +24,7 @@ _first: float | None = None  # time of the first signal
 
 
 class Terminated(BaseException):
-    """Exception for SIGTERM, so that files and processes are closed."""
+    """Exception that SIGTERM raises, so that files and processes are closed before the program ends."""
 
 
 def install_exit_on_interrupt() -> None:

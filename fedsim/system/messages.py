@@ -33,9 +33,9 @@ _received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors 
 
 
 class Message:
-    """A pickled object, and the descriptors of the files that it refers to.
+    """A pickled object, with the descriptors of the files that the object refers to.
 
-    Also keeps the object, because its files must stay open until the message is sent.
+    The message keeps a reference to the object, because its files must stay open until the message is sent.
     """
 
     def __init__(self, content: Any) -> None:
@@ -87,7 +87,10 @@ class ReceivedMessage:
 
 
 class Channel:
-    """One end of a duplex multiprocessing pipe. `multiprocessing.connection.wait` accepts channels."""
+    """One end of a pipe between two processes, for messages in both directions.
+
+    `multiprocessing.connection.wait` accepts channels.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,4 +1,4 @@
-"""Numerical precision: the values of the key `precision`.
+"""Numerical precision of training, selected by the key `precision`.
 
 Rows (parameters, momentum, aggregates, the global row) are float64 for "float64" and float32 otherwise. Only training
 can use lower precision: "tf32" allows TF32 in matrix products and convolutions, and "bf16" runs the forward pass under
@@ -21,11 +21,11 @@ from fedsim.errors import ExperimentError, one_line
 
 @dataclass(frozen=True)
 class Precision:
-    """One value of the key `precision`.
+    """Numerical precision of training, one of the values of the key `precision`.
 
     Attributes:
-        name: name in an experiment.
-        rows: dtype of rows and of the loss.
+        name: value of the key `precision`.
+        rows: dtype of rows (flat parameter vectors) and of the loss.
         autocast: dtype for `torch.autocast` in the forward pass of training. None: no autocast.
         tf32: whether matrix products and convolutions in training may round float32 inputs to TF32, on CUDA.
     """
@@ -96,7 +96,7 @@ class Precision:
             raise ExperimentError(f'precision = "{self.name}": not supported on {device}: {one_line(error)}') from None
 
     def facts(self) -> dict[str, Any]:
-        """Return the precision for the run record."""
+        """Return the dtypes and the TF32 setting for the run record, as a JSON-serializable dict."""
         rows, forward = (str(dtype).removeprefix("torch.") for dtype in (self.rows, self.autocast or self.rows))
         return {"rows": rows, "forward": forward, "tf32": self.tf32}
 
