@@ -247,7 +247,9 @@ def test_what_an_object_keeps_belongs_to_one_run(short, engine):
 def test_an_object_that_cannot_be_copied_is_one_line(short):
     rule = Remembering()
     rule.last = threading.Lock()
-    with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; pass a function that calls the object instead$"):
+    with pytest.raises(
+        ExperimentError, match="cannot be copied .*lock.*; pass a function that calls the object instead$"
+    ):
         fedsim.run({**short, "aggregate": rule})
 
 

@@ -37,7 +37,7 @@ def dirichlet(
     ascending order is shuffled by `rng.permutation`.
 
     Args:
-        by_class: one array of sample indices per class.
+        by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
         alpha: concentration of the Dirichlet distribution, > 0.
@@ -97,7 +97,7 @@ def dirichlet_workers(
     redraws them from the same distribution.)
 
     Args:
-        by_class: one array of sample indices per class.
+        by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
         alpha: concentration of the Dirichlet distribution, > 0; smaller gives more label skew.

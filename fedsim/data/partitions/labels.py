@@ -60,7 +60,7 @@ def classes_per_worker(
     the workers.
 
     Args:
-        by_class: one array of sample indices per class.
+        by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
         k: number of classes per worker, k <= C and k * n_workers >= C.

@@ -18,7 +18,7 @@ def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
     """Cut the samples, in the data set's order, into equal contiguous runs; the last worker also gets the remainder.
 
     Args:
-        labels: targets, [n, ...]; only their number is used.
+        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
         n_workers: number of shards.
 
     Returns one index array per worker. Cost: O(n).
@@ -37,7 +37,7 @@ def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np
     Draws: one `rng.permutation(n)`.
 
     Args:
-        labels: targets, [n, ...]; only their number is used.
+        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
         n_workers: number of shards.
         rng: for all draws.
 
@@ -68,7 +68,7 @@ def quantity(
     Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`; then one `rng.permutation(n)`.
 
     Args:
-        labels: targets, [n, ...]; only their number is used.
+        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
         n_workers: number of shards.
         rng: for all draws.
         distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i is proportional to e^(sigma z_i) with
