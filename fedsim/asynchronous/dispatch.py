@@ -87,10 +87,10 @@ class Scheduler:
         """
         worker = slot if self._slots == self.n_workers else self._draw()
         self._busy.add(worker)
-        done = self._done[worker]
+        finished = self._done[worker]
         if not self._by_step:
-            return WorkItem(slot, worker, done + 1, steps)
-        rounds, step = divmod(done, self.items_per_round(worker))
+            return WorkItem(slot, worker, finished + 1, steps)
+        rounds, step = divmod(finished, self.items_per_round(worker))
         return WorkItem(slot, worker, rounds + 1, None, step)
 
     def finish(self, item: WorkItem) -> None:

@@ -103,8 +103,8 @@ def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.
     The grid consists of the x values of all curves in the range where every curve is defined.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    every = np.unique(np.concatenate([x for x, _ in curves]))
-    common = every[(every >= first) & (every <= last)]
+    points = np.unique(np.concatenate([x for x, _ in curves]))
+    common = points[(points >= first) & (points <= last)]
     return common, np.array([np.interp(common, x, y) for x, y in curves])
 
 

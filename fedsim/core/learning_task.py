@@ -221,7 +221,7 @@ class Regression:
 def regression(
     *, loss: Literal["mse", "l1", "huber"] = "mse", delta: Annotated[float, Field(gt=0)] = 1.0
 ) -> Regression:
-    """Regression with numerical targets: mean squared, absolute or Huber error. There is no accuracy.
+    """Return a regression task for numerical targets: mean squared, absolute or Huber error, without accuracy.
 
     Outputs have the shape of the targets, [batch] or [batch, outputs]. Outputs [batch, 1] are accepted for targets
     [batch]. Cost: a few passes over the outputs.

@@ -70,14 +70,14 @@ def line_style(index: int, points: int = 1) -> dict[str, Any]:
     """Return colour, dashes and markers of line number `index` as keyword arguments of `Axes.plot`."""
     from matplotlib import rcParams
 
-    every = -(-points // MARKS)
+    spacing = -(-points // MARKS)  # number of points between two markers
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[(index + index // len(COLOURS)) % len(DASHES)],
         "linewidth": rcParams["lines.linewidth"],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": rcParams["lines.markersize"] * 2 / 3,
-        "markevery": (index % every, every),
+        "markevery": (index % spacing, spacing),
     }
 
 

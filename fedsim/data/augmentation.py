@@ -44,7 +44,7 @@ class ImageTransform(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """Wrap a partition's transform.
+        """Create an ImageTransform from a partition's transform.
 
         Raises ExperimentError if `function` has parameters other than images, draws and generator.
         """

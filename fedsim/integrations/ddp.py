@@ -114,9 +114,9 @@ class RobustState:
 
 
 def robust_hook(state: RobustState, bucket: dist.GradBucket) -> GradientFuture:
-    """DDP communication hook that aggregates gradients with a robust rule instead of averaging them.
+    """Aggregate the gradients of all ranks with a robust rule instead of averaging them (a DDP communication hook).
 
-    Register it with `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
+    Register the hook with `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
 
     Args:
         state: the rule and its state. Rule and seed must be equal on all ranks.

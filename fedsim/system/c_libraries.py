@@ -27,14 +27,14 @@ _torch_was_imported_first = False
 
 
 def wait_passively() -> None:
-    """Let OpenMP threads sleep while they wait, unless the user has set a policy."""
+    """Let OpenMP threads sleep instead of spin while they wait, unless the user has set OMP_WAIT_POLICY."""
     global _torch_was_imported_first
     _torch_was_imported_first = "torch" in sys.modules and POLICY not in os.environ
     os.environ.setdefault(POLICY, "PASSIVE")
 
 
 def warn_if_threads_spin(threads: int) -> None:
-    """Warn if several threads are requested and PyTorch was imported before the policy was set."""
+    """Warn if several threads are requested and PyTorch was imported before `wait_passively` was called."""
     from fedsim.errors import FedsimWarning  # imported here to keep `import fedsim` fast
 
     if threads > 1 and _torch_was_imported_first:

@@ -76,7 +76,7 @@ class ReceivedMessage:
         self._data, self._descriptors = data, descriptors
 
     def load(self) -> Any:
-        """Unpickle the object, and close the descriptors."""
+        """Unpickle and return the object that was sent, and close the message's file descriptors."""
         token = _received.set(self._descriptors)
         try:
             return ForkingPickler.loads(self._data)
@@ -105,7 +105,7 @@ class Channel:
                 socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])
 
     def dismiss(self) -> None:
-        """Ask the other end to stop. No further message follows."""
+        """Ask the other end of the pipe to stop. No messages may be sent afterwards."""
         self._connection.send_bytes(DISMISSED)
 
     def receive(self) -> ReceivedMessage | None:
@@ -116,10 +116,10 @@ class Channel:
         count, descriptors = int.from_bytes(data[:COUNT_BYTES], "big"), list[int]()
         while len(descriptors) < count:
             with self._socket() as pipe:
-                mark, some, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
-            if not mark or not some:
+                mark, received, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
+            if not mark or not received:
                 raise EOFError
-            descriptors += some
+            descriptors += received
         return ReceivedMessage(data[COUNT_BYTES:], descriptors)
 
     def poll(self) -> bool:

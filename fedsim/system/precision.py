@@ -148,14 +148,14 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Ignore warnings of some PyTorch versions that the older switches are deprecated."""
+    """Suppress warnings inside the block, since some PyTorch versions warn that the older switches are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast operands as autocast would. Without autocast, return them unchanged.
+    """Cast tensors to the dtype that autocast would use. Without autocast, return them unchanged.
 
     This is for operations with a custom derivative, whose operands autocast does not cast.
     """
