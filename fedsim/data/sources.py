@@ -105,8 +105,9 @@ def lacks_files(name: str, root: str | Path) -> bool:
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
 
-    All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so each worker of a contiguous
-    partition has all digits. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard deviation.
+    All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
+    partition have nearly equal label counts. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard
+    deviation.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> train.inputs.shape, len(test)

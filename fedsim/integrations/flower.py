@@ -51,8 +51,8 @@ class Strategy(FedAvg):
         root: only for fltrust: a function of (round, arrays sent) that trains on the server's own data, and returns the
             trained arrays as an ArrayRecord.
         loss_key: only for qfedavg: name of the metric that contains a client's loss before training.
-        seed: seed for the rule's random draws. Flower samples nodes with Python's module `random`, which it does not
-            affect.
+        seed: seed for the rule's random draws. Flower samples nodes with Python's module `random`, which this seed does
+            not affect.
         nonfinite: what to do with updates that contain NaN or infinity: "exclude", "error" or "keep". Excluded updates
             are logged and count as Byzantine.
         options: parameters of the rule, such as f, and keyword arguments of Flower's FedAvg.

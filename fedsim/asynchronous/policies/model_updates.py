@@ -123,8 +123,8 @@ class FedBuff(Policy):
 class AsyncLocalSGD(Policy):
     """Asynchronous local SGD: steps along pseudo-gradients g = W_read - x with delayed Nesterov momentum.
 
-    Liu et al. 2024. W_read is the global model that a worker started from, and x is its trained model. Each arrival
-    takes a step W -= lr (g / n + c beta m). Every n-th arrival first updates the momentum, m = beta m + (sum of the
+    Liu et al. 2024. W_read is the global model that a worker started from, and x is its trained model. Most arrivals
+    take a step W -= lr (g / n + c beta m). Every n-th arrival instead updates the momentum, m = beta m + (sum of the
     last n g) / n, and then takes the step W -= lr (g / n + (1 - c n + c) beta m). So n arrivals together apply the
     momentum once.
 

@@ -42,7 +42,8 @@ class Virtual:
             with inf cannot be resumed; use 1e12 there.)
 
     Returns an index array [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time
-    and memory for a shard, independent of n (but O(n) if more than 5 percent of over 10,000 samples are drawn).
+    and memory for a shard, independent of n (but O(n) if more than 5 percent of over 10,000 samples, in the data set or
+    in a class, are drawn).
 
     >>> fedsim.partition(np.arange(100) % 10, 2, "virtual", samples=3)
     [array([85,  5, 48]), array([82, 66,  3])]
