@@ -1,4 +1,4 @@
-"""Data sets as tensors, workers' subsets of them, and partition strategies."""
+"""Data sets as tensors, each worker's subset of a data set, and partition strategies."""
 
 from fedsim.data import synthetic  # noqa: F401  (registers the data set)
 from fedsim.data.formats import arrays, huggingface, image_folder, leaf, tables  # noqa: F401  (registers the data sets)

@@ -1,7 +1,7 @@
-"""The data sets that an experiment can name; others are given as "package.module:function".
+"""The registered data sets. Experiments can also name any other data set as "package.module:function".
 
-A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder of downloaded files. `train` and
-`test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files. `train`
+and `test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ dataset = Registry(
     accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
-MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
-MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test
-CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # in torchvision
+MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
+MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
+CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # class names in torchvision.datasets
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.3530,))}  # mean and deviation of pixels
+STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.3530,))}  # mean, standard deviation
 
 
 def default_root() -> Path:
-    """Return the default folder of data sets: $FEDSIM_DATA, else the user's cache folder.
+    """Return the default folder for data sets: $FEDSIM_DATA if set, else fedsim/data in the user's cache folder.
 
-    Without a home folder, as in a container, the cache is in the working folder.
+    For a user without a home folder, as in some containers, the cache folder is .cache in the working folder.
     """
     if os.environ.get("FEDSIM_DATA"):
         return Path(os.environ["FEDSIM_DATA"]).expanduser()
@@ -48,17 +48,17 @@ def default_root() -> Path:
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
-    """Return the training and the test samples of a data set.
+    """Load the training samples and the test samples of a data set.
 
     Args:
         name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
-        root: the folder of downloaded files; None: $FEDSIM_DATA, else the user's cache folder.
+        root: folder for downloaded files; None: $FEDSIM_DATA if set, else the user's cache folder.
         params: parameters of the data set.
 
-    Returns two TensorData, inputs [n, ...] with targets [n] (class labels) or [n, ...].
+    Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
-    Raises DataError if files can be neither found nor downloaded, if a part has no samples, or if targets are no finite
-    numbers, or negative labels.
+    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if a target is
+    not a finite number, or if a label is negative.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -77,11 +77,14 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     for part, data in (("training", train), ("test", test)):
         if not len(data):
-            raise DataError(f"data.name = {show(name)}: has no {part} samples")
+            raise DataError(f"data.name = {show(name)}: the {part} set is empty; needs at least one sample")
         if data.has_labels and int(data.targets.min()) < 0:
-            raise DataError(f"data.name = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
+            raise DataError(
+                f"data.name = {show(name)}: the {part} set contains the label {int(data.targets.min())}; class labels "
+                "must be at least 0"
+            )
         if not data.targets.isfinite().all():
-            raise DataError(f"data.name = {show(name)}: has a {part} target that is not finite")
+            raise DataError(f"data.name = {show(name)}: the {part} set contains a target that is not a finite number")
     return train, test
 
 
@@ -101,7 +104,7 @@ def load_dataset_once(
 
 
 def _read(data: Any, name: str) -> TensorData:
-    """Return a part of a data set as tensors. Errors begin with the name of the data set."""
+    """Convert a training or test set to TensorData. Error messages start with the data set's name."""
     try:
         return as_tensor_data(data)
     except DataError as error:
@@ -109,17 +112,18 @@ def _read(data: Any, name: str) -> TensorData:
 
 
 def lacks_files(name: str, root: str | Path) -> bool:
-    """Whether the data set called `name` would download files to this folder."""
+    """Whether loading the data set `name` would download files to the folder `root`."""
     folder = Path(os.path.expanduser(root)) / CLASS_NAMES.get(name, "") / "raw"
     return name in CLASS_NAMES and not all(is_file(folder / file) for file in FILES)
 
 
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
-    """5,000 real MNIST images that come with fedsim: 4,000 to train and 1,000 to test, equal classes.
+    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
 
-    All are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so a contiguous partition is about as
-    even as on MNIST itself. Images are uint8 [n, 1, 28, 28], normalised by MNIST's mean and standard deviation.
+    All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
+    partition have nearly equal label counts. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard
+    deviation.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> train.inputs.shape, len(test)
@@ -139,7 +143,7 @@ def mnist(root: Path) -> tuple[TensorData, TensorData]:
     Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
 
     Args:
-        root: the folder that holds MNIST/raw, as in torchvision.
+        root: the folder that contains MNIST/raw, as in torchvision.
 
     Raises DataError if a file can be neither found nor downloaded, or is damaged.
 
@@ -160,13 +164,10 @@ def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
 
 
 def _read_idx(path: Path) -> torch.Tensor:
-    """Return the numbers in a file of MNIST: uint8 of any shape.
-
-    Importing torchvision to read it would take a second.
-    """
+    """Read an MNIST file (IDX format) without importing torchvision, and return its uint8 tensor."""
     content = np.fromfile(path, np.uint8)
     if content[:3].tolist() != [0, 0, 8]:  # 8: uint8
-        raise ValueError(f"{path.name} is not in the format of MNIST")
+        raise ValueError(f"{path.name} is not a uint8 IDX file, the format of MNIST")
     start = 4 + 4 * int(content[3])
     return torch.from_numpy(content[start:].reshape(content[4:start].view(">u4").tolist()))
 
@@ -179,8 +180,8 @@ def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
             packages.download(class_name, root)
         except DataError as error:
             raise DataError(
-                f"data.name: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
-                f"folder that holds {class_name}/raw, or use the embedded data set: data.name=mnist5k"
+                f"data.name: files are missing in {folder}, and {error}. Set data.root or $FEDSIM_DATA to the "
+                f"folder that contains {class_name}/raw, or use the included data set: data.name=mnist5k"
             ) from error
     try:
         train, test = (
@@ -192,5 +193,7 @@ def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
             for part in ("train", "t10k")
         )
     except Exception as error:
-        raise DataError(f"{folder}: cannot be read: {one_line(error)}; remove it to download it again") from error
+        raise DataError(
+            f"{folder}: cannot be read: {one_line(error)}; remove the folder to download its files again"
+        ) from error
     return train, test

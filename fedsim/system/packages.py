@@ -1,4 +1,4 @@
-"""Packages that are imported on demand: the optional packages of the extras, and torchvision."""
+"""Import of packages on demand: the optional packages in fedsim's extras, and torchvision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _missing_operators: Any = None  # a torch.library.Library, whose declarations ex
 
 
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import a module. Raise MissingPackageError, which says what to install, if its package is missing."""
+    """Import and return a module of an optional package.
+
+    Raises MissingPackageError, whose message contains the command to install the package, if it is missing.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

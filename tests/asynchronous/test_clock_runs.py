@@ -304,7 +304,9 @@ def test_the_records_of_a_run_by_hand():
 
 
 def test_an_overflowing_row_is_an_error():
-    with pytest.raises(fedsim.ExperimentError, match="round 1: (the global model has diverged|the work of worker \\d)"):
+    with pytest.raises(
+        fedsim.ExperimentError, match="round 1: (the global model has diverged|the result of worker \\d)"
+    ):
         run("asgd", local={"lr": 1e38, "batch_size": 4})
 
 

@@ -76,15 +76,18 @@ def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_tim
     assert "virtual s" not in heads
 
 
-RACED = "is the log of a race with "
+RACED, EQUAL = "the race was run with ", "both must be equal"
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"rounds": 3}, "has 2 rounds, so not round 3"),
-        ({"policy": "dc_asgd"}, RACED + "policy.adaptive = left out; in this experiment it is false"),
-        ({"workers": 8}, RACED + "workers = 3; in this experiment it is 8"),
+        ({"rounds": 3}, "round 3 is not in the log, which has 2 rounds; lower `rounds`"),
+        (
+            {"policy": "dc_asgd"},
+            RACED + "policy.adaptive not set, but this experiment has policy.adaptive = false; " + EQUAL,
+        ),
+        ({"workers": 8}, RACED + "workers = 3, but this experiment has workers = 8; " + EQUAL),
     ],
 )
 def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):
@@ -104,11 +107,11 @@ def altered(logged, tmp_path, change):
     [
         (
             lambda text: text + "1,2,0,7,0,9999,10000,0,0\n",
-            "does not fit this experiment: at event 9999 there is no worker 7",
+            "at event 9999, there is no worker 7",
         ),
         (
             lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+),(\d+),", r"\1,33,", text, count=1),
-            r"does not fit this experiment: at event \d+ worker \d reads version 33, and here it is \d+",
+            r"at event \d+, worker \d reads version 33 in the log, but version \d+ now",
         ),
     ],
 )
@@ -116,8 +119,9 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     path = altered(logged, tmp_path, change)
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(path)
-    (found,) = caught.value.lines
-    assert re.fullmatch(f"clock.replay_log = {re.escape(show(str(path)))}: {line}", found), found
+    (raised,) = caught.value.lines
+    place = f"clock.replay_log = {re.escape(show(str(path)))}: the log does not match this experiment"
+    assert re.fullmatch(f"{place}: {line}", raised), raised
 
 
 @pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])

@@ -73,7 +73,7 @@ WRONG = [
     ("policy=eamsgd mode=clock", 'policy.name = "eamsgd": needs momentum; set local.momentum'),
     ("policy.name=k_sync policy.k=5 mode=clock", "policy.k = 5: must be at most"),
     ("policy.name=backup_workers policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
-    ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/n, 1/4"),
+    ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/policy.n = 1/4"),
     ("clock.departures.1=2.0 mode=clock", "clock.departures: only works with an asynchronous policy"),
     ("policy=asgd clock.departures.4=2.0 mode=clock", "clock.departures.4: must be a worker between 0 and 3"),
 ]

@@ -169,7 +169,7 @@ def test_the_parameters_are_checked_and_filled_in_with_the_components_defaults()
     ("keys", "line"),
     [
         ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
-        ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a built-in key of [bake]; rename this parameter of"),
+        ({"oven": f"{__name__}:hasty"}, "but it is a built-in key of [bake]; rename the parameter"),
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_damaged_file_is_one_line_that_names_its_folder(small_mnist, data_root
     result = cli("run", "data.name=mnist", f"data.root={data_root}", "model=logistic", "rounds=1")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(f"error: {small_mnist}: cannot be read: ")
-    assert result.stderr.endswith("; remove it to download it again\n")
+    assert result.stderr.endswith("; remove the folder to download its files again\n")
 
 
 def unknown_target(root):
@@ -111,5 +111,7 @@ def unknown_target(root):
 
 
 def test_a_target_that_is_not_finite_is_an_error():
-    with pytest.raises(DataError, match=r":unknown_target\": has a training target that is not finite$"):
+    with pytest.raises(
+        DataError, match=r":unknown_target\": the training set contains a target that is not a finite number$"
+    ):
         fedsim.load_dataset(f"{__name__}:unknown_target")

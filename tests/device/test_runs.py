@@ -143,7 +143,7 @@ def test_a_partition(registration, engine):
 def with_writers(root):
     """A few images by three writers."""
     train, test = components.tiny(root, train=SAMPLES)
-    return dataclasses.replace(train, ids=np.arange(SAMPLES) // 20), test
+    return dataclasses.replace(train, ids={"writer": np.arange(SAMPLES) // 20}), test
 
 
 @with_engines("registration", augmentation)

@@ -79,7 +79,7 @@ def test_gradients_that_do_not_fit_the_parameters_are_an_error():
     weight = torch.nn.Parameter(torch.zeros(2))
     set_gradients([weight], [[None], [torch.ones(2)]])
     assert weight.grad.tolist() == [0.5, 0.5]
-    with pytest.raises(fedsim.ExperimentError, match=r"^gradients\[1\]: 1 parameters need as many gradients, not 0$"):
+    with pytest.raises(fedsim.ExperimentError, match=r"^gradients\[1\]: contains 0 gradients for 1 parameters; "):
         set_gradients([weight], [[torch.ones(2)], []])
     with pytest.raises(
         fedsim.ExperimentError, match=r"^gradients\[0\]\[0\]: must have shape \(2,\) as in parameters\[0\]\[0\]"

@@ -35,7 +35,7 @@ def test_work_that_is_not_finite_ends_a_run_on_the_clock(policy, tiny_experiment
     data = {"data": "tests.components:with_a_hole", "partition": "tests.components:in_blocks", "model": "logistic"}
     tables = {**tiny_experiment, **data, **TIMED, "policy": policy, "rounds": 3}
     result = fedsim.run({**tables, "aggregate": {"nonfinite": "stop"}})
-    assert result.history[-1].diverged == "the work of worker 0 from its round 1 holds NaN or infinity"
+    assert result.history[-1].diverged == "the result of worker 0 (the worker's round 1) contains NaN or infinity"
     assert result.global_row.isfinite().all()
     assert math.isfinite(result.test_loss)
 

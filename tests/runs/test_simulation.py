@@ -196,9 +196,9 @@ def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("tests.components:negative_labels", "has a negative training label, -1"),
-        ("tests.components:no_test", "has no test samples"),
-        ("tests.components:int32_labels", "targets must be int64"),
+        ("tests.components:negative_labels", "the training set contains the label -1; class labels must be"),
+        ("tests.components:no_test", "the test set is empty"),
+        ("tests.components:int32_labels", "targets must be an int64"),
     ],
 )
 def test_wrong_data_are_one_line(tiny_experiment, data, message):

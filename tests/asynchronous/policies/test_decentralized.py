@@ -136,7 +136,7 @@ def test_a_single_worker_steps_alone_and_none_is_an_error():
     assert same(run.server.replicas[0], model)
     with pytest.raises(ExperimentError, match="no worker is busy"):
         run.advance(1)
-    with pytest.raises(ExperimentError, match="all workers have left .clock.departures.; no model remains"):
+    with pytest.raises(ExperimentError, match="all workers have left .clock.departures., so no model remains"):
         run.server.policy.publish(run.server)
 
 

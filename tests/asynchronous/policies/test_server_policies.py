@@ -310,10 +310,10 @@ def test_dylu_ignores_departed_workers():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the workers at work"),
-        ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the workers at work"),
-        ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
-        ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: goes with policy.staleness = "hinge" or "pol'),
+        ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the number of concurrent workers"),
+        ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the number of concurrent"),
+        ("fedasync", {"b": 1}, 'policy.b = 1: only used with policy.staleness = "hinge"'),
+        ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: only used with policy.staleness = "hinge"'),
     ],
 )
 def test_impossible_settings_are_refused(name, params, message):

@@ -142,11 +142,11 @@ class TestArrays:
         ("arrays", "match"),
         [
             ({"inputs": INPUTS}, "has no array targets, only inputs"),
-            ({"inputs": INPUTS, "targets": LABELS[:19]}, "20 inputs have 19 targets"),
+            ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
             ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
             ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 is NaN, infinite"),
             ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 is NaN"),
-            ({"inputs": INPUTS, "targets": LABELS - 1}, "has a negative training label"),
+            ({"inputs": INPUTS, "targets": LABELS - 1}, "the training set contains the label -1"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
             ({"inputs": np.array([{}, {}]), "targets": LABELS[:2]}, "cannot be read: .*pickle"),
         ],

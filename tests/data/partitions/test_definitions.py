@@ -248,37 +248,37 @@ TEN = np.arange(100) % 10
 IMPOSSIBLE = [
     (np.zeros(10), 0, "iid", {}, "workers = 0: must be between 1 and the number of samples, 10"),
     (np.zeros(10), 11, "iid", {}, "workers = 11: must be between 1 and the number of samples, 10"),
-    (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 "),
-    (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* at best; take .* a smaller sigma or"),
-    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49"),
+    (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5, 4 "),
+    (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* had at most .*; use .* a smaller sigma or"),
+    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 10 workers with 5 runs each need at least 50 .* 49"),
     (TEN, 20, "classes_per_worker", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
     (
         TEN,
         4,
         "classes_per_worker",
         {"k": 2},
-        "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 .* be lost",
+        "partition.k = 2: 4 workers with 2 classes each cover only 8 of 10 .* be lost",
     ),
     (
         np.array([0, 1, 1, 1, 1]),
         4,
         "classes_per_worker",
         {"k": 1},
-        '.*"classes_per_worker": leaves worker 2 without a sample',
+        '.*"classes_per_worker": worker 2 got no samples',
     ),
-    (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100, and .* 3000"),
+    (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100 .* 3000"),
     (
         *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),
-        "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1 for 100 workers and 3000 samples: "
-        "the smallest shard had 0 at best; take a smaller min_size, a larger alpha or fewer workers",
+        "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1, 100 workers and 3000 samples "
+        r"\(the smallest shard had at most 0 samples\); use a smaller min_size, a larger alpha or fewer workers",
     ),
-    (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: more than the 500 samples there are$"),
+    (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: must be at most the data set's size, 500$"),
     *((FEW_LABELS, 3, "virtual", {"alpha": alpha}, "partition.alpha = ") for alpha in (0.0, -1.0, float("nan"))),
     (FEW_LABELS, 0, "virtual", {}, "workers = 0: must be at least 1$"),
-    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
+    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "partition.groups = 4: must be at most .* workers, 3"),
     (
         *(np.zeros(10), 3, "feature_rotation", {"groups": 3, "angles": [0.0, 90.0]}),
-        r"partition.angles = \[0.0, 90.0\]: must be one for each of partition.groups = 3, not 2",
+        r"partition.angles = \[0.0, 90.0\]: must contain one angle for each of the 3 groups .*, not 2",
     ),
 ]
 

@@ -63,9 +63,12 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("tests.components:nothing", r"must give each worker positions \[size >= 1\]; 4 got \(0,\)$"),
-        ("tests.components:beyond", r"gave worker 4 the position 203; there are 203 samples$"),
-        ("tests.components:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
+        (
+            "tests.components:nothing",
+            r"must return a non-empty .* for each worker; the array for worker 4 has shape \(0,\)$",
+        ),
+        ("tests.components:beyond", r"returned index 203 for worker 4; valid indices are 0 to 202$"),
+        ("tests.components:Boasting", r"returned 2 samples for worker 4, but .* size\(4\) is 7; both must be equal$"),
     ],
 )
 def test_errors_of_virtual_strategies_are_one_line(strategy, message):
