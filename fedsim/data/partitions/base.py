@@ -105,7 +105,7 @@ def partition_shards(
     for column in ids.values():
         if len(column) != len(labels) or column.ndim != 1:
             raise ExperimentError(
-                f"ids: must be a one-dimensional array with one id per sample, [{len(labels)}]; got {column.shape}"
+                f"ids: must be one-dimensional with one id per sample, [{len(labels)}]; got shape {column.shape}"
             )
     if not ids and registration.takes.get("ids"):
         raise ExperimentError(
