@@ -256,7 +256,8 @@ def test_gradients_are_averaged_in_one_row_unless_rows_are_needed(count, groups)
         assert how.startswith("averaged during the backward pass"), names
     reasons = {name: left[name_by_gradients([name])]["how"]["gradients"] for (name,) in ROWS_OF_GRADIENTS}
     assert (
-        reasons["a rule by distances, under attack"] == 'stored per worker, because of the rule: aggregate.rule = "krum"'
+        reasons["a rule by distances, under attack"]
+        == 'stored per worker, because of the rule: aggregate.rule = "krum"'
     )
     assert reasons["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
     assert reasons["stacked in each rank"].endswith('distributed.trainer = "batched"')

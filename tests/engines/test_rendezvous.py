@@ -144,7 +144,9 @@ def test_nccl_is_not_used_by_ranks_that_share_a_gpu():
         "gloo",
         "ranks 0, 2 share a GPU (a 1), which NCCL does not support",
     )
-    with pytest.raises(fedsim.ExperimentError, match='"nccl": ranks 0, 1 share a GPU .* use "gloo" or one rank per GPU'):
+    with pytest.raises(
+        fedsim.ExperimentError, match='"nccl": ranks 0, 1 share a GPU .* use "gloo" or one rank per GPU'
+    ):
         backend_for("NCCL", CUDA, ["a 1", "a 1"])
     assert backend_for("gloo", CUDA, ["a 1", "a 1"]) == ("gloo", None)
     with pytest.raises(fedsim.ExperimentError, match=r'distributed.backend = "glo": .* allowed: gloo'):

@@ -100,4 +100,6 @@ def test_powersgd_starts_its_state_again_and_warns(tmp_path):
     ranks(2, *words, "rounds=2", cwd=tmp_path)
     out, errors = ranks(2, *words, cwd=tmp_path)
     assert "continuing after round 2 of 5" in out
-    assert errors.count('distributed.hook = "powersgd": the state of this hook is not in the checkpoint and is reset') == 1
+    assert (
+        errors.count('distributed.hook = "powersgd": the state of this hook is not in the checkpoint and is reset') == 1
+    )
