@@ -55,7 +55,7 @@ class EvaluationResult:
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
         """Return the mean of each metric over several runs; None for a metric that is None in any of them."""
 
-        def of_each(name: str) -> float | None:
+        def mean_of(name: str) -> float | None:
             values = [getattr(result, name) for result in results]
             return None if None in values else fmean(values)
 
@@ -75,7 +75,7 @@ class EvaluationResult:
 
 
 def _means(task: RunTask, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
-    """Return mean loss, accuracy and attack success rate. Accuracy or success rate is None if undefined for the task."""
+    """Return mean loss, accuracy and attack success rate. An accuracy or a success rate is None if it is undefined."""
     counts = counts_of(task.learning_task)
     answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
     loss_sum, correct, successes, tries = sums.sum(0).tolist()

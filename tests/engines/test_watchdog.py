@@ -20,7 +20,7 @@ def watch(store=None, steps=lambda: 7, timeout=3.0):
     [
         (True, lambda look: (f"{look} {look} 0", f"{look} 0 1"), None),  # rank 1 works
         (False, lambda look: (f"{look} 7 0", f"{look} 7 0"), None),  # nobody waits for a long step
-        (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; a step that takes longer"),
+        (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; if a step takes longer"),
         (True, lambda look: (f"{look} {look} 0", "1 1 0"), "rank 2 sent no heartbeat for 3 s (distributed.timeout)"),
     ],
 )
