@@ -62,10 +62,10 @@ class EvaluationResult:
         labels = results[0].metrics
         return cls(
             test_loss=fmean(result.test_loss for result in results),
-            test_accuracy=of_each("test_accuracy"),
-            attack_success=of_each("attack_success"),
-            validation_loss=of_each("validation_loss"),
-            validation_accuracy=of_each("validation_accuracy"),
+            test_accuracy=mean_of("test_accuracy"),
+            attack_success=mean_of("attack_success"),
+            validation_loss=mean_of("validation_loss"),
+            validation_accuracy=mean_of("validation_accuracy"),
             metrics={label: fmean(result.metrics[label] for result in results) for label in labels},
         )
 
