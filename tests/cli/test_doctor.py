@@ -31,7 +31,7 @@ def test_the_report_fits_a_screen_and_says_what_each_engine_would_do(cli):
     assert len(done.stdout.splitlines()) < 30
     for registration in engine:
         assert (f"\nengine={registration.name} " in done.stdout) == (not registration.target.traits.ranks)
-    assert re.search(r"^engine=serial +1 process, one row at a time$", done.stdout, re.M)
+    assert re.search(r"^engine=serial +1 process, one worker at a time$", done.stdout, re.M)
 
 
 def test_auto_chooses_what_a_run_chooses(session, tmp_path):
