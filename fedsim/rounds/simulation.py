@@ -195,8 +195,8 @@ class Simulation(Executor):
     ) -> AggregationStats | None:
         """Run the steps of a round, and check the rows of all steps for NaN and infinity at its end.
 
-        If a row is not finite, restore the state before the round and return None. Any error has the same effect, because
-        NaN may also make a model or a rule fail. The caller then repeats the round with a check at each step.
+        If a row is not finite, restore the state before the round and return None. Any error has the same effect,
+        because NaN may also make a model or a rule fail. The caller then repeats the round with checks at each step.
         """
         had_last = self.aggregator.has_last
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}

@@ -51,7 +51,9 @@ def check_model(task: RunTask) -> None:
         raise ExperimentError(f"{place}: the model has no trainable parameters")
     if task.experiment.buffers == "error" and layout.buffers:
         names = ", ".join(entry.name for entry in layout.buffers)
-        raise ExperimentError(f'buffers = "error": {place} has buffers ({names}); set buffers to average or local')
+        raise ExperimentError(
+            f'buffers = "error": {place} has buffers ({names}); set buffers to average, local or frozen'
+        )
 
 
 def check_client_algorithm(task: RunTask) -> None:
@@ -70,7 +72,8 @@ def check_client_algorithm(task: RunTask) -> None:
         personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.local_test_fraction=0.2"
         raise ExperimentError(
             f"stop.metric = {show(experiment.stop.metric)}: is a test of the global model, but with {algorithm} "
-            f"workers keep a part of the model; use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
+            "workers keep a part of the model; "
+            f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
     if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
