@@ -88,7 +88,7 @@ def test_a_run_without_a_model_is_loaded_and_its_model_is_one_line(tiny_experime
     result = fedsim.run({**tiny_experiment, "records.model": False}, tmp_path / "run")
     loaded = load_run(tmp_path / "run")
     assert loaded.test_accuracy == result.test_accuracy
-    with pytest.raises(RecordError, match=r"model\.safetensors: no such file; .* records\.model is false$"):
+    with pytest.raises(RecordError, match=r"model\.safetensors: does not exist, .* records\.model is false$"):
         loaded.model  # noqa: B018
 
 

@@ -160,7 +160,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"model": "tests.models:Frozen"}, "has no trainable parameters"),
         (
             {"model": "tests.models:Complex"},
-            r"parameter factor is complex \(torch.complex64\); .* torch.view_as_complex",
+            r"parameter factor is complex \(torch.complex64\), .* torch.view_as_complex",
         ),
         ({"model": {"name": "tests.models:Complex", "buffer": True}}, "buffer factor is complex"),
         ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": the model cannot be created'),

@@ -191,7 +191,7 @@ class StackTrainer:
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
         """Yield groups of batches that are computed together, each with its workers' state and data.
 
-        After each group, the buffers are copied back to the stack. With `moves`, rows and algorithm state are copied too.
+        After each group, the buffers are copied back to the stack. If `moves` is true, also rows and state.
 
         Args:
             stack: stack of workers.
