@@ -145,7 +145,7 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
-    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); a step that")
+    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); if a step")
     assert kill.error == f"{process}was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs"
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None

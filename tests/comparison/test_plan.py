@@ -190,7 +190,10 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
         ),
         (["server=sgd,{name='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
         (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
-        (["model=tests.models:Lazy,net"], 'model=tests.models:Lazy: model.name = "tests.models:Lazy": cannot be made'),
+        (
+            ["model=tests.models:Lazy,net"],
+            'model=tests.models:Lazy: model.name = "tests.models:Lazy": the model cannot be created',
+        ),
         (["device=cpu,cuda:99"], 'device=cuda:99: device = "cuda:99": PyTorch does not find this device'),
         (["rounds.x=1,2"], "rounds.x"),
     ],

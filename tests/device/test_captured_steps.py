@@ -151,7 +151,9 @@ def test_steps_that_cannot_be_captured_take_the_ordinary_path(reason):
         found = fedsim.run({**tables, **ENGINES["batched"], "device": "cuda"}, on_start=settings.append)
     assert reason in settings[0].how["cuda_graphs"]
     assert_same_results(run_on_cpu(tables), found)
-    with pytest.raises(fedsim.ExperimentError, match=f"cuda_graphs = true: steps cannot be captured here: .*{reason}"):
+    with pytest.raises(
+        fedsim.ExperimentError, match=f"cuda_graphs = true: training steps cannot be captured .*{reason}"
+    ):
         run_on_gpu({**tables, **ENGINES["batched"], "cuda_graphs": True})
 
 

@@ -86,7 +86,7 @@ def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu
         tables["cuda_graphs"] = False  # a replay runs no Python, so nothing could raise in it
     expected = fedsim.run(tables)
     with fedsim.Session() as session:
-        with pytest.raises(fedsim.WorkerError, match=r"cuda:0 has no memory left; less of this would fit: "):
+        with pytest.raises(fedsim.WorkerError, match=r"cuda:0 is out of memory; reduce one of: "):
             fedsim.run(tables, session=session, on_start=lambda facts: fail(FULL, phase))
         fail(None, "")
         gc.collect()
@@ -106,7 +106,7 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
         tables |= CLOCK
     else:
         fail(FULL, "always")
-    with pytest.raises(fedsim.ExperimentError, match='^device = "cuda:0": cuda:0 has no memory left; less of '):
+    with pytest.raises(fedsim.ExperimentError, match='^device = "cuda:0": cuda:0 is out of memory; reduce one of: '):
         fedsim.run(tables)
 
 

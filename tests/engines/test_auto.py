@@ -42,7 +42,7 @@ def test_the_choice_and_its_reason_are_in_the_run_folder(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (record["engine"], record["processes"], record["threads"], record["width"]) == ("batched", 1, 1, 4)
-    assert record["reason"].startswith("rows are stacked; one process")
+    assert record["reason"].startswith("workers are trained in stacks; one process")
     assert fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True).engine == "auto"
 
 
@@ -134,7 +134,7 @@ def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_
     monkeypatch.setattr(InPool, "begin", fail_with(FAILED))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": 2})
     assert len(told) == 1
-    assert told[0].startswith("one process trains all rows, stacked: ")
+    assert told[0].startswith("one process trains all workers, stacked: ")
     assert told[0].endswith(str(FAILED).splitlines()[0])
     assert (how["engine"], how["processes"]) == ("batched", 1)
     assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "batched"}).global_row)
@@ -146,7 +146,7 @@ def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FULL))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": processes})
     assert len(told) == 1
-    assert told[0].startswith("one process trains all rows, one by one: ")
+    assert told[0].startswith("one process trains all workers, one by one: ")
     assert (how["engine"], how["processes"]) == ("serial", 1)
     assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "serial", "processes": None}).global_row)
 

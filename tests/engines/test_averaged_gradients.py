@@ -35,7 +35,7 @@ def test_powersgd_gets_its_parameters_and_the_seed():
 
 def test_powersgd_needs_two_plain_steps_before_error_feedback_or_warm_start():
     bound("powersgd", start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
-    with pytest.raises(fedsim.ExperimentError, match="start_powerSGD_iter = 1: must be 2 at least"):
+    with pytest.raises(fedsim.ExperimentError, match="start_powerSGD_iter = 1: must be at least 2"):
         bound("powersgd", start_powerSGD_iter=1)
 
 
@@ -78,7 +78,7 @@ def test_buckets_are_sent_in_order_once_complete_and_the_rest_at_the_end(sender)
     assert sent == sorted(set(sent))
     sender.begin()
     (module(dark) + module(dark)).sum().backward()
-    with pytest.raises(RuntimeError, match="gets a gradient twice"):
+    with pytest.raises(RuntimeError, match="changed after it was sent"):
         module(dark).sum().backward()
 
 

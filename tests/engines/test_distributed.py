@@ -256,7 +256,8 @@ def test_gradients_are_averaged_in_one_row_unless_rows_are_needed(count, groups)
         assert how.startswith("averaged during the backward pass"), names
     reasons = {name: left[name_by_gradients([name])]["how"]["gradients"] for (name,) in ROWS_OF_GRADIENTS}
     assert (
-        reasons["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
+        reasons["a rule by distances, under attack"]
+        == 'stored per worker, because of the rule: aggregate.rule = "krum"'
     )
     assert reasons["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
     assert reasons["stacked in each rank"].endswith('distributed.trainer = "batched"')
@@ -336,7 +337,7 @@ def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     result = cli("run", "engine=distributed")
     assert result.exit_code == 2
-    assert "start it by a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
+    assert "start it with a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
 
 
 BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}

@@ -174,6 +174,7 @@ def test_a_model_that_splits_large_batches_is_refused_when_it_does():
     """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
     with pytest.raises(
-        fedsim.ExperimentError, match="its operations depend on the size or the values of a batch.*; use engine=spawn$"
+        fedsim.ExperimentError,
+        match="the model's operations depend on the size or the values of a batch.*; use engine=spawn$",
     ):
         fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})

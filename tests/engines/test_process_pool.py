@@ -114,7 +114,7 @@ def test_a_death_between_calls_is_found_at_the_next_which_is_the_last():
         cause = "was killed by SIGKILL (exit code -9)"
         assert failure_of(pool, who) == f"process 0, between workers, last in round 3, {cause}"
         assert not pool.at_work
-        assert failure_of(pool, who) == "the process pool has been closed"
+        assert failure_of(pool, who) == "the process pool has been closed; create a new one"
 
 
 def test_a_process_killed_as_it_starts_is_named_without_a_worker():
@@ -273,4 +273,4 @@ def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_ge
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"fedsim.errors.WorkerError: {message}")
     assert 'under `if __name__ == "__main__":`' in last
-    assert last.endswith("or use engine=serial, which starts none")
+    assert last.endswith("or use engine=serial, which starts no processes")

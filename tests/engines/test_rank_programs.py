@@ -39,7 +39,7 @@ def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
     codes, _, errors = ended(ranks_of(1, *words, cwd=tmp_path))
     assert codes == [2]
     assert error_lines(errors[0]) == [
-        'error: round 1: the mean of the gradients is not finite, though each of them is (distributed.hook = "fp16")'
+        'error: round 1: distributed.hook = "fp16": the mean gradient is not finite, although each gradient is'
     ]
 
 
@@ -68,9 +68,9 @@ FAILING = (
 
 IN_BACKWARD = ("sync=gradients", "model=tests.models:FailsInBackward")
 LINES = {
-    "kill": "error: rank 1 of 3 ended without a word",
+    "kill": "error: rank 1 of 3 ended without an error message",
     "raise": "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero",
-    "hang": "error: rank 1 made no step for 5 s; a step that takes longer needs a larger distributed.timeout",
+    "hang": "error: rank 1 made no step for 5 s; if a step takes longer, increase distributed.timeout",
 }
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
     _, errors = processes[1 - rank].communicate(timeout=30)
     processes[rank].kill()
     processes[rank].communicate()
-    assert errors == f"error: rank {rank} gave no sign of life for 3 s (distributed.timeout)\n"
+    assert errors == f"error: rank {rank} sent no heartbeat for 3 s (distributed.timeout)\n"
     assert processes[1 - rank].returncode == 1
 
 

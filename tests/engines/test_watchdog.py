@@ -20,8 +20,8 @@ def watch(store=None, steps=lambda: 7, timeout=3.0):
     [
         (True, lambda look: (f"{look} {look} 0", f"{look} 0 1"), None),  # rank 1 works
         (False, lambda look: (f"{look} 7 0", f"{look} 7 0"), None),  # nobody waits for a long step
-        (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; a step that takes longer"),
-        (True, lambda look: (f"{look} {look} 0", "1 1 0"), "rank 2 gave no sign of life for 3 s (distributed.timeout)"),
+        (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; if a step takes longer"),
+        (True, lambda look: (f"{look} {look} 0", "1 1 0"), "rank 2 sent no heartbeat for 3 s (distributed.timeout)"),
     ],
 )
 def test_it_names_the_rank_that_has_failed(waits, pulses, line):
@@ -44,7 +44,7 @@ def test_a_store_that_is_silent_counts_from_the_last_answer():
         assert look() is None
     lines = [look() for _ in range(22)]
     assert lines[15] is None
-    assert lines[-1] == "rank 0 gave no sign of life for 3 s (distributed.timeout)"
+    assert lines[-1] == "rank 0 sent no heartbeat for 3 s (distributed.timeout)"
 
 
 def test_the_first_cause_counts():
@@ -61,7 +61,7 @@ def test_a_rank_without_ticks_ended_without_a_word():
     store.set("pulse/2", "1 1 0")
     watching = watch(store, timeout=1.0)
     watching.start()
-    assert watching.find_cause() == "rank 2 of 3 ended without a word"
+    assert watching.find_cause() == "rank 2 of 3 ended without an error message"
     assert watching.end()
 
 
@@ -78,7 +78,7 @@ def test_a_store_that_fails_ends_the_process(monkeypatch, capsys):
     watching.start()
     assert codes.get(timeout=30) == 1
     watching.end()
-    assert capsys.readouterr().err.startswith("error: rank 0 ended without a word\n")
+    assert capsys.readouterr().err.startswith("error: rank 0 ended without an error message\n")
 
 
 def test_the_end_waits_for_a_call_to_a_slow_store():

@@ -308,7 +308,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 
 REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
 STATE = "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
-DRAWS = "it draws random numbers outside of torch.nn.functional.dropout"
+DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
 OTHERWISE = "the gradient of {} changes when rows are stacked"
 VMAP = "torch.func.vmap cannot run it: "
 
@@ -321,11 +321,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torch.dropout": (lambda: in_training(lambda outputs: torch.dropout(outputs, 0.3, True)), DRAWS),
     "dropout of weights": (
         lambda: functional(lambda x, weight, bias: F.linear(x, F.dropout(weight, 0.3), bias)),
-        "it applies dropout to a tensor whose first dimension is not the batch",
+        "the model applies dropout to a tensor whose first dimension is not the batch",
     ),
     "dropout for few": (
         lambda: in_training(lambda outputs: F.dropout(outputs, 0.3) if len(outputs) < 4 else outputs),
-        "its dropout calls differ between forward passes",
+        "the model's dropout calls differ between forward passes",
     ),
     "BatchNorm without momentum": (lambda: convolved(nn.BatchNorm2d(4, momentum=None)), f"{VMAP}RuntimeError"),
     "control flow": (lambda: in_training(lambda outputs: outputs * 2 if outputs.sum() > 0 else outputs), VMAP),
@@ -349,6 +349,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "transformer with dropout": (lambda: transformer(0.2), DRAWS),
     "embedding of bounded norm": (
         lambda: embedded(lambda self, h: h.mean(1), nn.Embedding(WORDS, WIDTH, max_norm=9.0)),
-        "it has an embedding with max_norm, scale_grad_by_freq or sparse",
+        "the model has an embedding with max_norm, scale_grad_by_freq or sparse",
     ),
 }

@@ -35,7 +35,7 @@ def test_too_few_files_are_reported_before_any_process_starts(cli, monkeypatch):
     refused = cli("run", *SPAWN, "processes=6", "--out", "x")
     message = (
         r"error: processes = 6: starting them takes about \d+ open files, but the limit is 30 \(RLIMIT_NOFILE\); "
-        r"raise the limit \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts none\n"
+        r"raise the limit \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts no processes\n"
     )
     assert refused.exit_code == 1
     assert re.fullmatch(message, refused.stderr), refused.stderr

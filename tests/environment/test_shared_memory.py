@@ -97,7 +97,7 @@ def test_a_filter_of_system_calls_is_no_error(monkeypatch):
 @needs_files_in_memory
 def test_a_failed_allocation_is_one_line():
     with limited(resource.RLIMIT_FSIZE, 4096):
-        message = r"shared memory: 40 kB cannot be had: File too large; files may have at most 4.1 kB \(ulimit -f"
+        message = r"shared memory: 40 kB cannot be allocated: File too large; files may have at most 4.1 kB \(ulimit -f"
         with pytest.raises(ExperimentError, match=message):
             share([torch.zeros(10_000)])
     with limited(resource.RLIMIT_AS, _address_space() + 2**28):
@@ -120,6 +120,6 @@ def test_shared_memory_beyond_the_free_memory_is_refused(tmp_path, monkeypatch):
     machine = tmp_path / "meminfo"
     machine.write_text("MemAvailable: 30 kB\n")
     monkeypatch.setattr(devices, "MEMORY", machine)
-    message = r"memory: what the processes share takes 40 kB, but only 30.7 kB are free; .*engine=serial"
+    message = r"memory: shared memory of the processes takes 40 kB, but only 30.7 kB are free; .*engine=serial"
     with pytest.raises(ExperimentError, match=message):
         share([torch.zeros(10_000)])

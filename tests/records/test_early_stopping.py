@@ -127,7 +127,9 @@ BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max",
     ],
 )
 def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
-    with pytest.raises(ExperimentError, match=r"^stop.metric = .* workers keep a part of it; use stop.metric=metrics"):
+    with pytest.raises(
+        ExperimentError, match=r"^stop.metric = .* workers keep a part of the model; use stop.metric=metrics"
+    ):
         fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
 
 

@@ -131,7 +131,7 @@ def test_a_folder_without_stored_updates_is_one_line(run, tables, tmp_path):
     (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
     for folder, round, message in [
         (tmp_path, None, "is not a run folder"),
-        (run.folder, 9, "has the updates of rounds 1, 2, not of 9"),
+        (run.folder, 9, "has no updates of round 9; stored rounds: 1, 2"),
         (tmp_path / "bare", None, "has no stored updates"),
         (run.folder, 2, r"updates-00002.safetensors: cannot be read"),
     ]:

@@ -160,10 +160,10 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"model": "tests.models:Frozen"}, "has no trainable parameters"),
         (
             {"model": "tests.models:Complex"},
-            r"parameter factor is complex \(torch.complex64\); .* torch.view_as_complex",
+            r"parameter factor is complex \(torch.complex64\), .* torch.view_as_complex",
         ),
         ({"model": {"name": "tests.models:Complex", "buffer": True}}, "buffer factor is complex"),
-        ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": cannot be made'),
+        ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": the model cannot be created'),
         ({"model": "tests.models:LetsGo"}, "model: replaces the data of linear.weight during training"),
         (
             {"model": "tests.models:MovesFrozen"},
@@ -184,7 +184,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
                 **{"sync": "gradients", "aggregate": {"rule": "trimmed_mean", "f": 1}},
                 "partition": {"name": "tests.components:same_last", "first": 65},
             },
-            r"in round 1 only 1 of 3 workers .*; set local\.steps, so that all workers take the same number of steps$",
+            r"in round 1 only 1 of 3 workers .*; set local\.steps to give all workers the same number of steps$",
         ),
     ],
 )
