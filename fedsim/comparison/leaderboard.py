@@ -18,6 +18,7 @@ import numpy as np
 
 from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
 from fedsim.core.text_wrapping import note
+from fedsim.errors import plural
 from fedsim.records.axes import label
 from fedsim.system.files import to_csv
 
@@ -60,7 +61,7 @@ class Leaderboard:
     Attributes:
         standings: the candidates, best first.
         cells: number of ranked cells.
-        left_out: number of cells without ranks, because a candidate is missing or all candidates failed.
+        left_out: number of unranked cells, in which a candidate is missing or all candidates failed.
         chi_square, p: statistic and p-value of the Friedman test, corrected for equal ranks.
         f, p_of_f: statistic and p-value of the Iman-Davenport test, which is less conservative.
         critical_difference: smallest significant difference between two mean ranks (Nemenyi, 5 % level).
@@ -78,10 +79,10 @@ class Leaderboard:
     @property
     def groups(self) -> list[tuple[int, int]]:
         """First and last index of each maximal group of standings whose ranks are within the critical difference."""
-        ranks = [each.mean_rank for each in self.standings]
+        ranks = [standing.mean_rank for standing in self.standings]
         groups: list[tuple[int, int]] = []
         for first, rank in enumerate(ranks):
-            last = max(index for index, other in enumerate(ranks) if other - rank <= self.critical_difference)
+            last = max(index for index, lower in enumerate(ranks) if lower - rank <= self.critical_difference)
             if last > first and (not groups or last > groups[-1][1]):
                 groups.append((first, last))
         return groups
@@ -124,15 +125,16 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
     """Return the notes below the leaderboard: the test results, the critical difference and the limits."""
     notes = [
-        f"mean ranks over {board.cells} cells, 1 the best; Friedman test: chi-square {board.chi_square:.1f}, "
+        f"mean ranks over {board.cells} cells (1 is best); Friedman test: chi-square {board.chi_square:.1f}, "
         f"p = {board.p:.2g}; Iman and Davenport: F {board.f:.1f}, p = {board.p_of_f:.2g}",
         f"mean ranks that differ by less than {board.critical_difference:.2f} are not significantly different "
         "(Nemenyi, 95 %)",
     ]
     if board.cells < ENOUGH_CELLS:
-        notes.append(f"with fewer than {ENOUGH_CELLS} cells these p are approximate")
+        notes.append(f"with fewer than {ENOUGH_CELLS} cells, these p-values are approximate")
     if board.left_out:
-        notes.append(f"cells that lack a value or in which every value failed, and are not ranked: {board.left_out}")
+        cells = f"{plural(board.left_out, 'cell')} {'is' if board.left_out == 1 else 'are'}"
+        notes.append(f"{cells} not ranked, because a value is missing or every value failed")
     return notes
 
 
