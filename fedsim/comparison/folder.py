@@ -163,7 +163,7 @@ class ComparisonFolder(ComparisonRecords):
         Raises RecordError, with the reason and the cause of the write error, if the file cannot be written.
         """
         folder = self.run_folder(run)
-        with _os_errors_as_record_errors(folder, "cannot be made"):
+        with _os_errors_as_record_errors(folder, "cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
         try:
             write_atomically(folder / ERROR, error.encode())

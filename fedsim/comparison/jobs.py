@@ -66,7 +66,7 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
     if not runs or on_gpu or plan.engine_chosen:
         return 1
     if reason := why_runs_unsendable(runs):
-        warnings.warn(f"{reason}; one run at a time", FedsimWarning, stacklevel=2)
+        warnings.warn(f"{reason}; runs are executed one at a time", FedsimWarning, stacklevel=2)
         return 1
     by_cores = usable_cores() // max(run.experiment.threads_per_process for run in runs)
     if min(by_cores, len(runs)) <= 1:
@@ -143,7 +143,7 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
                     pools.remove(pool)
                     pool.close()
                     if not (pool.has_started or isinstance(error, ProcessLostError)):
-                        raise WorkerError(f"no run can begin: {error}") from None
+                        raise WorkerError(f"no run can start: {error}") from None
                     results = [_reason_of_failure(job.run, number, error)]
                 if results is None:
                     continue

@@ -1,10 +1,10 @@
 """Rank the values of the first axis over all cells of a comparison, and test whether the mean ranks differ.
 
-A cell is a combination of the values on the other compared axes, such as an attack; the candidates are the values of
-the first axis, such as rules. Demsar 2006 ("Statistical comparisons of classifiers over multiple data sets"): the
-Friedman test asks whether the mean ranks differ at all, and Nemenyi's critical difference by how much two mean ranks
-must differ. Both tests assume independent cells. The cells of a comparison share their data and seeds, so the tests
-only show how consistent the order is over these cells. They say nothing about other data.
+The candidates are the values of the first axis, such as rules. A cell is a combination of values on the other compared
+axes, such as an attack. The tests follow Demsar 2006 ("Statistical comparisons of classifiers over multiple data
+sets"). The Friedman test decides whether the mean ranks differ at all, and the critical difference of Nemenyi is the
+smallest significant difference between two mean ranks. Both tests assume independent cells. The cells of a comparison
+share their data and seeds, so the tests only show how consistent the order is over these cells.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Standing:
         tied: number of cells in which the candidate is best or not significantly different from the best.
         worst_cell: labels of the cell in which the candidate did worst. A cell with a failed, diverged or missing run
             counts as worst.
-        worst: mean result in `worst_cell`; None if a run there failed, diverged or has no result.
+        worst: mean result in `worst_cell`, or None if a run there failed, diverged or has no result.
     """
 
     name: str
@@ -139,7 +139,7 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
 
 
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
-    """Return the ranks within each cell, shape [cells, candidates]; 1 is the highest quality, ties share a mean rank.
+    """Return the ranks within each cell, shape [cells, candidates]. 1 is the highest quality. Ties share a mean rank.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))
     array([[1.5, 3. , 1.5],
@@ -195,7 +195,10 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
 
 
 def leaderboard_csv(board: Leaderboard, first: str) -> str:
-    """Return one CSV row per candidate, best first; `first` is the key of the first axis."""
+    """Return the leaderboard as a CSV table with one row per candidate, best first.
+
+    `first` is the key of the first axis.
+    """
     rows: list[list[Any]] = [
         [first, "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]
     ]

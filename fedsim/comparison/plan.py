@@ -74,7 +74,7 @@ class ComparisonPlan:
     Attributes:
         name: name of the experiment. A default name does not contain axis values.
         axes: the varied keys and their values, in order.
-        runs: one run per combination. The last axis varies fastest; the seed is always the last axis.
+        runs: one run per combination. The last axis varies fastest. The seed is always the last axis.
         engine_chosen: whether any experiment sets `engine` or `processes`, or has mode "race".
         settings: the settings of the comparison.
         left_out: one line for each problem that excluded combinations from the comparison.
@@ -391,7 +391,10 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
     first, *others = [*settings.compared(list(axes)), ""]
     for key in keys:
         if key in settings.headings:
-            raise ExperimentError(f"{where}: {settings.headings[key]} is not compared; choose another axis")
+            setting = "tune" if key == settings.tune else "worst"
+            raise ExperimentError(
+                f"{where}: {key} is the axis of {setting}, which is not compared; choose another axis"
+            )
         if key == first:
             raise ExperimentError(
                 f"{where}: {key} is the first axis, whose best value each cell names; choose another axis"

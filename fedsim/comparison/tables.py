@@ -126,7 +126,7 @@ def target_text(comparison: Comparison) -> str:
 def estimate_cell(
     value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
 ) -> Cell:
-    """Return the cell of a mean; `decimals` maps the mean to a number of decimals (default: `decimals_of`)."""
+    """Return the table cell of a mean. `decimals` maps the mean to a number of decimals (default: `decimals_of`)."""
     if value is None:
         return Cell()
     digits = (decimals or decimals_of)(value.mean)
@@ -372,7 +372,7 @@ def _notes(comparison: Comparison) -> list[str]:
         bound = f"{test.key.removeprefix('test_')} of at {'least' if test.sign > 0 else 'most'}"
         notes.append(
             f"to {target}: until the first test with {bound} {target}; arrivals are models or gradients that the "
-            "server has received"
+            "server has accepted"
         )
         if any(0 < row.reached < len(row.finished) for row in rows):
             notes.append("where only some runs reached the target, the mean is over these runs and therefore too low")

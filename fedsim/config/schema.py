@@ -564,7 +564,7 @@ class Records(Table):
     @property
     def all_loggers(self) -> list[Logger]:
         """All loggers, including the TensorBoard logger if `tensorboard` is true."""
-        named = [each.name for each in self.loggers]
+        named = [table.name for table in self.loggers]
         return [
             *self.loggers,
             *([Logger(name="tensorboard")] if self.tensorboard and "tensorboard" not in named else []),

@@ -39,7 +39,7 @@ class Progress(NamedTuple):
         round: number of the round.
         virtual_seconds: time on the virtual clock.
         updates: number of updates of the global model.
-        arrivals: number of worker results (trained models or gradients) that the server has received.
+        arrivals: number of worker results (trained models or gradients) that the server has accepted.
     """
 
     round: int

@@ -130,11 +130,13 @@ class Run:
 
     @property
     def name(self) -> str:
+        """Name of the experiment, or the name of the run's folder if the experiment is unknown."""
         default = self.folder.resolve().name if self.folder else self.id
         return cut(str(self.experiment.get("name", default)))
 
     @property
     def seed(self) -> int:
+        """Seed of the run, or 0 if the experiment is unknown."""
         seed = self.experiment.get("seed")
         return seed if isinstance(seed, int) else 0
 
@@ -226,10 +228,12 @@ class Run:
 
     @property
     def byzantine(self) -> frozenset[int]:
+        """IDs of the Byzantine workers."""
         return frozenset(self.partition.byzantine)
 
     @cached_property
     def byzantine_weight(self) -> float | None:
+        """Return the mean share of Byzantine workers in the aggregation weights, or None if it is unknown."""
         return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 

@@ -143,11 +143,11 @@ class AsyncRecord(Record):
     ] = None
     """Number of updates of the global model since the start of the run."""
     arrivals: Annotated[Count | None, Metric("Arrivals", None, tag="asynchronous/arrivals", chart=False)] = None
-    """Number of worker results that the server has received since the start of the run."""
+    """Number of worker results that the server has accepted since the start of the run."""
     staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
     """Maps each staleness to the number of results with this staleness that were applied in the round."""
     buffered: Annotated[Count | None, Metric("Buffered", None, tag="asynchronous/buffered", chart=False)] = None
-    """Number of received results that no update has used yet."""
+    """Number of accepted results that no update has used yet."""
     discarded: Annotated[Count | None, Metric("Discarded", "lower", tag="asynchronous/discarded")] = None
     """Number of results in the round that were cancelled or were too stale on arrival."""
 

@@ -165,7 +165,7 @@ class Group(list[Row]):
 
     @property
     def next(self) -> Row | None:
-        """The best row among those that are significantly worse than the best row, or None."""
+        """The row with the best score among the rows that are not tied with the best row, or None."""
         return next((row for row in self.ranked[1:] if row not in self.tied), None)
 
 

@@ -91,12 +91,12 @@ def test_values_become_json_values():
     ("tables", "message"),
     [
         ([1], r"comparison = \[1\]: must be a table of lists"),
-        ({"seed": 3}, "comparison.seed = 3: must be a list of one or more values"),
-        ({"seed": []}, r"comparison.seed = \[\]: must be a list of one or more values"),
+        ({"seed": 3}, "comparison.seed = 3: must be a list with at least one value"),
+        ({"seed": []}, r"comparison.seed = \[\]: must be a list with at least one value"),
         ({"seed": "012"}, 'comparison.seed = "012": must be a list'),
         ({"seed": [0, 0]}, "comparison.seed: 0 is repeated"),
-        ({"a..b": [0]}, "comparison.a..b: is not a key of an experiment"),
-        ({"a.b": [0], "a": {"b": [1]}}, "comparison.a.b: is given twice"),
+        ({"a..b": [0]}, "comparison.a..b: has an empty name before or after a dot"),
+        ({"a.b": [0], "a": {"b": [1]}}, "comparison.a.b: is set twice"),
         ({"seed": [None]}, r"comparison.seed\[0\] = None: must be a string, a number, a list or a table"),
         (
             {"variant": ["asgd"]},

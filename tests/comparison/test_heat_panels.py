@@ -154,7 +154,7 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
             "aggregate.rule,workers",
             "aggregate.rule is the first axis, whose best value each cell names; choose another axis",
         ),
-        ("workers,local.lr", "worst local.lr is not compared; choose another axis"),
+        ("workers,local.lr", "local.lr is the axis of worst, which is not compared; choose another axis"),
     ],
 )
 def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):

@@ -288,7 +288,7 @@ def test_dotted_keys_beside_a_comparison_are_kept_and_dotted_keys_of_a_compariso
     source = {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
     assert plan_comparison(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
     assert source == {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
-    with pytest.raises(ExperimentError, match=r"^comparison.seed: is set twice$"):
+    with pytest.raises(ExperimentError, match=r"^comparison.seed: is set twice; remove one of the two$"):
         plan_comparison({"comparison": {"seed": [0, 1]}, "comparison.seed": [2, 3]})
 
 
