@@ -28,7 +28,7 @@ class CurrentRun:
         history: one record per finished round. A resumed run includes the rounds of earlier sessions.
         stopped: reason why the run ends after the current round, or None if the run continues.
         folder: writer for the run folder. None without a run folder, and on ranks other than 0.
-        rounds: executes the rounds.
+        rounds: object that executes the rounds.
         recorded: whether rank 0 has a run folder.
         ended: reason why an earlier session ended this run, or None if the run continues.
         on_request: whether a user-defined callback has ended the run.

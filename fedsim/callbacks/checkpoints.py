@@ -62,8 +62,8 @@ class CheckpointFolder:
 
     Args:
         folder: run folder, or None to write no checkpoints.
-        every: number of rounds between checkpoints. The last round has one too. 0 writes none, and None writes as many
-            as one percent of the run time allows.
+        every: number of rounds between two checkpoints. The last round also has a checkpoint. 0: no checkpoints. None:
+            as often as 1 % of the run time allows.
         keep: number of checkpoints to keep. Older checkpoints are removed.
     """
 

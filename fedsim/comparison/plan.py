@@ -450,7 +450,7 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
 
 
 def require_number(name: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if none of the `last` rounds of finished runs holds this metric. No rounds are no error."""
+    """Raise ExperimentError if there are finished runs, but none has this metric in its last round (`last`)."""
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
         hint = nearest(metric.key, [recorded.key for recorded in metrics_in(last)])

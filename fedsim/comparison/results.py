@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def metric(self) -> Metric:
-        """The compared metric."""
+        """The metric by which the runs are compared."""
         return self.rows[0].metric
 
     @property

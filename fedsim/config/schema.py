@@ -520,6 +520,7 @@ class Stop(Table):
 
     @property
     def direction(self) -> Literal["min", "max"]:
+        """Whether lower ("min") or higher ("max") values of the metric are better."""
         return self.mode or DIRECTIONS.get(self.metric, "max")
 
     @property

@@ -35,7 +35,7 @@ def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
 
 
 def axis_called(key: str) -> str:
-    """Return the key of an axis, with `.name` replaced by the component key, such as "aggregate.rule".
+    """Return the key of an axis in its standard form, such as "aggregate.rule" for "aggregate.name".
 
     >>> from fedsim.records.axes import axis_called
     >>> axis_called("aggregate.name"), axis_called("local.lr")

@@ -216,7 +216,7 @@ class Run:
 
     @cached_property
     def partition(self) -> StoredPartition:
-        """Return the content of `partition.json`, the samples of the workers. Empty if the file is missing."""
+        """Return the content of `partition.json`: sample counts per worker and class. Empty if the file is missing."""
         path = self.folder and self.folder / PARTITION
         return _read_partition(path) if path and is_file(path) else StoredPartition()
 

@@ -136,7 +136,7 @@ record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, 
 
 @record_class
 class AsyncRecord(Record):
-    """Numbers of a round that only asynchronous training has."""
+    """Numbers that only rounds of asynchronous training have."""
 
     updates: Annotated[
         Count | None, Metric("Updates", None, decimals=0, column="updates", tag="asynchronous/updates")

@@ -404,7 +404,8 @@ class ComparisonSettings:
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
         """Choose values along the axes of `tune` and `worst`.
 
-        Returns the runs with the chosen values, and the choice along the axis `tune` for each other combination.
+        Returns the runs with the chosen values, and the choices along the axis `tune`, one for each combination of
+        values on the other axes.
         """
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
