@@ -110,7 +110,7 @@ def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tm
 
 def test_a_logger_that_fails_later_is_left_out_with_a_warning(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 2}
-    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: ZeroDivisionError: .*without it$'):
+    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: Zero.*without this logger$'):
         result = fedsim.run(logging(tiny_experiment, failing, rounds=3), tmp_path / "run")
     assert len(result.history) == 3
     assert isinstance(CALLS[-1], ZeroDivisionError)

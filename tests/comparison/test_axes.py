@@ -61,8 +61,8 @@ def test_words_with_commas_become_axes_and_of_equal_keys_the_last_counts(words, 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("seed=0,", '"seed=0,": a value is missing'),
-        ("seed=0,,1", '"seed=0,,1": a value is missing'),
+        ("seed=0,", '"seed=0,": a value before or after a comma is missing'),
+        ("seed=0,,1", '"seed=0,,1": a value before or after a comma is missing'),
         ("seed=0,1,0", "seed: 0 is repeated"),
         ("=1,2", '"=1,2": expected key=value'),
     ],
@@ -107,8 +107,8 @@ def test_values_become_json_values():
             r"comparison.variant\[1\] = {sync .*: must be a table with a lab",
         ),
         ({"variant": [{"label": "a\nb"}]}, r"comparison.variant.label = .*: contains unprintable characters"),
-        ({"variant": [{"label": 3}]}, r"comparison.variant\[0\].label = 3: must be a string"),
-        ({"local": [{"label": " ", "lr": 1.0}]}, r'comparison.local\[0\].label = " ": must be a string'),
+        ({"variant": [{"label": 3}]}, r"comparison.variant\[0\].label = 3: must be a non-empty string"),
+        ({"local": [{"label": " ", "lr": 1.0}]}, r'comparison.local\[0\].label = " ": must be a non-empty string'),
         ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'comparison.local: the label "a" is repeated'),
     ],
 )

@@ -139,7 +139,8 @@ def test_a_report_shows_no_run_outside_of_the_comparison(tmp_path):
             read_records(plan)
     held["runs"][0]["folder"] = held["runs"][1]["folder"]
     (plan / "comparison.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match="folder = .*: is also the folder of another run"):  # a million runs in one folder's space
+    # A file must not list one folder as a million runs.
+    with pytest.raises(RecordError, match="folder = .*: is also the folder of another run"):
         read_records(plan)
 
 
