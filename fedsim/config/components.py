@@ -194,7 +194,7 @@ def list_module(path: Path, columns: int | None = None) -> str:
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     """Describe all components with this name, or the component at this import path: parameters and docstring.
 
-    `kinds` are further names for suggestions. Raises ExperimentError if there is no such component, or if it cannot be
+    `kinds` are further names for suggestions. Raises ExperimentError if the component does not exist or cannot be
     imported.
     """
     if ":" in name:
@@ -207,9 +207,8 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
         for kind, registration in components.items()
     ]
     if not blocks:
-        hint = nearest(
-            name, dict.fromkeys([*kinds, *(each for kind in COMPONENTS for each in source_components(kind))])
-        )
+        known = [known_name for kind in COMPONENTS for known_name in source_components(kind)]
+        hint = nearest(name, dict.fromkeys([*kinds, *known]))
         if not hint.startswith("did you mean"):
             hint = nearest(name, kinds)  # the list of all components is too long
         raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")

@@ -223,5 +223,5 @@ def test_the_first_line_of_output_warns_that_a_race_is_not_repeatable(cli):
     done = cli("run", *words, "race.runs=2", "--out", "here")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0] == (
-        "a race is not repeatable: it is run 2 times, numbers are means, and the model kept is the first run's"
+        "a race is not repeatable: numbers are means over 2 repetitions, and the model is that of the first one"
     )

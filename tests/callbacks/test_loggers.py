@@ -101,7 +101,7 @@ def test_a_resumed_run_has_the_id_of_its_first_part_with_loggers(tiny_experiment
 
 def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 0}
-    line = r'^records.loggers: "tests.\S+:noted" cannot begin: OSError: no connection to the server$'
+    line = r'^records.loggers: "tests.\S+:noted" cannot start: OSError: no connection to the server$'
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 7}, failing), tmp_path / "run")
     assert isinstance(CALLS[-1], ExperimentError), "the logger before it has ended"
@@ -110,12 +110,12 @@ def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tm
 
 def test_a_logger_that_fails_later_is_left_out_with_a_warning(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 2}
-    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: ZeroDivisionError: .*without it$'):
+    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: Zero.*without this logger$'):
         result = fedsim.run(logging(tiny_experiment, failing, rounds=3), tmp_path / "run")
     assert len(result.history) == 3
     assert isinstance(CALLS[-1], ZeroDivisionError)
     CALLS.clear()
-    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed at its end: OSError: no connection'):
+    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed at the end of the run: OSError: no connection'):
         assert len(fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 99})).history) == 2
 
 

@@ -74,7 +74,7 @@ def test_a_combination_with_a_failed_run_is_not_ranked():
     every_krum = [("krum", attack, seed) for attack in ("none", "ipm") for seed in range(3)]
     found = answer_to(AXES, failed=[("median", "none", 1), *every_krum])
     assert found.cases[0] == "none: mean 0.8500 ± 0.1242, the only one that is ranked"
-    assert found.remarks == ["3 of 6 combinations are not ranked: 7 runs of theirs failed, did not finish or diverged."]
+    assert found.remarks == ["3 of 6 combinations are not ranked: 7 runs failed, did not finish or diverged."]
     found = answer_to({**AXES, "aggregate.rule": ["mean", "krum"]}, failed=[("mean", "none", 0), *every_krum])
     assert found.cases == ["none: none is ranked", "ipm: mean 0.7500 ± 0.1242, the only one that is ranked"]
 

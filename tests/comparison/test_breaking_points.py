@@ -83,7 +83,7 @@ def test_of_failed_runs_alone_nothing_is_known():
 
 def test_the_table_has_the_first_breaking_points_below_it():
     lines = summary_text(compared(AXES, accuracies, target=0.6)).splitlines()
-    assert [line for line in lines if line.startswith("attack.scale from which on")]
+    assert [line for line in lines if line.startswith("attack.scale: smallest value from which on")]
     assert all(f"  {rule}: {text}" in lines for rule, text in TEXTS.items())
     rules = [f"rule{number}" for number in range(MOST_LINES + 3)]
     many = summary_text(compared({"aggregate.rule": rules, "workers": [5, 6, 7]}, lambda point: [0.5], target=0.6))

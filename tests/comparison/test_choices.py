@@ -217,12 +217,15 @@ def test_a_setting_names_an_axis_by_either_key_of_its_component(setting, name, s
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"tune": "local.lrs"}, r'tune = "local.lrs": is not an axis that varies; did you mean "local.lr"'),
-        ({"worst": "seed"}, 'worst = "seed": is not an axis that varies'),
-        ({"tune": "local.lr", "worst": "local.lr"}, 'worst = "local.lr": is tuned; choose another axis'),
+        ({"tune": "local.lrs"}, r'tune = "local.lrs": is not a comparison axis; did you mean "local.lr"'),
+        ({"worst": "seed"}, 'worst = "seed": is not a comparison axis'),
+        (
+            {"tune": "local.lr", "worst": "local.lr"},
+            'worst = "local.lr": is also the axis of tune; choose another axis',
+        ),
         (
             {"tune": "local.lr"},
-            'tune = "local.lr": values are chosen by validation results; add data.validation_fraction=0.1',
+            'tune = "local.lr": needs validation samples to choose values; add data.validation_fraction=0.1',
         ),
     ],
 )

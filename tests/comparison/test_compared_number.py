@@ -84,10 +84,10 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("test_lost", 'metric = "test_lost": no such number of a round; did you mean "test_loss"'),
-        ("metrics", 'metric = "metrics": no such number of a round'),
-        (3, "metric = 3: must be the name of a number of a round"),
-        ("validation_loss", 'metric = "validation_loss": add data.validation_fraction=0.1'),
+        ("test_lost", 'metric = "test_lost": is not a recorded number; did you mean "test_loss"'),
+        ("metrics", 'metric = "metrics": is not a recorded number'),
+        (3, "metric = 3: must be the name of a recorded number"),
+        ("validation_loss", 'metric = "validation_loss": needs validation samples; add data.validation_fraction=0.1'),
     ],
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):
@@ -158,7 +158,7 @@ def test_every_number_of_single_workers_says_which_value_is_better(score):
 
 @pytest.mark.parametrize("key", sorted(NEITHER))
 def test_a_number_without_a_better_value_needs_a_sign(key, serial):
-    with pytest.raises(ExperimentError, match=rf'metric = "{key}": neither .* write \+{key} .* or -{key}'):
+    with pytest.raises(ExperimentError, match=rf'metric = "{key}": unknown whether .* write \+{key} .* or -{key}'):
         plan_comparison(serial, {"seed": [0, 1], "metric": key})
     for sign in "+-":
         assert plan_comparison(serial, {"seed": [0, 1], "metric": f"{sign}{key}"}).settings.metric == f"{sign}{key}"

@@ -95,8 +95,12 @@ def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
         ({"rounds": 3}, {}, ["rounds: 2 there, 3 here"]),
         ({"local": {"batch_size": 16, "lr": 0.1}}, {}, ["local.lr: 0.05 there, 0.1 here"]),
         ({"records": {"model": True}}, {}, ["records.model: false there, true here"]),
-        ({}, {"seed": [1, 2]}, ["seed = 0: is there, and not here"]),
-        ({}, {"workers": [3, 4]}, ["workers: is an axis here, and not there"]),
+        ({}, {"seed": [1, 2]}, ["seed = 0: is in the stored comparison, but not in the new comparison"]),
+        (
+            {},
+            {"workers": [3, 4]},
+            ["workers: is an axis of the new comparison, but not of the stored comparison"],
+        ),
         ({"cohort": 2}, {}, ["cohort: not set there, 2 here"]),
         ({"aggregate": {"weights": "samples"}}, {}, ['aggregate.weights: not set there, "samples" here']),
     ],
@@ -105,7 +109,7 @@ def test_the_folder_of_another_comparison_is_refused_with_the_differences(serial
     before = (finished / "comparison.json").read_bytes()
     with pytest.raises(RecordError) as caught:
         fedsim.compare({**serial, **change}, {**AXES, **axes}, finished)
-    assert str(caught.value).splitlines() == [f"{finished}: holds another comparison; name a new folder", *lines]
+    assert str(caught.value).splitlines() == [f"{finished}: holds another comparison; choose a new folder", *lines]
     assert (finished / "comparison.json").read_bytes() == before
 
 
@@ -153,7 +157,7 @@ def test_a_comparison_that_was_killed_before_its_first_file_starts_again(plan, t
 
 def test_a_folder_with_other_files_is_refused_and_not_changed(serial, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(RecordError, match="is not empty, and not a comparison"):
+    with pytest.raises(RecordError, match="is not empty and has no comparison.json"):
         fedsim.compare(serial, AXES, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 

@@ -148,10 +148,13 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
         ("partition.alpha,partition.alpha", "must be two axes"),
         ("partition.alpha,workers,rounds", "must be two axes"),
         (["partition.alpha", "workers"], "must be two axes"),
-        ("partition.alpha,seed", '"seed" is not an axis that varies'),
-        ("partition.alpa,workers", r'"partition.alpa" is not an axis that varies; did you mean "partition.alpha"'),
-        ("aggregate.rule,workers", "aggregate.rule is the first axis, of which a cell has the best; name another"),
-        ("workers,local.lr", "worst local.lr is not compared; choose another axis"),
+        ("partition.alpha,seed", '"seed" is not a comparison axis'),
+        ("partition.alpa,workers", r'"partition.alpa" is not a comparison axis; did you mean "partition.alpha"'),
+        (
+            "aggregate.rule,workers",
+            "aggregate.rule is the first axis, whose best value each cell names; choose another axis",
+        ),
+        ("workers,local.lr", "local.lr is the axis of worst, which is not compared; choose another axis"),
     ],
 )
 def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):

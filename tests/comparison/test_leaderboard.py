@@ -105,7 +105,7 @@ def test_a_cell_in_which_every_candidate_failed_is_no_tie_and_is_left_out():
     without = comparison_of().leaderboard
     assert (board.cells, board.left_out) == (5, 1)
     assert (board.standings, board.p) == (without.standings, without.p)
-    assert "not ranked: 1" in leaderboard_text(board, "aggregate.rule")
+    assert "1 cell is not ranked" in leaderboard_text(board, "aggregate.rule")
     four = {attack: ACCURACY[attack] for attack in CELLS[:4]}
     assert comparison_of({**four, "inf": [None, None, None]}).leaderboard is None
 

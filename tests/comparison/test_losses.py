@@ -50,7 +50,7 @@ def test_the_table_and_the_files_name_the_loss():
     comparison = made_up(target=2.0)
     table = summary_text(comparison)
     assert "accuracy" not in table
-    for words in ("test loss", "lowest", "rounds to 2", "-0.000300", "with that loss at most"):
+    for words in ("test loss", "lowest", "rounds to 2", "-0.000300", "with loss of at most 2"):
         assert words in table
     (row, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
     assert float(row["test_loss"]) == pytest.approx(4.3e-3)
@@ -73,7 +73,7 @@ def test_a_run_whose_loss_is_not_finite_has_no_mark():
 
 @pytest.mark.parametrize("target", [float("inf"), True])
 def test_a_target_of_a_loss_is_a_number(target):
-    with pytest.raises(fedsim.ExperimentError, match="must be a test loss, since a task has no accuracy"):
+    with pytest.raises(fedsim.ExperimentError, match="must be a number, the test loss"):
         plan_comparison(REGRESSION, AXES, (), ComparisonSettings(target=target))
 
 

@@ -97,8 +97,8 @@ def test_the_best_cell_is_that_of_the_comparison_unless_the_metric_has_a_sign(me
         ({"only": {"attack": "ipm"}}, 'attack = "ipm": is not in the comparison'),
         ({"y_range": (1, 0)}, r"y_range = \[1, 0\]: must be two numbers, the smaller one first"),
         ({"x_range": (0, float("nan"))}, "x_range = .*: must be two numbers"),
-        ({"x_range": (0, 1), "kind": "heatmap"}, "is for curves"),
-        ({"width": float("nan")}, "width = nan: must be from 1 to 30 inches"),
+        ({"x_range": (0, 1), "kind": "heatmap"}, "is only used with kind=curves"),
+        ({"width": float("nan")}, "width = nan: must be between 1 and 30 inches"),
         ({"width": 0}, "width = 0: must be"),
         ({"height": float("inf")}, "height = inf: must be"),
         ({"only": {"attak": "none"}}, 'did you mean "attack"'),
@@ -113,7 +113,7 @@ def test_folders_that_cannot_be_drawn_together_are_refused(comparison, tmp_path)
     (run,) = runs(tmp_path, a={})
     with pytest.raises(ExperimentError, match="is a comparison"):
         fedsim.plot([comparison, run])
-    with pytest.raises(ExperimentError, match="two keys or more"):
+    with pytest.raises(ExperimentError, match="at least two keys"):
         fedsim.plot(run, kind="heatmap")
     with pytest.raises(RecordError, match="no such folder"):
         fedsim.plot(tmp_path / "nothing")

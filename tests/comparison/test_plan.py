@@ -182,8 +182,8 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
     ("words", "message"),
     [
         (["rounds=0", "seed=0,1"], "rounds = 0: must be greater than 0"),
-        (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
-        (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
+        (["rounds=3"], "nothing to compare: every key has one value; write several values as in seed=0,1,2"),
+        (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two comparison axes"),
         (
             ["aggregate=mean", "aggregate.rule=mean,weighted_mean"],
             'aggregate.rule = "mean": is also set by a comparison axis; remove one of the two',
@@ -259,7 +259,7 @@ def test_variants_differ_in_several_tables_at_once(variants):
         ),
         ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set epochs or steps, not both"),
         ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
-        ({"workers": 3}, "variant=b workers=2: workers: is set by two axes"),
+        ({"workers": 3}, "variant=b workers=2: workers: is set by two comparison axes"),
     ],
 )
 def test_a_wrong_variant_raises_an_error_of_one_line(variant, message):
@@ -281,7 +281,7 @@ def test_a_target_stands_in_the_comparison_or_is_given(variants):
 
 @pytest.mark.parametrize("target", [97, 0, -0.1, "high", True, [0.9]])
 def test_a_target_is_an_accuracy(target):
-    with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy, more than 0 and at most 1$"):
+    with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy greater than 0 and at most 1$"):
         plan_comparison({}, {"seed": [0], "target": target})
 
 
@@ -291,7 +291,7 @@ def test_dotted_keys_beside_a_comparison_are_kept_and_dotted_keys_of_a_compariso
     source = {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
     assert plan_comparison(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
     assert source == {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
-    with pytest.raises(ExperimentError, match=r"^comparison.seed: is set twice$"):
+    with pytest.raises(ExperimentError, match=r"^comparison.seed: is set twice; remove one of the two$"):
         plan_comparison({"comparison": {"seed": [0, 1]}, "comparison.seed": [2, 3]})
 
 

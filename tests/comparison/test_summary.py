@@ -102,7 +102,7 @@ def test_of_two_seeds_the_table_shows_both_values():
     assert "±" not in text
     text = summary_text(made_up(failed=[("krum", 0.2, 1)]))
     assert "0.5000 (0.5000, 0.5000)" in text
-    assert "of two runs with the two values in brackets" in " ".join(text.split())
+    assert "for two runs the two values in brackets" in " ".join(text.split())
 
 
 def test_seeds_alone_are_one_row_without_difference_or_mark():
@@ -203,7 +203,7 @@ def test_the_table_names_targets_that_were_not_reached(timed):
     assert re.search(r"virtual s to 90 percent +updates +arrivals +", head)
     assert "20.0 ± 24.8" in sync
     assert "7.50 (6.00, 9.00) (2 of 3)" in asgd
-    assert "if not all runs reached the target" in table
+    assert "where only some runs reached the target" in table
     runs = [replace(run, target=1.0) for run in timed.runs]
     never = replace(timed, runs=runs, settings=ComparisonSettings(target=1.0))
     table = summary_text(never)

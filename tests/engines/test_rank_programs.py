@@ -138,8 +138,8 @@ def test_a_folder_that_is_taken_stops_all_ranks(tmp_path):
     words = ["engine=distributed", "data=tests.components:tiny", "--out", "taken"]
     codes, _, errors = ended(ranks_of(2, *words, cwd=tmp_path))
     assert codes == [2, 2]
-    assert "error: taken: is not empty, and not a run folder" in errors[0]
-    assert "error: rank 0: taken: is not empty, and not a run folder" in errors[1]
+    assert "error: taken: is not empty and has no experiment.toml" in errors[0]
+    assert "error: rank 0: taken: is not empty and has no experiment.toml" in errors[1]
 
 
 LEAVING = """

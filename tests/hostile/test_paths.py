@@ -139,7 +139,8 @@ def test_a_report_shows_no_run_outside_of_the_comparison(tmp_path):
             read_records(plan)
     held["runs"][0]["folder"] = held["runs"][1]["folder"]
     (plan / "comparison.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match="folder = .*: is another run's"):  # a million runs in one folder's space
+    # A file must not list one folder as a million runs.
+    with pytest.raises(RecordError, match="folder = .*: is also the folder of another run"):
         read_records(plan)
 
 
@@ -178,7 +179,7 @@ def test_nothing_is_copied_from_where_a_comparisons_folder_points(compared, tmp_
     (folder / "runs" / plan.runs[0].id).mkdir(parents=True)
     (folder / "runs" / plan.runs[0].id / "error.txt").write_text("it failed")
     (folder / "runs" / plan.runs[0].id / "key").symlink_to(tmp_path / "private")
-    with pytest.raises(RecordError, match="key: is neither a file nor a folder, and is not copied"):
+    with pytest.raises(RecordError, match="key: is not a regular file or folder, so it cannot be copied"):
         merge([folder], tmp_path / "other")
 
 

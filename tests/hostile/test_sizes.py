@@ -119,7 +119,7 @@ def metrics(folder, records):
 def test_a_page_does_not_grow_with_phases(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5])
     many = [{**invent_round(number, 0.5), "seconds": {f"p{number}": 1.0}} for number in range(1, 200)]
-    with pytest.raises(RecordError, match="metrics.jsonl line 51: seconds: more than 50 phases have been named"):
+    with pytest.raises(RecordError, match="metrics.jsonl line 51: seconds: the file names more than 50 phases"):
         read_records(metrics(folder, many))
     with pytest.raises(RecordError, match="seconds"):
         read_records(metrics(folder, [{**invent_round(1, 0.5), "seconds": {f"p{n}": 1.0 for n in range(99)}}]))

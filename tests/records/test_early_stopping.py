@@ -101,7 +101,7 @@ def test_a_run_can_stop_on_a_metric(tiny_experiment):
         ({"patience": 2}, "data.validation_fraction"),
         ({"metric": "accuracy", "target": 0.5}, "test_accuracy"),
         ({"metric": "metrics.top_k", "target": 0.5}, "stop.mode"),
-        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "not in round 1"),
+        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "was not recorded in round 1"),
     ],
 )
 def test_a_wrong_table_is_refused(stop, words, tiny_experiment):

@@ -158,7 +158,7 @@ def test_a_comparison_with_a_failed_run_and_one_with_shards_only(tiny_experiment
     assert len(comparison.failed) == 1
     assert fedsim.load_comparison(tmp_path / "comparison", allow_imports=True).table == comparison.table
     (tmp_path / "sharded" / "shards").mkdir(parents=True)
-    with pytest.raises(RecordError, match="its shards are not combined yet: fedsim compare"):
+    with pytest.raises(RecordError, match="to combine its shards, run: fedsim compare"):
         fedsim.load_comparison(tmp_path / "sharded")
 
 

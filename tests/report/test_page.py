@@ -185,5 +185,5 @@ def test_the_page_of_a_run_says_that_attackers_are_drawn_in_each_round_and_that_
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"round": 2, "test_accuracy": 0.5, "diverged": "an update holds NaN"}) + "\n")
     page = write_report(folder).read_text()
-    assert "Each round draws other Byzantine workers" in page
+    assert "The Byzantine workers change from round to round" in page
     assert "Stopped after round 2 of 3: diverged in round 2: an update holds NaN" in page

@@ -226,7 +226,7 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
 def test_a_refused_folder_keeps_all_its_files(tables, tmp_path, names, resume):
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(fedsim.RecordError, match="is not empty, and not a run folder"):
+    with pytest.raises(fedsim.RecordError, match="is not empty and has no experiment.toml"):
         fedsim.run(tables, tmp_path, resume=resume)
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
