@@ -69,7 +69,7 @@ def main() -> None:
             first = weights if first is None else first
             for key, tensor in weights.items():
                 torch.testing.assert_close(tensor, first[key], atol=1e-6, rtol=0)
-            rounds = {int(found[1]): at for at, line in lines if (found := re.match(r"\s*(\d+)\s+[\d.]+", line))}
+            rounds = {int(match[1]): at for at, line in lines if (match := re.match(r"\s*(\d+)\s+[\d.]+", line))}
             for phase, seconds in {
                 "to_first_round": rounds[1],
                 "after_last_round": end - rounds[ROUNDS],

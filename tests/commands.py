@@ -55,10 +55,17 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def start_ranks(count, *words, cwd, own=None):
-    """Start the ranks of a group, each `python *words` as by a launcher; `own`: further words by rank."""
+def start_ranks(count, *words, cwd, words_by_rank=None):
+    """Start `count` ranks, each as `python *words` with the environment variables of a launcher.
+
+    Return the processes, ordered by rank.
+
+    words_by_rank: further command-line words of single ranks, as {rank: words}.
+    """
     shared = {"WORLD_SIZE": str(count), "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    return [start(*words, *(own or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)]
+    return [
+        start(*words, *(words_by_rank or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)
+    ]
 
 
 def start_torchrun(count, *words, cwd, restarts=1):

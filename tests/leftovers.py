@@ -64,7 +64,7 @@ def _uses(pid: int, name: str) -> bool:
     path = str(SHARED_MEMORY / name)
     try:
         return path in Path(f"/proc/{pid}/maps").read_text() or any(
-            os.readlink(each) == path for each in Path(f"/proc/{pid}/fd").iterdir()
+            os.readlink(link) == path for link in Path(f"/proc/{pid}/fd").iterdir()
         )
     except OSError:  # it has gone, or is another user's
         return False

@@ -17,20 +17,20 @@ from tests.components import tiny
 
 def order(folder, *orders):
     """Order one process to die in each phase: `train`, `test`, `aggregate` or `take`; with -stop, to stop."""
-    for number, each in enumerate(orders):
-        (Path(folder) / f"{each}-{number}").touch()
+    for number, phase in enumerate(orders):
+        (Path(folder) / f"{phase}-{number}").touch()
 
 
 def obey(folder, phase):
     """Carry out an order for this phase, in one of the processes, but not in that of the test."""
     if parent_process() is None:
         return
-    for each in sorted(Path(folder).glob(f"{phase}-*")):
+    for path in sorted(Path(folder).glob(f"{phase}-*")):
         try:
-            each.unlink()
+            path.unlink()
         except FileNotFoundError:  # another process was faster
             continue
-        os.kill(os.getpid(), signal.SIGSTOP if "stop" in each.name else signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if "stop" in path.name else signal.SIGKILL)
 
 
 class Mortal(nn.Module):

@@ -75,8 +75,8 @@ def experiments():
     clock = {"mode": "clock", "clock": {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}}
     plain = {"workers": 3, "cohort": None, "partition": "iid", "data": {**SMALL["data"], "train": 203}}
     plain["local"] = {**SMALL["local"], "batch_size": 12}
-    found = {f"case: {name}": {**plain, **case} for name, case in CASES.items() if name not in NOT_FROZEN}
-    found |= {
+    tables_by_name = {f"case: {name}": {**plain, **case} for name, case in CASES.items() if name not in NOT_FROZEN}
+    tables_by_name |= {
         f"gradients: {name}": {**plain, **CASES[name], "sync": "gradients"}
         for name in (
             "plain averaging",
@@ -87,7 +87,7 @@ def experiments():
         )
     }
     for registration in rule:
-        found[f"rule: {registration.name}"] = {
+        tables_by_name[f"rule: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": named(registration, "rule"),
             "workers": 12,
@@ -95,7 +95,7 @@ def experiments():
         }
     for registration in pre_aggregator:
         rules = {"rule": [named(registration, "rule"), "median"]}
-        found[f"pre-aggregator: {registration.name}"] = {
+        tables_by_name[f"pre-aggregator: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": rules,
             "workers": 12,
@@ -103,27 +103,30 @@ def experiments():
         }
     for registration in attack_strategy:
         attack = settings_of(registration, workers=[1, 4])
-        found[f"attack: {registration.name}"] = {
+        tables_by_name[f"attack: {registration.name}"] = {
             "attack": attack,
             "aggregate": {"rule": "median", "nonfinite": "exclude"},
         }
     for registration in partition_strategy:
         if registration.name != "natural":  # which needs a data set with writers
-            found[f"partition: {registration.name}"] = {"partition": named(registration, "name")}
+            tables_by_name[f"partition: {registration.name}"] = {"partition": named(registration, "name")}
     for registration in client_algorithm:
         local = {"batch_size": 8, "lr": 0.01, **named(registration, "algorithm")}
-        found[f"algorithm: {registration.name}"] = {"local": local, **SETTINGS_OF_ALGORITHMS.get(registration.name, {})}
+        tables_by_name[f"algorithm: {registration.name}"] = {
+            "local": local,
+            **SETTINGS_OF_ALGORITHMS.get(registration.name, {}),
+        }
     for registration in server_optimizer:
-        found[f"server: {registration.name}"] = {"server": named(registration, "name")}
+        tables_by_name[f"server: {registration.name}"] = {"server": named(registration, "name")}
     for registration in augmentation:
-        found[f"augmentation: {registration.name}"] = {
+        tables_by_name[f"augmentation: {registration.name}"] = {
             "data": {**SMALL["data"], "augment": [settings_of(registration)]}
         }
     for registration in policy:
         sync = {"sync": "gradients"} if registration.name == "sync" else {}
         more = {"model": "tests.models:Normalised", "policy": settings_of(registration), "cohort": 6, **sync}
-        found[f"policy: {registration.name}"] = {**clock, **more}
-    return {name: {**SMALL, **tables} for name, tables in found.items()}
+        tables_by_name[f"policy: {registration.name}"] = {**clock, **more}
+    return {name: {**SMALL, **tables} for name, tables in tables_by_name.items()}
 
 
 def numbers(result):
@@ -163,12 +166,14 @@ def frozen():
 )
 @pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning")
 def test_the_numbers_of_an_experiment_stay(name, frozen):
-    found, expected = run(experiments()[name]), frozen[name]
-    pairs = [(found["row"], expected["row"]), *zip(found["rounds"], expected["rounds"], strict=True)]
+    computed, expected = run(experiments()[name]), frozen[name]
+    pairs = [(computed["row"], expected["row"]), *zip(computed["rounds"], expected["rounds"], strict=True)]
     for ours, theirs in pairs:
         assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (one != one and other != other)
+        for our_number, their_number in zip(ours, theirs, strict=True):
+            assert math.isclose(our_number, their_number, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+                our_number != our_number and their_number != their_number
+            )
 
 
 def test_every_component_is_held(frozen):
@@ -178,8 +183,8 @@ def test_every_component_is_held(frozen):
 
 def write(held):
     """Write the numbers of all experiments, a line for each: those that are `held` already, or new ones."""
-    found = {name: held.get(name) or run(tables) for name, tables in experiments().items()}
-    lines = [f"{json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in found.items()]
+    numbers_by_name = {name: held.get(name) or run(tables) for name, tables in experiments().items()}
+    lines = [f"{json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in numbers_by_name.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

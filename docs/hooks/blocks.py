@@ -118,11 +118,11 @@ def run(markdown: str, folder: Path, run_python: RunPython = run_python) -> list
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "110", "NO_COLOR": "1"}
     environment |= {"MPLBACKEND": "agg", "TTY_COMPATIBLE": "0", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryDirectory() as own:
-        given, results = Path(own) / "steps.json", Path(own) / "results.json"
-        given.write_text(json.dumps(steps))
+    with tempfile.TemporaryDirectory() as scratch:
+        steps_file, results = Path(scratch) / "steps.json", Path(scratch) / "results.json"
+        steps_file.write_text(json.dumps(steps))
         try:
-            code, error = run_python([str(RUN_BLOCKS), str(given), str(results)], folder, environment)
+            code, error = run_python([str(RUN_BLOCKS), str(steps_file), str(results)], folder, environment)
         except subprocess.TimeoutExpired:
             return [{"output": "", "error": f"takes more than {MOST_SECONDS} seconds"} for _ in steps]
         if not results.is_file():
@@ -150,8 +150,10 @@ def shown(markdown: str, results: list[dict[str, Any]], place: Callable[[str], s
 
     def replace(match: re.Match[str]) -> str:
         block, result = _block(match, markdown), next(remaining, None)
-        kept = "".join(f' {key}="{value}"' for key, value in block.attributes.items() if key not in OWN_ATTRIBUTES)
-        head = f"{match['indent']}{match['fence']}{match['language']}{kept}\n"
+        attributes = "".join(
+            f' {key}="{value}"' for key, value in block.attributes.items() if key not in OWN_ATTRIBUTES
+        )
+        head = f"{match['indent']}{match['fence']}{match['language']}{attributes}\n"
         text = f"{head}{match['code']}{match['indent']}{match['fence']}"
         if result is None or block.action is None:
             return text

@@ -79,7 +79,7 @@ def add(name: str, folder: Path, words: list[str]) -> None:
     target = GALLERY / "results" / name
     target.mkdir(parents=True, exist_ok=True)
     environment = comparison.runs[0].environment
-    found = {
+    facts = {
         "words": words,
         "runs": len(comparison.runs),
         "core_hours": round(sum(each.total_seconds or 0 for run in comparison.runs for each in run.history) / 3600, 3),
@@ -89,9 +89,9 @@ def add(name: str, folder: Path, words: list[str]) -> None:
         "figures": [{"kind": "heatmap"}] if len(comparison.compared) > 1 else [{}],
     }
     if results(name):
-        found |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
+        facts |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
     (target / "records.tar.xz").write_bytes(packed(folder, now))
-    (target / "about.json").write_text(json.dumps(found, indent=2) + "\n")
+    (target / "about.json").write_text(json.dumps(facts, indent=2) + "\n")
     check(name)
     size = sum(path.stat().st_size for path in target.iterdir())
     if size > MOST_BYTES:
@@ -243,15 +243,15 @@ def figures(name: str) -> dict[str, bytes]:
     from fedsim.core.plotting import PAPER, encode
 
     check(name)
-    found = {}
+    files = {}
     with unpacked(name) as folder:
         for number, arguments in enumerate(about(name)["figures"]):
             figure = fedsim.plot(folder, **arguments)
             stem = f"{name}-{number}" if number else name
             with PAPER.applied():
-                found |= {f"{stem}.{format}": encode(figure, format, 200) for format in ("png", "svg")}
-            found[f"{stem}.txt"] = figure.get_label().encode()
-    return found
+                files |= {f"{stem}.{format}": encode(figure, format, 200) for format in ("png", "svg")}
+            files[f"{stem}.txt"] = figure.get_label().encode()
+    return files
 
 
 def filled(name: str, markdown: str) -> str:

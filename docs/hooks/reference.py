@@ -130,16 +130,20 @@ def command_page() -> str:
         "`fedsim COMMAND --help` prints the same. Exit codes: 0; 2 for a wrong input; 1 for a failed run.",
     ]
     for name, command in typer.main.get_command(app).commands.items():
-        arguments = [each for each in command.params if each.param_type_name == "argument"]
-        usage = " ".join(["fedsim", name, *(each.metavar or each.name.upper() for each in arguments)])
+        arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+        usage = " ".join(["fedsim", name, *(parameter.metavar or parameter.name.upper() for parameter in arguments)])
         parts += [f"## {name}", f"```text\n{usage}\n```", escaped(inspect.cleandoc(command.help or ""))]
         rows = []
-        for each in command.params:
-            option = each.param_type_name == "option"
-            names = ", ".join(f"`{name}`" for name in each.opts) if option else f"`{each.metavar or each.name.upper()}`"
-            default = each.show_default if isinstance(each.show_default, str) else each.default
+        for parameter in command.params:
+            option = parameter.param_type_name == "option"
+            names = (
+                ", ".join(f"`{name}`" for name in parameter.opts)
+                if option
+                else f"`{parameter.metavar or parameter.name.upper()}`"
+            )
+            default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
             shown = "" if default in (None, False) or callable(default) else f"`{cell(str(default))}`"
-            rows.append(f"| {names} | {cell(escaped(each.help or ''))} | {shown} |")
+            rows.append(f"| {names} | {cell(escaped(parameter.help or ''))} | {shown} |")
         parts.append("\n".join(["| argument | meaning | default |", "|---|---|---|", *rows]))
     return "\n\n".join(parts)
 
@@ -159,14 +163,16 @@ def _api_section(path: str, target: Any) -> Iterator[str]:
     yield markdown_of(target)
     if isinstance(target, type) and not issubclass(target, BaseException):
         methods = [
-            (name, each) for name, each in vars(target).items() if not name.startswith("_") and inspect.getdoc(each)
+            (name, member)
+            for name, member in vars(target).items()
+            if not name.startswith("_") and inspect.getdoc(member)
         ]
-        for name, each in methods:
-            function = getattr(each, "__func__", each)
-            if isinstance(each, property) or inspect.isfunction(function):
-                head = name if isinstance(each, property) else _signature(name, getattr(target, name))
+        for name, member in methods:
+            function = getattr(member, "__func__", member)
+            if isinstance(member, property) or inspect.isfunction(function):
+                head = name if isinstance(member, property) else _signature(name, getattr(target, name))
                 yield f"**`{' '.join(head.split())}`**"
-                yield markdown_of(each)
+                yield markdown_of(member)
 
 
 def _signature(name: str, target: Any) -> str:

@@ -68,7 +68,7 @@ def fedsim(words: list[str]) -> None:
 @contextmanager
 def output_to(file: TextIO) -> Iterator[None]:
     """Send standard output and error to a file, also those of other processes."""
-    kept = os.dup(1), os.dup(2)
+    saved = os.dup(1), os.dup(2)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
@@ -78,7 +78,7 @@ def output_to(file: TextIO) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, former in zip((1, 2), kept, strict=True):
+        for number, former in zip((1, 2), saved, strict=True):
             os.dup2(former, number)
             os.close(former)
 

@@ -100,9 +100,9 @@ COLUMNWISE = {"median": {}, "trimmed_mean": {"f": 1}, "meamed": {"f": 1}, "phoca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*COLUMNWISE, "bulyan", "sign_vote"])
 def test_column_major_updates_are_not_sorted_in_place(name, dtype):
-    one = torch.tensor([[3.0], [1], [2], [-5], [4], [9], [-2]], dtype=dtype)
+    single_column = torch.tensor([[3.0], [1], [2], [-5], [4], [9], [-2]], dtype=dtype)
     turned = torch.randn(6, 7, dtype=dtype, generator=torch.Generator().manual_seed(0)).t()
-    for updates in (one, turned):
+    for updates in (single_column, turned):
         before = updates.clone()
         params = {**COLUMNWISE, "bulyan": {"f": 1}}.get(name, {})
         result = fedsim.aggregate(updates, rule=name, **params)
@@ -146,8 +146,8 @@ def test_foolsgold_gives_clones_no_weight(scale):
 
 def test_caf_does_not_depend_on_the_order_of_rows():
     x = torch.tensor([-2.0, 2, -2, 1, -3, 3, -3, 0, 2, 3, 2, 3, 1, 3, 0], dtype=torch.double).unsqueeze(1)
-    first, other = (fedsim.aggregate(rows, rule="caf", f=6) for rows in (x, x.flip(0)))
-    assert torch.allclose(first, other, rtol=0, atol=1e-12)
+    first, flipped = (fedsim.aggregate(rows, rule="caf", f=6) for rows in (x, x.flip(0)))
+    assert torch.allclose(first, flipped, rtol=0, atol=1e-12)
 
 
 def test_fltrust_is_its_definition():
@@ -206,8 +206,8 @@ def test_geometric_median_follows_weiszfeld_step_by_step(params, weights):
 @pytest.mark.parametrize("params", [{}, {"start": "mean"}, {"tau": 0.1, "iterations": 5}])
 def test_centered_clipping_starts_at_the_last_result(params, last):
     x = normal(6, 4)
-    found = fedsim.aggregate(torch.from_numpy(x), rule="centered_clipping", last=last, **params)
-    assert np.allclose(found.numpy(), reference.centered_clipping(x, **params, last=last), rtol=0, atol=1e-12)
+    result = fedsim.aggregate(torch.from_numpy(x), rule="centered_clipping", last=last, **params)
+    assert np.allclose(result.numpy(), reference.centered_clipping(x, **params, last=last), rtol=0, atol=1e-12)
 
 
 def test_signguard_drops_other_norms_and_other_signs():
@@ -223,9 +223,9 @@ def test_signguard_drops_other_norms_and_other_signs():
 def test_dnc_uses_the_drawn_coordinates(iterations):
     x, draws = outliers(12, 300), Draws.of(1, "aggregate")
     drawn = [draws.choice(300, 20).numpy() for _ in range(iterations)]
-    kept = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
-    found = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=3, b=20, iterations=iterations, seed=1)
-    assert np.allclose(found.numpy(), x[sorted(kept)].mean(0), rtol=0, atol=1e-9)
+    kept_rows = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
+    result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=3, b=20, iterations=iterations, seed=1)
+    assert np.allclose(result.numpy(), x[sorted(kept_rows)].mean(0), rtol=0, atol=1e-9)
 
 
 def test_signguard_uses_the_drawn_coordinates():
@@ -233,8 +233,8 @@ def test_signguard_uses_the_drawn_coordinates():
     x, columns = np.ones((12, 400)), Draws.of(2, "aggregate").choice(400, 40).numpy()
     x[:5, columns[:20]] = -1
     x[:, np.setdiff1d(np.arange(400), columns)] *= np.where(np.arange(12) % 2, 1, -1)[:, None]
-    found = fedsim.aggregate(torch.from_numpy(x), rule="signguard", seed=2).numpy()
-    assert np.allclose(found, x[5:].mean(0), rtol=0, atol=1e-9)
+    result = fedsim.aggregate(torch.from_numpy(x), rule="signguard", seed=2).numpy()
+    assert np.allclose(result, x[5:].mean(0), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ def test_a_pre_aggregator_is_its_definition(name):
     x = outliers(11, 40)
     params = {"c": 2.0} if name == "norm_clipping" else {"f": 3}
     expected = reference.clipped(x, 2.0) if name == "norm_clipping" else getattr(reference, f"{name}_rows")(x, 3)
-    found = fedsim.pre_aggregate(torch.from_numpy(x), name, **params).numpy()
-    assert np.allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    rows = fedsim.pre_aggregate(torch.from_numpy(x), name, **params).numpy()
+    assert np.allclose(rows, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
 def test_dnc_drops_exactly_c_f_rows():
     x = torch.arange(150.0, dtype=torch.double).unsqueeze(1) ** 2
-    kept = fedsim.aggregate(x, rule="dnc", f=100, c=0.29)
+    result = fedsim.aggregate(x, rule="dnc", f=100, c=0.29)
     away = (x - x.mean(0)).abs().flatten()
-    assert torch.allclose(kept, x[away.argsort()[: 150 - 29]].mean(0), rtol=1e-12)
+    assert torch.allclose(result, x[away.argsort()[: 150 - 29]].mean(0), rtol=1e-12)

@@ -55,13 +55,13 @@ def test_distances_and_products_are_sums_in_double_precision(d, dtype):
     updates, point = normal(5, d, dtype), normal(1, d, dtype)[0]
     before = updates.clone()
     wide, centre = updates.double(), point.double()
-    for found, expected in (
+    for computed, expected in (
         (squared_distances_to(updates, None), [sum((row * row).tolist()) for row in wide]),
         (squared_distances_to(updates, point), [sum(((row - centre) ** 2).tolist()) for row in wide]),
         (products_with(updates, point), [sum((row * centre).tolist()) for row in wide]),
     ):
         expected = torch.tensor(expected, dtype=torch.double)
-        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * d)
+        assert torch.allclose(computed, expected, rtol=1e-12, atol=1e-12 * d)
     assert torch.equal(updates, before)
 
 
@@ -151,8 +151,8 @@ def test_the_shorter_of_two_rows_is_the_central_row(outlier):
     updates[outlier] *= 1e12
     for steps in (1, 2, 3):
         params = {"start": "zeros", "iterations": steps, "tol": 0.0}
-        found = fedsim.aggregate(updates, rule="geometric_median", **params)
-        assert np.allclose(found, reference.geometric_median(updates, **params), rtol=1e-9)
+        result = fedsim.aggregate(updates, rule="geometric_median", **params)
+        assert np.allclose(result, reference.geometric_median(updates, **params), rtol=1e-9)
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -173,9 +173,9 @@ def test_sorted_columns_returns_the_needed_places(n, dtype):
     ascending = before.t().sort(dim=1).values.t()
     everything = range(n)
     for needed in (everything, middle_places(n), everything[:1], everything[-1:], everything[n // 3 : n - n // 3]):
-        found = sort(block, tuple(needed))
-        assert torch.equal(found, ascending[list(needed)])
-        found.fill_(7.0)
+        sorted_rows = sort(block, tuple(needed))
+        assert torch.equal(sorted_rows, ascending[list(needed)])
+        sorted_rows.fill_(7.0)
         assert torch.equal(block, before)
 
 
@@ -197,9 +197,9 @@ def test_nan_sorts_last(n):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_map_sorted_columns_accepts_any_size(d, dtype, strided):
     updates = normal(5, 2 * d, dtype)[:, ::2] if strided else normal(5, d, dtype)
-    found = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
-    assert found.dtype == dtype
-    assert torch.equal(found, updates.median(0).values)
+    medians = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
+    assert medians.dtype == dtype
+    assert torch.equal(medians, updates.median(0).values)
 
 
 def shares(seed):
@@ -232,9 +232,9 @@ def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
 def properties_without_locks(monkeypatch):
     """Until Python 3.12 a cached property is computed by one thread at a time; processes know nothing of that."""
     for owner in (Gram, LazyRows):
-        for each in vars(owner).values():
-            if isinstance(each, cached_property) and hasattr(each, "lock"):
-                monkeypatch.setattr(each, "lock", contextlib.nullcontext())
+        for attribute in vars(owner).values():
+            if isinstance(attribute, cached_property) and hasattr(attribute, "lock"):
+                monkeypatch.setattr(attribute, "lock", contextlib.nullcontext())
 
 
 class Parts:
@@ -292,12 +292,12 @@ def test_all_parts_get_the_distances_of_whole_rows(name, cuts):
         gram = Gram(part, reduce=reduce)
         return gram.distances, gram.products
 
-    found = Parts(len(cuts) + 1).run(work, rows, cuts)
+    results = Parts(len(cuts) + 1).run(work, rows, cuts)
     exact = Gram(rows)
-    for distances, products in found:
+    for distances, products in results:
         assert torch.allclose(distances, exact.distances, rtol=1e-9, atol=0)
-        assert torch.equal(distances, found[0][0])
-        assert torch.equal(products, found[0][1])
+        assert torch.equal(distances, results[0][0])
+        assert torch.equal(products, results[0][1])
         assert torch.equal(distances == 0, exact.distances == 0)
 
 
@@ -308,8 +308,10 @@ def test_rules_of_pairs_give_each_part_its_columns(rule):
     rows, pipeline = some_rows(), make_pipeline(resolve(rule, {}, background={"f": 1}))
     assert pipeline.by_parts
     whole = pipeline(AggregationInputs(rows)).update
-    found = Parts(3).run(lambda part, reduce: pipeline(AggregationInputs(part, reduce=reduce)).update, rows, [300, 301])
-    assert torch.allclose(torch.cat(found), whole, rtol=0, atol=1e-9)
+    partial_updates = Parts(3).run(
+        lambda part, reduce: pipeline(AggregationInputs(part, reduce=reduce)).update, rows, [300, 301]
+    )
+    assert torch.allclose(torch.cat(partial_updates), whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

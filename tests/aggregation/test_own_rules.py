@@ -47,7 +47,7 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
-    ("stages", "wanted", "given"),
+    ("stages", "wanted", "returned"),
     [
         (["sums_of_rows"], "a row [d], here a tensor of shape [4]", "a tensor of shape [5]"),
         (["as_numpy"], "a row [d]", "a ndarray"),
@@ -60,14 +60,14 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     ],
     ids=str,
 )
-def test_a_result_of_a_wrong_shape_is_an_error(stages, wanted, given):
+def test_a_result_of_a_wrong_shape_is_an_error(stages, wanted, returned):
     names = [name if name == "median" else f"{__name__}:{name}" for name in stages]
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.aggregate(UPDATES, rule=names)
     (line,) = caught.value.lines
     assert line.startswith(f"{names[0]}: for updates [n, d] = [5, 4] it must return ")
     assert wanted in line
-    assert line.endswith(f"it returned {given}")
+    assert line.endswith(f"it returned {returned}")
 
 
 @pytest.mark.parametrize("rule", ["median", "medoid", "mean"])

@@ -235,11 +235,11 @@ def test_dnc_distinguishes_rows_beside_an_outlier(f, size):
         x[2] *= size
         centred = x - x.mean(0)
         along = np.abs(centred @ np.linalg.svd(centred)[2][0])
-        kept, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
+        kept_rows, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
         if gap < 0.01:  # fewer digits than the outlier leaves
             continue
         result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=f)
-        assert np.allclose(result, x[np.sort(kept)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept]).max())
+        assert np.allclose(result, x[np.sort(kept_rows)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept_rows]).max())
         compared += 1
     assert compared
 

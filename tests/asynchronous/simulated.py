@@ -34,8 +34,8 @@ START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # of the global row
 Train = Callable[[Tensor, WorkItem], Tensor]
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=0, atol=1e-12)
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=0, atol=1e-12)
 
 
 def nth_step(worker: int, step: int) -> WorkItem:

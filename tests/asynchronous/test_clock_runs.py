@@ -178,9 +178,9 @@ def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, mode
     assert torch.equal(together.global_row, apart.global_row)
     for key in ("test_loss", "test_accuracy", "samples", "cohort", "bytes_up", "bytes_down"):
         assert [record[key] for record in together.history] == [record[key] for record in apart.history], key
-    for one, other in zip(together.history, apart.history, strict=True):
-        assert one["virtual_seconds"] == pytest.approx(other["virtual_seconds"], rel=1e-12)
-        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
+    for sync_record, async_record in zip(together.history, apart.history, strict=True):
+        assert sync_record["virtual_seconds"] == pytest.approx(async_record["virtual_seconds"], rel=1e-12)
+        assert sync_record["train_loss"] == pytest.approx(async_record["train_loss"], rel=1e-12)
     assert apart.history[-1]["asynchronous"]["staleness"] == {"0": 10}
     assert apart.history[-1]["asynchronous"]["updates"] == 4
 
@@ -208,10 +208,10 @@ def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, model, precision):
     tolerance = {"float32": 1e-6, "float64": 1e-9}[precision]
     for name, value in together.model.state_dict().items():
         assert torch.allclose(value.double(), apart.model.state_dict()[name].double(), rtol=0, atol=tolerance), name
-    for one, other in zip(together.history, apart.history, strict=True):
+    for sync_record, async_record in zip(together.history, apart.history, strict=True):
         for key in ("virtual_seconds", "samples", "bytes_up", "cohort"):
-            assert one[key] == other[key]
-        assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-4)
+            assert sync_record[key] == async_record[key]
+        assert sync_record["test_loss"] == pytest.approx(async_record["test_loss"], abs=1e-4)
 
 
 def test_a_straggler_delays_the_synchronous_run_only():

@@ -43,7 +43,7 @@ def session_of_one():
 
 def race(session, name, out=None, **changes):
     """A short race of three workers."""
-    given = PARAMETERS.get(name, {})
+    parameters = PARAMETERS.get(name, {})
     tables = {
         "mode": "race",
         "workers": 3,
@@ -52,7 +52,7 @@ def race(session, name, out=None, **changes):
         "data": "tests.components:tiny",
         "local": {"batch_size": 16, "lr": 0.05},
         "race": {"runs": 1},
-        "policy": {"name": name, **given},
+        "policy": {"name": name, **parameters},
     }
     return fedsim.run({**tables, **changes}, out, session=session)
 
@@ -157,8 +157,8 @@ def test_a_held_back_worker_catches_up_in_the_next_round(session, name):
 
 def test_workers_with_fewer_steps_do_not_block_others(session):
     tables = {"partition": "tests.components:uneven", "local": {"batch_size": 8, "lr": 0.05}}
-    for given in ({"name": "ssp", "s": 0}, {"name": "easgd", "synchronous": True, "period": 1}):
-        record = race(session, given["name"], policy=given, **tables).history[0]
+    for chosen_policy in ({"name": "ssp", "s": 0}, {"name": "easgd", "synchronous": True, "period": 1}):
+        record = race(session, chosen_policy["name"], policy=chosen_policy, **tables).history[0]
         assert record["samples"] == [33, 68, 102]
         assert record["race"]["held_back"] == record["asynchronous"]["buffered"] == 0
 

@@ -116,8 +116,8 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     path = altered(logged, tmp_path, change)
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(path)
-    (found,) = caught.value.lines
-    assert re.fullmatch(f"clock.replay_log = {re.escape(show(str(path)))}: {line}", found), found
+    (error_line,) = caught.value.lines
+    assert re.fullmatch(f"clock.replay_log = {re.escape(show(str(path)))}: {line}", error_line), error_line
 
 
 @pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])

@@ -45,8 +45,8 @@ def test_work_starts_with_the_buffers_of_the_buffer_policy(policy, began_with, g
     server.end(0, 2)
     server.mix_buffers([0])
     assert server.shared.server.buffers.item() == globally
-    kept = server.worker_states.tensors()
-    assert [tensor.flatten().tolist() for tensor in kept.values()] == ([[2], [0.0]] if policy == "local" else [])
+    saved = server.worker_states.tensors()
+    assert [tensor.flatten().tolist() for tensor in saved.values()] == ([[2], [0.0]] if policy == "local" else [])
 
 
 def module(*, sparse=False):

@@ -81,17 +81,17 @@ def bound(name, **params):
 def rounds_of_rows(count, h=6, d=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     spread = torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.double)
-    own = torch.randn(h, d, dtype=torch.double, generator=generator) * spread
-    return [own + 0.1 * torch.randn(h, d, dtype=torch.double, generator=generator) for _ in range(count)]
+    base_rows = torch.randn(h, d, dtype=torch.double, generator=generator) * spread
+    return [base_rows + 0.1 * torch.randn(h, d, dtype=torch.double, generator=generator) for _ in range(count)]
 
 
 def rows_in_turn(attack_of, rounds, workers=None):
     """The first attacker's row of each round, and the state at the end."""
     state, sent = {}, []
     for round, honest in enumerate(rounds, 1):
-        own = honest.new_zeros(2, honest.shape[1])
+        own_rows = honest.new_zeros(2, honest.shape[1])
         of_round = list(range(len(honest))) if workers is None else workers[round - 1]
-        rows, state = attack_of(honest, own, seed=3, moment=(round,), workers=of_round, state=state)
+        rows, state = attack_of(honest, own_rows, seed=3, moment=(round,), workers=of_round, state=state)
         assert torch.equal(rows[0], rows[1])
         sent.append(rows[0])
     return sent, state
@@ -353,16 +353,16 @@ def test_half_precision_never_ends_in_infinity(name, honest):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({}, "aggregate: the attack opt_ipm needs the rule"),
         ({"aggregate": trimmed, "evaluations": 1}, "evaluations = 1: must be greater than or equal to 2"),
         ({"aggregate": lambda matrix: matrix}, r"aggregate: must return shape \(33,\), not \(10, 33\)"),
     ],
 )
-def test_a_rule_and_two_evaluations_are_required(given, message, honest):
+def test_a_rule_and_two_evaluations_are_required(arguments, message, honest):
     with pytest.raises(ExperimentError, match=message):
-        attack(honest, 3, "opt_ipm", **given)
+        attack(honest, 3, "opt_ipm", **arguments)
 
 
 @pytest.mark.parametrize("top", [0.01, 0.3, 0.999, 1.0, 1.5, 2.0, 7.3, 100.0])
@@ -441,8 +441,8 @@ def test_the_share_of_poisoned_samples_is_right_on_average(batch, draws):
 def test_poisoning_keeps_the_batch_and_its_memory_format(name, memory_format, batch):
     inputs, targets = batch[0].contiguous(memory_format=memory_format), batch[1]
     before = inputs.clone(), targets.clone()
-    given = {"draws": Draws.of(0, "poison")} if name == "backdoor" else {}
-    poisoned, _ = bound(name).poison(inputs, targets, 10, **given)
+    arguments = {"draws": Draws.of(0, "poison")} if name == "backdoor" else {}
+    poisoned, _ = bound(name).poison(inputs, targets, 10, **arguments)
     shown, _ = bound(name).goal(inputs, targets, 10)
     assert poisoned.is_contiguous(memory_format=memory_format)
     assert poisoned.dtype == shown.dtype == inputs.dtype
@@ -527,8 +527,8 @@ def test_every_attack_returns_a_new_tensor(name, dtype, honest, own_updates):
 @EVERY
 def test_every_attack_is_a_pure_function(name, honest):
     global_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    one, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
-    assert torch.equal(one.nan_to_num(1.5), again.nan_to_num(1.5))
+    first, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
+    assert torch.equal(first.nan_to_num(1.5), again.nan_to_num(1.5))
     assert torch.equal(torch.get_rng_state(), global_state[0])
     assert np.array_equal(np.random.get_state()[1], global_state[1])
 
@@ -548,12 +548,12 @@ def test_without_attackers_or_honest_rows(name, honest, own_updates):
     assert attack(honest[:1], 0, name).shape == (0, 33)
     registration = attack_strategy.get(name)
     bound = attack_strategy.bind(registration, registration.check({}))
-    given = {"aggregate": lambda rows: rows[0]}
+    arguments = {"aggregate": lambda rows: rows[0]}
     if "honest" in bound.accepts and name != "sign_flipping":
         with pytest.raises(ExperimentError, match=r"at least 1 honest row, there are 0|number of honest rows, 0"):
-            bound(own_updates[:0], own_updates, **given)
+            bound(own_updates[:0], own_updates, **arguments)
     else:
-        assert bound(own_updates[:0], own_updates, **given)[0].shape == (3, 33)
+        assert bound(own_updates[:0], own_updates, **arguments)[0].shape == (3, 33)
 
 
 def test_an_attack_can_be_an_import_path(honest, own_updates):
@@ -575,7 +575,7 @@ HONEST = torch.zeros(7, 33)
 
 
 @pytest.mark.parametrize(
-    ("honest", "n_byzantine", "given", "message"),
+    ("honest", "n_byzantine", "arguments", "message"),
     [
         *((bad, 2, {}, r"honest: must be a floating tensor \[n, d\] with n >= 1, not a list") for bad in ([[1.0]], [])),
         (torch.zeros(3), 2, {}, r"honest: .*, not torch.float32 \(3,\)"),
@@ -587,7 +587,7 @@ HONEST = torch.zeros(7, 33)
         (HONEST, 3, {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); did you mean \"z\""),
     ],
 )
-def test_a_wrong_argument_is_an_error(honest, n_byzantine, given, message):
+def test_a_wrong_argument_is_an_error(honest, n_byzantine, arguments, message):
     with pytest.raises(ExperimentError, match=f"^{message}") as caught:
-        attack(honest, n_byzantine, **given)
+        attack(honest, n_byzantine, **arguments)
     assert len(caught.value.lines) == 1

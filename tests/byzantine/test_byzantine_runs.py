@@ -79,12 +79,12 @@ def test_attackers_are_drawn_anew_in_each_round(engine, tables):
 
 
 def test_attackers_are_those_who_hold_a_class(tables):
-    found = []
+    start_facts = []
     changes = {"partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
     attack = {"name": "sign_flipping", "fraction": 0.3, "by_class": 3}
-    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: found.append(facts))
-    held = found[0].label_counts[:, 3]
-    assert sorted(held[found[0].byzantine]) == sorted(held)[-2:]
+    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: start_facts.append(facts))
+    held = start_facts[0].label_counts[:, 3]
+    assert sorted(held[start_facts[0].byzantine]) == sorted(held)[-2:]
     with pytest.raises(ExperimentError, match=r"attack.by_class = 10: must be the label of a training sample"):
         fedsim.run({**tables, **changes, "attack": {**attack, "by_class": 10}})
 
@@ -125,9 +125,9 @@ def test_rows_of_noise_are_a_function_of_seed_and_round(tables):
     start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
     noise = {"attack": {"name": "gaussian", "workers": [0, 2], "std": 0.5}}
     noise["aggregate"] = {"rule": "mean", "weights": [1.0, 0.0, 1.0]}
-    found = fedsim.run({**tables, **noise, "rounds": 2}).global_row
+    global_row = fedsim.run({**tables, **noise, "rounds": 2}).global_row
     rows = [Draws.of(5, "attack", round).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
-    assert torch.allclose(found, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
+    assert torch.allclose(global_row, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
     change = {"cohort": 2, "attack": {**attack, "workers": cohort}, "aggregate": {"rule": "mean", "f": 0}}
     needs_honest = attack["name"] in ("alie", "opt_ipm") or attack.get("of") == "mean"
     with pytest.warns(FedsimWarning, match="round 1: no honest") if needs_honest else contextlib.nullcontext():
-        found = fedsim.run({**tables, **change}).global_row
-    assert torch.allclose(found, start + expected(updates[cohort]), rtol=0, atol=1e-12)
+        global_row = fedsim.run({**tables, **change}).global_row
+    assert torch.allclose(global_row, start + expected(updates[cohort]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:round 1. no honest")

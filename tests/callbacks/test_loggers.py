@@ -259,22 +259,22 @@ def test_wandb_has_the_rounds_of_all_runs(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     run_program(tmp_path, "wandb")
-    found, points = {}, {}
+    steps_of_runs, points = {}, {}
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records_in(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("run") and record.run.display_name:
                 config = {each.key: json.loads(each.value_json) for each in record.run.config.update}
-                steps = found.setdefault((record.run.display_name, record.run.run_id), [])
+                steps = steps_of_runs.setdefault((record.run.display_name, record.run.run_id), [])
                 points[record.run.display_name] = (config["local.lr"], config["seed"])
             if record.HasField("history"):
                 items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
                 assert 0 < items["test/accuracy"] <= 1
                 steps.append(items["_step"])
-    assert [steps for (name, _), steps in found.items() if name == "first"] == [[1, 2, 3]]
+    assert [steps for (name, _), steps in steps_of_runs.items() if name == "first"] == [[1, 2, 3]]
     del points["first"]
     assert sorted(points.values()) == POINTS
-    assert [steps for (name, _), steps in found.items() if name != "first"] == [[1, 2]] * 4
+    assert [steps for (name, _), steps in steps_of_runs.items() if name != "first"] == [[1, 2]] * 4
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -185,8 +185,8 @@ def test_list_searches_names_and_documentation(cli):
     assert "signguard" in done
     assert "krum" not in done
     assert "partitions" not in done, "kinds without such a component are left out"
-    found = cli("list", "--search", "counts as lost").stdout.splitlines()
-    assert any(line.startswith("  timeout = ") for line in found)
+    lines = cli("list", "--search", "counts as lost").stdout.splitlines()
+    assert any(line.startswith("  timeout = ") for line in lines)
     assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
     assert "  staleness " in cli("list", "experiments", "--search", "staleness").stdout
 

@@ -93,22 +93,22 @@ def pfedme(fed, k, batches, lr, eta, lam, inner_steps):
 
 
 def apfl(fed, lr, alpha, adaptive=False):
-    own, alphas = dict.fromkeys(range(WORKERS), fed.row), dict.fromkeys(range(WORKERS), alpha)
+    personal, alphas = dict.fromkeys(range(WORKERS), fed.row), dict.fromkeys(range(WORKERS), alpha)
 
     @averaged
     def mixed(fed, k, batches):
-        x, v, share = fed.row, own[k], alphas[k]
+        x, v, share = fed.row, personal[k], alphas[k]
         for batch in batches:
             g = fed.gradient(share * v + (1 - share) * x, batch)
             change = (v - x) @ g
             x, v = x - lr * fed.gradient(x, batch), v - lr * share * g
             if adaptive:
                 share = float((share - lr * change).clamp(0, 1))
-        own[k], alphas[k] = v, share
+        personal[k], alphas[k] = v, share
         return x
 
     mixed(fed)
-    return {k: alphas[k] * own[k] + (1 - alphas[k]) * fed.row for k in range(WORKERS)}
+    return {k: alphas[k] * personal[k] + (1 - alphas[k]) * fed.row for k in range(WORKERS)}
 
 
 @averaged
@@ -167,11 +167,13 @@ def fednova(fed, lr, momentum=0.0, nesterov=False, weight_decay=0.0, weighted=Tr
         for k in cohort:
             y, v, a, a_of_v = x, 0, *torch.zeros(2, 200).double()
             for step, batch in enumerate(fed.batches(round, k)):
-                one = F.one_hot(torch.tensor(step), 200)
+                one_hot = F.one_hot(torch.tensor(step), 200)
                 g = fed.gradient(y, batch) + weight_decay * y
-                v, a_of_v = momentum * v + g, momentum * a_of_v + one
+                v, a_of_v = momentum * v + g, momentum * a_of_v + one_hot
                 y, a = (
-                    (y - lr * (g + momentum * v), a + one + momentum * a_of_v) if nesterov else (y - lr * v, a + a_of_v)
+                    (y - lr * (g + momentum * v), a + one_hot + momentum * a_of_v)
+                    if nesterov
+                    else (y - lr * v, a + a_of_v)
                 )
             norms.append(a.norm(1))
             normalised.append((y - x) / norms[-1])

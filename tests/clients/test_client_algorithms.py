@@ -69,15 +69,15 @@ def test_the_rows_are_those_of_a_plain_loop(variant, engine):
 
 def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
     """On whole batches and without momentum: its mean gradient is of the row that is fine-tuned."""
-    one = {"workers": 1, "cohort": None, "partition": "iid", "rounds": 2, "engine": "serial"}
-    one |= {
+    one_worker = {"workers": 1, "cohort": None, "partition": "iid", "rounds": 2, "engine": "serial"}
+    one_worker |= {
         "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
         "worker_evaluation": {"fine_tune": 3},
     }
     losses = []
     for local in ({"algorithm": "mime", "beta": 0.0}, {"algorithm": "sgd"}):
         out = tmp_path / local["algorithm"]
-        fedsim.run({**TABLES, **one, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
+        fedsim.run({**TABLES, **one_worker, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
         losses.append(Run.read(out).workers.loss["fine_tuned"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 

@@ -136,14 +136,14 @@ def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
 
 def test_a_worker_that_takes_no_step_keeps_its_control_variate():
     """With option 2, whose (x - y) / (K lr) is 0 / 0 then; so does a worker whose learning rate is 0."""
-    kept, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
+    worker_states, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
     facts = [WorkerFacts(worker=k, round=1, steps=k, steps_per_epoch=k, samples=k, weight=1.0) for k in (0, 2)]
     algorithm, rows = Scaffold(lr=0.5), torch.zeros(2, 3)
-    worker = WorkerRound({"c": control}, kept, facts, rows)
+    worker = WorkerRound({"c": control}, worker_states, facts, rows)
     state = algorithm.start_round(rows, worker)
     rows[1] -= 4
     assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
-    assert kept["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
+    assert worker_states["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
     state = algorithm.start_round(torch.zeros(2, 3), worker)
     unmoved = replace(algorithm, lr=0.0).finish(torch.zeros(2, 3), state, worker)
     assert not unmoved["change"].any()

@@ -42,11 +42,11 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
     federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, shards = federation.model, federation.shards
     shared = copy.deepcopy(model.state_dict())
-    own = {}
+    personal_states = {}
     for round in range(1, ROUNDS + 1):
         cohort, trained = sample_cohort(0, round, WORKERS, COHORT).tolist(), []
         for worker in cohort:
-            model.load_state_dict({**shared, **own.get(worker, {})})
+            model.load_state_dict({**shared, **personal_states.get(worker, {})})
             model.train()
             batches = [batch for epoch in range(epochs) for batch in federation.epoch(round, worker, epoch)]
             names, todo = [name for name, _ in model.named_parameters()], iter(batches)
@@ -59,7 +59,7 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
                     F.cross_entropy(model(x), y).backward()
                     optimizer.step()
             state = copy.deepcopy(model.state_dict())
-            own[worker] = {name: value for name, value in state.items() if personal(name)}
+            personal_states[worker] = {name: value for name, value in state.items() if personal(name)}
             trained.append(state)
         sizes = torch.tensor([len(shards[worker]) for worker in cohort], dtype=torch.double)
         for name in shared:
@@ -68,16 +68,20 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
                 shared[name] = torch.tensordot(sizes / sizes.sum(), stacked, 1)
     row = torch.cat([shared[name].flatten() for name, _ in model.named_parameters()])
     names = [entry.name for entry in Layout.of(model).parameters if personal(entry.name)]
-    return row, {worker: torch.cat([state[name].flatten() for name in names]) for worker, state in own.items()}, own
+    return (
+        row,
+        {worker: torch.cat([state[name].flatten() for name in names]) for worker, state in personal_states.items()},
+        personal_states,
+    )
 
 
 def assert_is(reference_of, tables):
     """The run has the reference's global row and personal parameters."""
     run = finished(tables)
-    expected, own, _ = reference_of
+    expected, personal_rows, _ = reference_of
     assert torch.allclose(run.row, expected, rtol=0, atol=1e-12)
-    assert run.states.keys() == own.keys()
-    for worker, personal in own.items():
+    assert run.states.keys() == personal_rows.keys()
+    for worker, personal in personal_rows.items():
         assert torch.allclose(run.states[worker]["personal"], personal, rtol=0, atol=1e-12), worker
     return run
 
@@ -123,8 +127,8 @@ def test_the_statistics_of_personal_normalisation_layers_are_personal(name, buff
     run = assert_is(by_hand, tables)
     width = run.algorithm.personal_columns.others(len(run.row)).width
     assert {record.bytes_up for record in run.records} == {COHORT * 8 * width}
-    for worker, own in by_hand[2].items():
-        buffers = [own[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
+    for worker, personal_state in by_hand[2].items():
+        buffers = [personal_state[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
         assert torch.allclose(run.states[worker]["personal.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
 
 
@@ -242,9 +246,9 @@ def losses_of(local, out, session=None, **changes):
     """The test losses of the workers' personal models, and of those after local training."""
     local = {"batch_size": BATCH, "lr": LR, **local}
     fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
-    found = Run.read(out).workers
-    assert found.workers == list(range(WORKERS))
-    return [found.loss["personal"], found.loss["fine_tuned"]]
+    evaluation = Run.read(out).workers
+    assert evaluation.workers == list(range(WORKERS))
+    return [evaluation.loss["personal"], evaluation.loss["fine_tuned"]]
 
 
 def sgd_step(model, batch):
@@ -281,8 +285,8 @@ ALONE = {
 def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
     name, engine, buffers, workers, tmp_path, session
 ):
-    found = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
-    assert found == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
+    losses = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
+    assert losses == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
 
 
 def pfedme(workers, eta, lam, inner_steps):
@@ -325,8 +329,8 @@ def pfedme(workers, eta, lam, inner_steps):
 @in_turn(("inner_steps", "engine"), [1, 3], list(ENGINES)[:2])
 def test_theta_of_pfedme_is_tested_with_its_own_statistics(inner_steps, engine, workers, tmp_path):
     params = {"eta": 0.1, "lam": 2.0, "inner_steps": inner_steps}
-    found = losses_of({"algorithm": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
-    assert found == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
+    losses = losses_of({"algorithm": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
+    assert losses == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
 
 
 MU, T = 2.0, 0.5

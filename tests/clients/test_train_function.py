@@ -125,9 +125,9 @@ def without_lr(algorithm, **changes):
     return fedsim.run({**TABLES, "rounds": 1, **changes, "local": {**local, **changes.get("local", {})}})
 
 
-def assert_same(one, other):
-    torch.testing.assert_close(one.global_row, other.global_row, rtol=0, atol=1e-12)
-    assert one.test_loss == pytest.approx(other.test_loss, rel=1e-12)  # of the BatchNorm statistics too
+def assert_same(first, second):
+    torch.testing.assert_close(first.global_row, second.global_row, rtol=0, atol=1e-12)
+    assert first.test_loss == pytest.approx(second.test_loss, rel=1e-12)  # of the BatchNorm statistics too
 
 
 @pytest.mark.parametrize(

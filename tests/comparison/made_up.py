@@ -50,10 +50,10 @@ def on_the_clock(results: list[Run], seconds: Callable[[dict], float]) -> list[R
     Every round has two updates of staleness 1 and four arrivals.
     """
     for run in results:
-        for index, each in enumerate(run.history):
-            work = AsyncRecord(updates=2 * each.round, arrivals=4 * each.round, staleness={"1": 2})
-            virtual_seconds = each.round * seconds(run.point)
-            run.history[index] = replace(each, virtual_seconds=virtual_seconds, asynchronous=work)
+        for index, round_record in enumerate(run.history):
+            work = AsyncRecord(updates=2 * round_record.round, arrivals=4 * round_record.round, staleness={"1": 2})
+            virtual_seconds = round_record.round * seconds(run.point)
+            run.history[index] = replace(round_record, virtual_seconds=virtual_seconds, asynchronous=work)
     return results
 
 

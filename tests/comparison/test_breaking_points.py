@@ -41,10 +41,10 @@ def accuracies(point):
 
 
 def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_target():
-    ((key, found),) = breaking_points(compared(AXES, accuracies, target=0.6)).items()
+    ((key, points),) = breaking_points(compared(AXES, accuracies, target=0.6)).items()
     assert key == "attack.scale"
-    assert {others["aggregate.rule"]: point.text for others, point in found} == TEXTS
-    assert {others["aggregate.rule"]: tuple(point) for others, point in found} == {
+    assert {others["aggregate.rule"]: point.text for others, point in points} == TEXTS
+    assert {others["aggregate.rule"]: tuple(point) for others, point in points} == {
         "mean": (2, 1, [], []),
         "krum": (2, 1, [0.5], []),
         "median": (None, 10, [1], []),

@@ -207,10 +207,12 @@ def test_a_setting_names_an_axis_by_either_key_of_its_component(setting, name, s
     value = ", ".join(keys) if setting == "heatmap" else keys[0]
     tables = {**serial, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
     axes = {"local.lr": [0.1, 0.2], "local.algorithm": ["sgd", "adam"], "partition.name": ["iid", "shards"]}
-    found = plan_comparison(tables, axes, (), ComparisonSettings(**{setting: value})).settings
+    planned = plan_comparison(tables, axes, (), ComparisonSettings(**{setting: value})).settings
     expected = {"heatmap": "local.algorithm,partition.name"}.get(setting, "local.algorithm")
     assert (
-        found == plan_comparison(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
+        planned
+        == plan_comparison(tables, {**axes, setting: value}).settings
+        == ComparisonSettings(**{setting: expected})
     )
 
 

@@ -35,8 +35,8 @@ def made_up(**choices):
     comparison = compared(AXES, lambda point: [0.1, 0.8], **choices)
     for run in comparison.runs:
         drift = DRIFT[run.point["aggregate.rule"], run.point["attack.name"]] + run.point["seed"] / 10
-        for place, each in enumerate(run.history):
-            run.history[place] = replace(each, metrics={"drift": drift}, bytes_up=round(20 * drift))
+        for place, record in enumerate(run.history):
+            run.history[place] = replace(record, metrics={"drift": drift}, bytes_up=round(20 * drift))
     return comparison
 
 
@@ -131,8 +131,8 @@ def test_every_number_of_a_component_says_which_value_is_better():
     recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
     assert recorded == OF_COMPONENTS.keys()
     unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # by the line above
-    found = [path.name for path, text in sources.items() if re.search(unseen, text)]
-    assert found == ["evaluation.py"], (
+    modules = [path.name for path, text in sources.items() if re.search(unseen, text)]
+    assert modules == ["evaluation.py"], (
         "components write metrics[NAME] = ...; only the metrics of tests are added together"
     )
     assert {name: metric_called(f"metrics.{name}").better for name in recorded} == OF_COMPONENTS
@@ -143,8 +143,8 @@ def test_every_metric_of_fedsim_says_which_value_is_better():
         name: better == "higher" for name, better in BETTER_OF_METRICS.items()
     }
     for prefix in ("", "validation_"):  # the same without the experiment, as for a figure
-        found = {name: metric_called(f"metrics.{prefix}{name}").better for name in BETTER_OF_METRICS}
-        assert found == BETTER_OF_METRICS
+        directions = {name: metric_called(f"metrics.{prefix}{name}").better for name in BETTER_OF_METRICS}
+        assert directions == BETTER_OF_METRICS
 
 
 @pytest.mark.parametrize("score", ["accuracy", "loss"])

@@ -84,8 +84,8 @@ def test_a_row_of_the_file_has_the_best_of_a_cell_and_those_that_are_tied():
 
 def test_with_worst_only_the_worst_case_is_left():
     rows = rows_of(*made_up(worst="attack.name"))
-    found = [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows]
-    assert found == [("median", 0.5167), ("mean", 0.4), ("mean", 0.7), ("krum", 0.8)]
+    cells = [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows]
+    assert cells == [("median", 0.5167), ("mean", 0.4), ("mean", 0.7), ("krum", 0.8)]
 
 
 def test_a_cell_in_which_every_value_has_a_failed_run_has_no_best():
@@ -120,8 +120,8 @@ def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
 
 def test_with_one_seed_only_equal_values_are_tied_and_there_is_no_interval():
     plan, runs = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
-    found = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(plan, runs)[:2]]
-    assert found == [("median", "", ""), ("mean", "krum", "")]
+    cells = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(plan, runs)[:2]]
+    assert cells == [("median", "", ""), ("mean", "krum", "")]
     panels = panels_of(draw_heatmap(replace(plan, runs=runs), over=OVER))
     assert panels["rule: mean, attack: none"] == ["0.5000", "0.4000", "0.8000", "0.2000"]
 

@@ -55,12 +55,12 @@ def never_report(*_):
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
     axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
     observer = Observer()
-    several = run_comparison(plan_comparison(quick, axes), tmp_path / "several", 2, observer)
-    one = fedsim.compare(serial, axes, tmp_path / "one")
-    assert histories(several) == histories(one)
+    several_jobs = run_comparison(plan_comparison(quick, axes), tmp_path / "several", 2, observer)
+    one_job = fedsim.compare(serial, axes, tmp_path / "one")
+    assert histories(several_jobs) == histories(one_job)
     assert observer.jobs == 2
     assert len(set.union(*observer.processes)) == 2
-    assert engines_of(several) == {"serial"}
+    assert engines_of(several_jobs) == {"serial"}
     tables = [(tmp_path / name / "summary.txt").read_text().splitlines()[:8] for name in ("several", "one")]
     assert tables[0] == tables[1]
 

@@ -42,9 +42,9 @@ def comparison_of(accuracy=ACCURACY, rules=RULES, seeds=(0, 1)):
 
 def test_mean_ranks_and_counts_are_those_computed_by_hand():
     board = comparison_of().leaderboard
-    found = {each.name: (each.mean_rank, each.best, each.tied, each.worst_cell) for each in board.standings}
+    standings = {each.name: (each.mean_rank, each.best, each.tied, each.worst_cell) for each in board.standings}
     assert board.cells == 5
-    assert found == {
+    assert standings == {
         "krum": (pytest.approx((3 + 1.5 + 2 + 1 + 1) / 5), 3, 3, "min_max"),
         "median": (pytest.approx((2 + 1.5 + 1 + 2 + 2.5) / 5), 2, 2, "min_max"),
         "mean": (pytest.approx((1 + 3 + 3 + 3 + 2.5) / 5), 1, 1, "alie"),

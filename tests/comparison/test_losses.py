@@ -36,8 +36,8 @@ def made_up(axes=AXES, target=None):
 
 def test_the_lowest_loss_is_the_best():
     rows = {(row.point["aggregate.rule"], row.point["local.lr"]): row for row in made_up().summary}
-    best, other = rows["median", 0.1], rows["mean", 0.1]
-    assert (best.mark, other.mark) == ("*", "")
+    best, second = rows["median", 0.1], rows["mean", 0.1]
+    assert (best.mark, second.mark) == ("*", "")
     assert best.score.mean == pytest.approx(4e-3)
     assert best.accuracy is None
     assert best.difference.mean == pytest.approx(-0.3e-3)

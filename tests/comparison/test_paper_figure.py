@@ -189,18 +189,18 @@ def test_a_figure_for_a_paper_has_the_width_of_its_columns_texts_of_8_points_and
 
 @pytest.mark.parametrize("suffix", ["png", "pdf"])
 def test_files_have_the_given_size_and_ranges_and_are_the_same_bytes_each_time(comparison, tmp_path, suffix):
-    one, two = tmp_path / f"one.{suffix}", tmp_path / f"two.{suffix}"
-    for out in (one, two):
+    first_file, second_file = tmp_path / f"one.{suffix}", tmp_path / f"two.{suffix}"
+    for out in (first_file, second_file):
         figure = fedsim.plot(comparison, width=4, height=2, x_range=(0, 3), y_range=(0.25, 0.5), out=out)
     assert {(panel.get_xlim(), panel.get_ylim()) for panel in figure.axes} == {((0, 3), (0.25, 0.5))}
-    content = one.read_bytes()
-    assert content == two.read_bytes()
+    content = first_file.read_bytes()
+    assert content == second_file.read_bytes()
     if suffix == "png":
         assert Image.open(io.BytesIO(content)).size == (1200, 600)
     if suffix == "pdf":
         assert b"/TrueType" in content or b"/CIDFontType2" in content
         assert b"/Type3" not in content
-    fedsim.plot(comparison, x_range=(-1e145, 1e145), y_range=(0, 1e-9), width=30, height=3, out=one)
+    fedsim.plot(comparison, x_range=(-1e145, 1e145), y_range=(0, 1e-9), width=30, height=3, out=first_file)
 
 
 def test_labels_of_a_stored_comparison_are_no_formulas(tmp_path):

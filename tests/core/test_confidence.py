@@ -30,11 +30,11 @@ def test_the_interval_is_that_of_scipy(n):
 
 
 def test_one_value_has_no_interval_and_includes_itself_alone():
-    one = estimate([0.5])
-    assert (one.mean, one.half_width, one.n) == (0.5, math.inf, 1)
-    assert one.includes(0.5)
-    assert not one.includes(0.4)
-    assert one.text() == "0.5000"
+    single = estimate([0.5])
+    assert (single.mean, single.half_width, single.n) == (0.5, math.inf, 1)
+    assert single.includes(0.5)
+    assert not single.includes(0.4)
+    assert single.text() == "0.5000"
 
 
 def test_two_values_are_shown_and_more_have_an_interval():

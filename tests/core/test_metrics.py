@@ -63,13 +63,13 @@ def bound(name, **params):
 def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
     result = fedsim.run({**tiny_experiment, **SMALL, "metrics": METRICS})
     test = tiny(None)[1]
-    outputs, found = outputs_of(result, test), result.history[-1].metrics
+    outputs, metrics = outputs_of(result, test), result.history[-1].metrics
     answers = outputs.argmax(1)
-    assert found["ShareCorrect"] == pytest.approx(result.test_accuracy)
-    assert found["macro_f1"] == pytest.approx(f1_score(test.targets, answers, average="macro"))
+    assert metrics["ShareCorrect"] == pytest.approx(result.test_accuracy)
+    assert metrics["macro_f1"] == pytest.approx(f1_score(test.targets, answers, average="macro"))
     top_3 = [int(target) in row.topk(3).indices.tolist() for row, target in zip(outputs, test.targets, strict=True)]
-    assert found["top_k"] == pytest.approx(sum(top_3) / TINY_TEST)
-    assert found["largest"] == pytest.approx(outputs.max().item())
+    assert metrics["top_k"] == pytest.approx(sum(top_3) / TINY_TEST)
+    assert metrics["largest"] == pytest.approx(outputs.max().item())
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_nobody_trains_on_validation_samples(tiny_experiment):
 
 def test_the_split_depends_on_the_seed_alone():
     train = fedsim.TensorData(torch.arange(50.0), torch.arange(50))
-    first, second, other = (fedsim.data.subsets.split_validation(train, 0.3, seed) for seed in (1, 1, 2))
+    first, second, with_seed_2 = (fedsim.data.subsets.split_validation(train, 0.3, seed) for seed in (1, 1, 2))
     assert torch.equal(first[1].targets, second[1].targets)
-    assert not torch.equal(first[1].targets, other[1].targets)
+    assert not torch.equal(first[1].targets, with_seed_2[1].targets)
     assert sorted([*first[0].targets.tolist(), *first[1].targets.tolist()]) == list(range(50))
 
 

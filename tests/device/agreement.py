@@ -108,26 +108,30 @@ def assert_agrees_with_the_cpu(tables: dict[str, Any], engine: str) -> None:
     assert_same_results(expected, run_on_gpu(tables, **ENGINES[engine]))
 
 
-def assert_same_results(expected: fedsim.Result, found: fedsim.Result, tolerance: float = ROUNDING) -> None:
+def assert_same_results(expected: fedsim.Result, actual: fedsim.Result, tolerance: float = ROUNDING) -> None:
     """Models and the numbers of histories agree to a tolerance; all else that was recorded is equal."""
-    assert_same_model(expected, found, tolerance)
-    assert len(found.history) == len(expected.history)
-    for ours, theirs in zip(found.history, expected.history, strict=True):
+    assert_same_model(expected, actual, tolerance)
+    assert len(actual.history) == len(expected.history)
+    for ours, theirs in zip(actual.history, expected.history, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"seconds"}:
             assert _close(ours[key], theirs[key], 2 * tolerance), key
 
 
-def assert_same_model(expected: fedsim.Result, found: fedsim.Result, tolerance: float) -> None:
-    state = found.model.state_dict()
-    assert not any(tensor.is_cuda or on_gpu(tensor) for tensor in (found.global_row, *state.values()))  # on the host
+def assert_same_model(expected: fedsim.Result, actual: fedsim.Result, tolerance: float) -> None:
+    state = actual.model.state_dict()
+    assert not any(tensor.is_cuda or on_gpu(tensor) for tensor in (actual.global_row, *state.values()))  # on the host
     for name, value in expected.model.state_dict().items():
         difference = (value.double() - state[name].double()).abs().max() if value.numel() else 0.0
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
 
 
-def _close(one: Any, other: Any, tolerance: float) -> bool:
+def _close(actual: Any, expected: Any, tolerance: float) -> bool:
     """Whether two values of a record are equal, apart from the rounding of numbers in them."""
-    if isinstance(other, list):
-        return len(one) == len(other) and all(_close(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    return one == (pytest.approx(other, abs=tolerance, rel=0, nan_ok=True) if isinstance(other, float) else other)
+    if isinstance(expected, list):
+        return len(actual) == len(expected) and all(
+            _close(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
+        )
+    return actual == (
+        pytest.approx(expected, abs=tolerance, rel=0, nan_ok=True) if isinstance(expected, float) else expected
+    )

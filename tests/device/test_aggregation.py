@@ -33,15 +33,15 @@ def assert_same_on_gpu(function, *tensors: torch.Tensor, dtype: torch.dtype = to
     rounded = [tensor.to(dtype) for tensor in tensors]
     expected = refusal_or(function, *(tensor.double() for tensor in rounded))
     with some_gpu():
-        found = refusal_or(function, *map(to_gpu, rounded))
-        assert isinstance(found, str) or found.is_cuda
+        actual = refusal_or(function, *map(to_gpu, rounded))
+        assert isinstance(actual, str) or actual.is_cuda
     if isinstance(expected, str):
-        assert found == expected
+        assert actual == expected
         return
-    assert found.dtype == dtype
+    assert actual.dtype == dtype
     scale = max(1.0, float(expected.nan_to_num(posinf=0, neginf=0).abs().max()))
-    found, bound = found.cpu().double() / scale, PRECISIONS[dtype]
-    assert torch.allclose(found, expected / scale, rtol=0, atol=bound, equal_nan=True)
+    actual, bound = actual.cpu().double() / scale, PRECISIONS[dtype]
+    assert torch.allclose(actual, expected / scale, rtol=0, atol=bound, equal_nan=True)
 
 
 def refusal_or(function, *tensors):
@@ -52,14 +52,14 @@ def refusal_or(function, *tensors):
         return str(error)
 
 
-def aggregated(registration, updates, root, **given):
+def aggregated(registration, updates, root, **inputs):
     """The aggregate of rows by a rule with the parameters that it requires."""
     settings = settings_of(registration)
     if "root" in registration.takes:
-        given["root"] = root
+        inputs["root"] = root
     if "losses" in registration.takes:
-        given["losses"] = torch.arange(1.0, len(updates) + 1, dtype=torch.double)
-    return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **given)
+        inputs["losses"] = torch.arange(1.0, len(updates) + 1, dtype=torch.double)
+    return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **inputs)
 
 
 def every(registry):
@@ -124,7 +124,7 @@ def attacked(registration, honest, last, own_updates=None):
 def test_an_attack(registration, dtype):
     honest, own_updates, last = rows()[:8], rows()[8:11], rows()[11]
     for tensors in ((honest, last, own_updates), (honest, last)):
-        assert_same_on_gpu(lambda *given: attacked(registration, *given), *tensors, dtype=dtype)
+        assert_same_on_gpu(lambda *arguments: attacked(registration, *arguments), *tensors, dtype=dtype)
 
 
 @every(attack_strategy)

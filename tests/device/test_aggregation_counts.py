@@ -68,9 +68,9 @@ def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, gpu):
     expected = pipeline(cohort_of(pipeline, rows()))
     on_gpu = cohort_of(pipeline, upload(rows()))
     with gpu.counting() as counts:
-        found = pipeline(on_gpu)
+        result = pipeline(on_gpu)
     assert torch.allclose(
-        download(found.update), expected.update, rtol=0, atol=1e-5 * float(expected.update.abs().max())
+        download(result.update), expected.update, rtol=0, atol=1e-5 * float(expected.update.abs().max())
     )
     launches, waits = (BOUNDS | PIPELINES)[name]
     assert counts.launches <= launches, counts.table()
@@ -83,8 +83,8 @@ def test_a_mean_on_a_gpu_looks_at_its_result_alone(weights, launches, gpu):
     updates[1] = torch.nan if weights else updates[1]  # its weight is zero
     expected, on_gpu = fedsim.aggregate(updates, weights), upload(updates)
     with gpu.counting() as counts:
-        found = fedsim.aggregate(on_gpu, weights)
-    assert torch.allclose(download(found), expected, rtol=0, atol=1e-6)
+        result = fedsim.aggregate(on_gpu, weights)
+    assert torch.allclose(download(result), expected, rtol=0, atol=1e-6)
     assert (counts.launches, counts.waits) == (launches + 1, 1), counts.table()
 
 
@@ -95,8 +95,8 @@ def test_a_rule_that_exceeds_the_memory_of_a_gpu_works_in_blocks(name, gpu, monk
     updates = rows()
     on_gpu = upload(updates)
     assert [block.stop - block.start for block in small_blocks(on_gpu)] == [960] * 41 + [640]
-    found = download(fedsim.aggregate(on_gpu, rule=name, **params))
-    assert torch.allclose(found, fedsim.aggregate(updates, rule=name, **params), rtol=0, atol=1e-5)
+    result = download(fedsim.aggregate(on_gpu, rule=name, **params))
+    assert torch.allclose(result, fedsim.aggregate(updates, rule=name, **params), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -126,5 +126,5 @@ def test_a_linear_rule_draws_the_same_coefficients_on_a_gpu():
     for rules in (drawn_mean, ["bucketing", drawn_mean]):
         expected = fedsim.aggregate(updates, rule=rules, seed=3)
         with some_gpu():
-            found = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
-        assert torch.allclose(found.cpu(), expected, rtol=0, atol=1e-12)
+            result = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
+        assert torch.allclose(result.cpu(), expected, rtol=0, atol=1e-12)

@@ -108,27 +108,27 @@ def phases():
 
 def counted(tables: dict) -> dict[str, Counts]:
     """Counts of the last call of each of these methods; and, as "model", of all gradients of stacks."""
-    found: dict[str, Counts] = {"model": Counts()}
+    last_counts: dict[str, Counts] = {"model": Counts()}
     gradients = StackedModule.gradients
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
         def counting(method, simulation, *arguments):
             if method.__name__ in ("train_cohort", "aggregate_each_step"):
-                found["model"] = Counts()
-            with gpu.counting() as found[method.__name__]:
+                last_counts["model"] = Counts()
+            with gpu.counting() as last_counts[method.__name__]:
                 return method(simulation, *arguments)
 
         def counting_model(*arguments, **more):
             with gpu.counting() as counts:
                 result = gradients(*arguments, **more)
-            found["model"].events += counts.events
+            last_counts["model"].events += counts.events
             return result
 
         for name in METHODS:
             patch.setattr(Simulation, name, partialmethod(partial(counting, getattr(Simulation, name))))
         patch.setattr(StackedModule, "gradients", counting_model)
         fedsim.run(tables)
-    return found
+    return last_counts
 
 
 def a_round_and_a_step(few: Counts, many: Counts) -> tuple[Bound, Bound]:
@@ -139,8 +139,8 @@ def a_round_and_a_step(few: Counts, many: Counts) -> tuple[Bound, Bound]:
 
 
 def assert_within(bounds: tuple[Bound, Bound], few: Counts, many: Counts) -> None:
-    for found, bound in zip(a_round_and_a_step(few, many), bounds, strict=True):
-        assert all(a <= b for a, b in zip(found, bound, strict=True)), f"{found}, at most {bound}\n{many.table()}"
+    for measured, bound in zip(a_round_and_a_step(few, many), bounds, strict=True):
+        assert all(a <= b for a, b in zip(measured, bound, strict=True)), f"{measured}, at most {bound}\n{many.table()}"
 
 
 def marks_of(workload):
@@ -169,10 +169,10 @@ def test_a_step_that_is_not_captured(workload, phases):
 @each_workload
 def test_a_step_of_gradients(workload, phases):
     few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
-    _, found = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
+    _, whole_step = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
     _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
-    assert found.launches - model.launches <= OF_GRADIENTS.launches, many["aggregate_each_step"].table()
-    assert found.waits <= OF_GRADIENTS.waits, many["aggregate_each_step"].table()
+    assert whole_step.launches - model.launches <= OF_GRADIENTS.launches, many["aggregate_each_step"].table()
+    assert whole_step.waits <= OF_GRADIENTS.waits, many["aggregate_each_step"].table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)
@@ -181,8 +181,8 @@ def test_a_round_on_the_clock(policy):
     tables["policy"] = {"name": policy, "k": 3}
     with pretend_gpu() as gpu:
         launches, waits = zip(*(totals(gpu, {**tables, "rounds": rounds}) for rounds in (2, 4)), strict=True)
-    found = Bound((launches[1] - launches[0]) / 2, (waits[1] - waits[0]) / 2)
-    assert all(a <= b for a, b in zip(found, ON_THE_CLOCK[policy], strict=True)), found
+    measured = Bound((launches[1] - launches[0]) / 2, (waits[1] - waits[0]) / 2)
+    assert all(a <= b for a, b in zip(measured, ON_THE_CLOCK[policy], strict=True)), measured
 
 
 def totals(gpu, tables):

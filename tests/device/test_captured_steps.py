@@ -112,12 +112,12 @@ def steps(monkeypatch):
     return count
 
 
-def differing(found, expected):
+def differing(actual, expected):
     """The largest difference between the models, and what else of the last round differs."""
-    largest = (download(found.global_row) - download(expected.global_row)).abs().max().item()
+    largest = (download(actual.global_row) - download(expected.global_row)).abs().max().item()
     keys = "test_loss", "test_accuracy", "train_loss", "samples"
     return largest, [
-        key for key in keys if found.history[-1][key] != pytest.approx(expected.history[-1][key], rel=1e-12)
+        key for key in keys if actual.history[-1][key] != pytest.approx(expected.history[-1][key], rel=1e-12)
     ]
 
 
@@ -148,9 +148,9 @@ UNSAFE = {
 def test_steps_that_cannot_be_captured_take_the_ordinary_path(reason):
     tables, settings = with_small_data({**TINY, **UNSAFE[reason]}), []
     with some_gpu():
-        found = fedsim.run({**tables, **ENGINES["batched"], "device": "cuda"}, on_start=settings.append)
+        actual = fedsim.run({**tables, **ENGINES["batched"], "device": "cuda"}, on_start=settings.append)
     assert reason in settings[0].how["cuda_graphs"]
-    assert_same_results(run_on_cpu(tables), found)
+    assert_same_results(run_on_cpu(tables), actual)
     with pytest.raises(fedsim.ExperimentError, match=f"cuda_graphs = true: steps cannot be captured here: .*{reason}"):
         run_on_gpu({**tables, **ENGINES["batched"], "cuda_graphs": True})
 
@@ -221,9 +221,9 @@ def test_a_test_that_cannot_be_captured_takes_the_ordinary_path(case, gpu, table
         "draws": {"model": "tests.models:AlwaysDropping"},
         "an attack with a goal": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
     }
-    found = fedsim.run({**tables, **cases[case]})
+    actual = fedsim.run({**tables, **cases[case]})
     expected = fedsim.run({**tables, **cases[case], "cuda_graphs": False})
-    assert found.history[-1]["test_loss"] == expected.history[-1]["test_loss"]
+    assert actual.history[-1]["test_loss"] == expected.history[-1]["test_loss"]
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,10 @@ REASONS = {
 def test_a_algorithm_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
     tables["local"] = {"algorithm": "tests.device.test_captured_steps:Reading", "does": does, "batch_size": 16}
     with pytest.warns(FedsimWarning, match=f"cuda_graphs: steps run without CUDA graphs, .*{REASONS[does]}") as caught:
-        found = fedsim.run(tables)
+        actual = fedsim.run(tables)
     assert len(caught) == 1
     expected = fedsim.run({**tables, "cuda_graphs": False})
-    assert torch.equal(download(found.global_row), download(expected.global_row))
+    assert torch.equal(download(actual.global_row), download(expected.global_row))
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ def test_a_algorithm_that_makes_new_state_is_captured_unless_it_begins_it_late(l
     tables |= UNEVEN
     reason = "local.algorithm creates state during its steps that its `start` does not return"
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
-        found = fedsim.run(tables)
-    assert differing(found, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
+        actual = fedsim.run(tables)
+    assert differing(actual, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
 
 
 def test_steps_are_captured_in_the_precision_of_training(gpu, tables, monkeypatch):

@@ -60,10 +60,10 @@ def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
     change["aggregate"] = {"nonfinite": "exclude", **change.get("aggregate", {})}
     expected = run(change, "cpu")
     with some_gpu():
-        found = run(change, "cuda")
-    assert torch.allclose(found.global_row.cpu(), expected.global_row, rtol=0, atol=ROUNDING)
-    assert [record["excluded"] for record in found.history] == [record["excluded"] for record in expected.history]
-    assert any(record["excluded"] for record in found.history)
+        actual = run(change, "cuda")
+    assert torch.allclose(actual.global_row.cpu(), expected.global_row, rtol=0, atol=ROUNDING)
+    assert [record["excluded"] for record in actual.history] == [record["excluded"] for record in expected.history]
+    assert any(record["excluded"] for record in actual.history)
 
 
 @pytest.mark.gpu
@@ -77,9 +77,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts(weights):
         return
     with pytest.raises(fedsim.ExperimentError) as expected:
         run(change, "cpu")
-    with some_gpu(), pytest.raises(fedsim.ExperimentError) as found:
+    with some_gpu(), pytest.raises(fedsim.ExperimentError) as gpu_error:
         run(change, "cuda")
-    assert str(found.value) == str(expected.value)
+    assert str(gpu_error.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("rule", ["mean", "median"])

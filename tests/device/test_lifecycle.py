@@ -167,5 +167,5 @@ def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes,
         again = fedsim.run(tables, tmp_path / "again")
     assert torch.equal(again.global_row, whole.global_row)
     name = "checkpoints/round-00002.safetensors"
-    kept, expected = load_file(tmp_path / "again" / name), load_file(tmp_path / "whole" / name)
-    assert all(torch.equal(kept[key], expected[key]) for key in kept.keys() | expected.keys())
+    checkpoint, expected = load_file(tmp_path / "again" / name), load_file(tmp_path / "whole" / name)
+    assert all(torch.equal(checkpoint[key], expected[key]) for key in checkpoint.keys() | expected.keys())

@@ -87,9 +87,9 @@ def test_a_round_that_lost_a_process_is_repeated(number):
             os.kill(lost[0], number)
 
     lost = []
-    found = run({**PLAIN, **SPAWN, "timeout": 8}, on_round=on_round)
+    result = run({**PLAIN, **SPAWN, "timeout": 8}, on_round=on_round)
     assert lost
-    assert_same_model(run_on_cpu(PLAIN), found, ROUNDING)
+    assert_same_model(run_on_cpu(PLAIN), result, ROUNDING)
 
 
 def test_an_interrupt_ends_all_processes_and_leaves_no_shared_memory(tmp_path):
@@ -157,7 +157,7 @@ def test_a_replay_draws_by_the_key_and_the_step_that_lie_in_memory_then():
     philox.words(stream, 10_001)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = philox.words(stream, 10_001)
+        replayed = philox.words(stream, 10_001)
     step.fill_(5)
     graph.replay()
-    assert torch.equal(found.cpu(), philox.words(philox.Stream(keys, 5), 10_001))
+    assert torch.equal(replayed.cpu(), philox.words(philox.Stream(keys, 5), 10_001))

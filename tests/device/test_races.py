@@ -22,7 +22,7 @@ def tables(tiny_experiment, monkeypatch):
 @pytest.mark.parametrize("policy", ["hogwild", "fedbuff"])
 def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monkeypatch):
     made, begin = [], RaceLoop.__init__
-    monkeypatch.setattr(RaceLoop, "__init__", lambda self, *given: begin(self, *given) or made.append(self))
+    monkeypatch.setattr(RaceLoop, "__init__", lambda self, *arguments: begin(self, *arguments) or made.append(self))
     lost, count = [], RaceState.lost
 
     def overwritten(race_state):

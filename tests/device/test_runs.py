@@ -119,8 +119,8 @@ def test_an_algorithm_or_a_server_optimizer_in_float32(registration, engine):
         tables = {**TINY, "local": {"algorithm": name, "batch_size": 8, "lr": 0.01, **settings}}
     else:
         tables = {**TINY, "rounds": 3, "server": {"name": name, **settings}}
-    found = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
-    assert_same_model(run_on_cpu(tables), found, CLOSE["float32"])
+    result = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
+    assert_same_model(run_on_cpu(tables), result, CLOSE["float32"])
 
 
 @with_engines("registration", attack_strategy)
@@ -182,8 +182,8 @@ def test_a_policy_on_the_clock(registration):
 @with_engines("sync", ["parameters", "gradients"])
 def test_a_precision(precision, sync, engine):
     tables = {**TINY, "model": {"name": "2nn", "hidden": 20}, "sync": sync}
-    found = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
-    assert_same_model(run_on_cpu({**tables, "precision": "float32"}), found, CLOSE[precision])
+    result = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
+    assert_same_model(run_on_cpu({**tables, "precision": "float32"}), result, CLOSE[precision])
 
 
 RESUMED = {
@@ -199,8 +199,8 @@ def test_a_resumed_run(case, engine, tmp_path):
     with some_gpu():
         tables |= {**ENGINES[engine], "checkpoint": {"every": 1}, "device": "cuda"}
         fedsim.run({**tables, "rounds": 1}, tmp_path / "run")
-        found = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
-    assert_same_results(expected, found)
+        result = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
+    assert_same_results(expected, result)
 
 
 def test_updates_on_record(tmp_path):
@@ -208,10 +208,10 @@ def test_updates_on_record(tmp_path):
     fedsim.run({**tables, "device": "cpu", "engine": "serial"}, tmp_path / "expected")
     with some_gpu():
         fedsim.run({**tables, "device": "cuda", "engine": "serial"}, tmp_path / "found")
-    expected, found = (load_round(tmp_path / name, allow_imports=True).tensors for name in ("expected", "found"))
-    assert found.keys() == expected.keys()
+    expected, actual = (load_round(tmp_path / name, allow_imports=True).tensors for name in ("expected", "found"))
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert torch.allclose(expected[name], found[name], rtol=0, atol=ROUNDING), name
+        assert torch.allclose(expected[name], actual[name], rtol=0, atol=ROUNDING), name
 
 
 def test_training_and_testing_by_hand():
@@ -231,8 +231,8 @@ def test_training_and_testing_by_hand():
 
     expected, loss = train("cpu")
     with some_gpu():
-        found, loss_on_gpu = train("cuda")
-    assert torch.allclose(found, expected, rtol=0, atol=ROUNDING)
+        row_from_gpu, loss_on_gpu = train("cuda")
+    assert torch.allclose(row_from_gpu, expected, rtol=0, atol=ROUNDING)
     assert loss_on_gpu == pytest.approx(loss)
 
 

@@ -29,8 +29,8 @@ def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
 
     expected = outputs_and_derivatives(one_by_one, tensors(k))
     with some_gpu():
-        found = outputs_and_derivatives(stacked_convolution, [to_gpu(tensor) for tensor in tensors(k)])
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = outputs_and_derivatives(stacked_convolution, [to_gpu(tensor) for tensor in tensors(k)])
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-9 * float(theirs.abs().max()))
 
 
@@ -38,10 +38,10 @@ def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
 def test_launches_do_not_grow_with_the_rows(k, gpu):
     leaves = [upload(tensor).requires_grad_() for tensor in tensors(k)]
     with gpu.counting() as forward:
-        found = stacked_convolution(F.conv2d, *leaves, Options(padding=1))
-    ones = torch.ones_like(found)
+        outputs = stacked_convolution(F.conv2d, *leaves, Options(padding=1))
+    ones = torch.ones_like(outputs)
     with gpu.counting() as backward:
-        torch.autograd.grad(found, leaves, ones)
+        torch.autograd.grad(outputs, leaves, ones)
     assert forward.waits == backward.waits == 0
     assert forward.launches <= MOST_LAUNCHES, forward.table()
     assert backward.launches <= MOST_LAUNCHES, backward.table()

@@ -50,7 +50,10 @@ def test_quoted_experiments_are_those_of_the_files():
     experiments = [path.read_text() for path in (ROOT / "experiments").glob("*.toml")]
     texts = [path.read_text() for path in DOCS.rglob("*.md")]
     quoted = [
-        each.code for text in texts for each in blocks.blocks_of(text) if each.language == "toml" and not each.action
+        block.code
+        for text in texts
+        for block in blocks.blocks_of(text)
+        if block.language == "toml" and not block.action
     ]
     assert quoted
     for code in quoted:
@@ -146,7 +149,7 @@ def test_the_site_fetches_nothing(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert pages
     for page in pages:
-        assert not (found := FETCHED.search(page.read_text())), f"{page}: {found[0]}"
+        assert not (match := FETCHED.search(page.read_text())), f"{page}: {match[0]}"
 
 
 @pytest.mark.slow

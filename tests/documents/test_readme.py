@@ -49,8 +49,8 @@ def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
     lines = [words for words in lines if int(words[0]) <= rounds]
     assert lines
     for words in lines:
-        (own,) = [each.split() for each in done.stdout.splitlines() if each.split()[:1] == words[:1]]
-        assert list(map(float, own[1:4])) == pytest.approx(list(map(float, words[1:4])), abs=5e-3)
+        (printed,) = [each.split() for each in done.stdout.splitlines() if each.split()[:1] == words[:1]]
+        assert list(map(float, printed[1:4])) == pytest.approx(list(map(float, words[1:4])), abs=5e-3)
 
 
 @pytest.mark.parametrize("place", [place for place, (language, _) in enumerate(BLOCKS) if language == "python"])

@@ -50,8 +50,8 @@ def outcome(tables: dict, folder: Path, measured: bool) -> dict:
     with fedsim.Session() as session:
         settings: list = []
         before = acknowledged()
-        kept = folder if tables.get("records") else None
-        result = fedsim.run(tables, out=kept, session=session, on_start=settings.append)
+        out = folder if tables.get("records") else None
+        result = fedsim.run(tables, out=out, session=session, on_start=settings.append)
         return {
             "row": result.global_row,
             "state": result.model.state_dict(),

@@ -25,8 +25,8 @@ def test_hooks_can_be_pickled_and_only_powersgd_has_a_state():
 
 
 def test_powersgd_gets_its_parameters_and_the_seed():
-    own = bound("powersgd", matrix_approximation_rank=3, min_compression_rate=1.5, warm_start=False)
-    [state] = own.start(None, 17).args
+    powersgd = bound("powersgd", matrix_approximation_rank=3, min_compression_rate=1.5, warm_start=False)
+    [state] = powersgd.start(None, 17).args
     assert (state.matrix_approximation_rank, state.min_compression_rate, state.warm_start) == (3, 1.5, False)
     assert (state.start_powerSGD_iter, state.use_error_feedback) == (1000, True)
     [again] = bound("powersgd").start(None, 17).args

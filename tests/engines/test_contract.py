@@ -308,11 +308,11 @@ def without_times(history):
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
-def assert_close(serial, other, tolerance):
+def assert_close(serial, actual, tolerance):
     """Global rows, buffers and histories agree to a tolerance, and what is counted is the same."""
     for name, value in serial.model.state_dict().items():
-        assert torch.allclose(value, other.model.state_dict()[name], rtol=0, atol=tolerance), name
-    for record, another in zip(without_times(serial.history), without_times(other.history), strict=True):
+        assert torch.allclose(value, actual.model.state_dict()[name], rtol=0, atol=tolerance), name
+    for record, another in zip(without_times(serial.history), without_times(actual.history), strict=True):
         assert another == {key: nearly(value, 2 * tolerance) for key, value in record.items()}
 
 
@@ -354,12 +354,12 @@ def syncs_of(names):
 @pytest.mark.parametrize(("cases", "sync"), cases_and_syncs(0, IN_ONE_ROW))
 def test_spawn_gives_the_bits_that_serial_gives(cases, sync, tiny_experiment, session):
     tables = {**tiny_experiment, **merged(*cases), "sync": sync}
-    serial, other = run_both(tables, session)
+    serial, spawned = run_both(tables, session)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
-    assert torch.equal(serial.global_row, other.global_row)
-    assert without_times(serial.history) == without_times(other.history)
+    assert torch.equal(serial.global_row, spawned.global_row)
+    assert without_times(serial.history) == without_times(spawned.history)
     for name, value in serial.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[name]), name
+        assert torch.equal(value, spawned.model.state_dict()[name]), name
 
 
 def test_a_run_repeats_itself_and_follows_its_seed(tiny_experiment, session):
@@ -368,9 +368,9 @@ def test_a_run_repeats_itself_and_follows_its_seed(tiny_experiment, session):
     changed = {**tables, **SPAWN}
     runs = [fedsim.run({**changed, "seed": seed}, session=session) for seed in (1, 2, 1)]
     runs += [fedsim.run({**tables, "seed": seed}) for seed in (1, 2, 1)]
-    first, other, again = (run.global_row for run in runs[:3])
+    first, with_seed_2, again = (run.global_row for run in runs[:3])
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, with_seed_2)
     assert all(torch.equal(run.global_row, serial.global_row) for run, serial in zip(runs[:3], runs[3:], strict=True))
 
 
@@ -412,8 +412,8 @@ def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(process
             tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
             serial = fedsim.run({**tables, "engine": "serial"})
             wanted = {**tables, "engine": "spawn", "processes": processes}
-            other = fedsim.run(wanted, session=session, on_start=settings.append)
-            assert torch.equal(serial.global_row, other.global_row)
+            spawned = fedsim.run(wanted, session=session, on_start=settings.append)
+            assert torch.equal(serial.global_row, spawned.global_row)
             assert settings[0].how["processes"] == min(processes, 3)
 
 

@@ -186,18 +186,21 @@ def all_cases():
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     """The results of the cases: by number of ranks, a dict for each rank."""
-    found = {}
+    results_by_count = {}
 
     def run(count):
-        if count not in found:
+        if count not in results_by_count:
             folder = tmp_path_factory.mktemp(f"ranks{count}")
             (folder / "cases.json").write_text(json.dumps({**cases_of(count), **others_of(count)}))
             codes, outs, errors = ended(start_ranks(count, PROGRAM, folder / "cases.json", folder, cwd=ROOT), 300)
-            found[count] = "".join(outs + errors)  # a failed group is not repeated
+            results_by_count[count] = "".join(outs + errors)  # a failed group is not repeated
             if not any(codes):
-                found[count] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], folder
-        assert not isinstance(found[count], str), found[count]
-        return found[count]
+                results_by_count[count] = (
+                    [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)],
+                    folder,
+                )
+        assert not isinstance(results_by_count[count], str), results_by_count[count]
+        return results_by_count[count]
 
     return run
 
@@ -205,13 +208,13 @@ def groups(tmp_path_factory):
 @pytest.fixture(scope="module")
 def serial():
     """A function that returns the result of a case on the engine `serial`. It computes each result once."""
-    found = {}
+    results = {}
 
     def run(tables):
         key = json.dumps(tables, sort_keys=True)
-        if key not in found:
-            found[key] = fedsim.run({**{k: v for k, v in tables.items() if k != "distributed"}, "engine": "serial"})
-        return found[key]
+        if key not in results:
+            results[key] = fedsim.run({**{k: v for k, v in tables.items() if k != "distributed"}, "engine": "serial"})
+        return results[key]
 
     return run
 

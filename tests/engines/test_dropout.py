@@ -51,8 +51,8 @@ def word(key, number, step, layer):
 def factors_by_definition(worker, step, layer, samples, shape, p):
     """[samples, ...], one number at a time."""
     key, count = draw_key(3, "layers", 1, worker), samples * math.prod(shape)
-    kept = [word(key, number, step, layer) < round((1 - p) * 2**32) for number in range(count)]
-    return torch.tensor(kept).float().view(samples, *shape) / (1 - p)
+    mask = [word(key, number, step, layer) < round((1 - p) * 2**32) for number in range(count)]
+    return torch.tensor(mask).float().view(samples, *shape) / (1 - p)
 
 
 def test_masks_are_those_of_the_definition():
@@ -65,9 +65,9 @@ def test_masks_are_those_of_the_definition():
         }
     )
     drops = Seeing().drops
-    found = [mask for mask in SEEN if not bool((mask == 1).all())]  # else of a test, or of the recorded forward pass
-    assert len(found) == 12
-    for call, mask in enumerate(found):
+    masks = [mask for mask in SEEN if not bool((mask == 1).all())]  # else of a test, or of the recorded forward pass
+    assert len(masks) == 12
+    for call, mask in enumerate(masks):
         worker, step, layer = call // 6, call // 3 % 2, call % 3
         samples, p = (3, 2)[step], drops[layer].p
         shape = ((7,), (3, 1, 1), (4, 2))[layer]
@@ -95,8 +95,8 @@ def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
         **{"data": {"name": "tests.components:tiny", "train": 60}, "local": {"batch_size": 8, "lr": 0.05}},
     }
     tables["model"] = WAYS[way].get("model", "net")
-    expected, found = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
-    assert torch.allclose(found.global_row, expected.global_row, rtol=0, atol=1e-12)
+    expected, actual = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
+    assert torch.allclose(actual.global_row, expected.global_row, rtol=0, atol=1e-12)
 
 
 def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
@@ -130,15 +130,15 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
     task, shared = prepared("dropout")
     task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of its model
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
-    given = inputs.clone(memory_format=torch.preserve_format)
+    passed = inputs.clone(memory_format=torch.preserve_format)
     with dropout.at(3, len(inputs)):
-        found = function(given, p, True, inplace)
+        outputs = function(passed, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
     key = torch.tensor([layer_key(task.experiment.seed, 2, 4)])
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
-    assert torch.allclose(found, inputs * factors[0, 0].float())
-    assert (found is given) == inplace
+    assert torch.allclose(outputs, inputs * factors[0, 0].float())
+    assert (outputs is passed) == inplace
 
 
 @pytest.mark.parametrize("p", [1.5, -0.5])
@@ -156,10 +156,10 @@ def test_steps_drawn_ahead_are_those_drawn_one_by_one():
     made = keys, 20, 8, dropouts, torch.double
     ahead = FactorsAhead(*made, first_step=starts)
     for step, rows in [(0, 3), (1, 3), (4, 2), (3, 1), (19, 1), (2, 3), (25, 2)]:
-        found = ahead.of(step, rows)
+        factors = ahead.of(step, rows)
         for row in range(rows):
             expected = dropout_factors(keys[row : row + 1], int(starts[row]) + step, 1, 8, dropouts, torch.double)
-            for of_all, alone in zip(found, expected, strict=True):
+            for of_all, alone in zip(factors, expected, strict=True):
                 assert len(of_all) == rows
                 assert torch.equal(of_all[row], alone[0, 0])
 
@@ -225,11 +225,11 @@ def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functio
     model.drop.register_forward_hook(lambda *_: called.append(True))
     with of_round.at(3, 4):
         assert torch._C._len_torch_function_stack() == functional
-        found = model(images)
+        outputs = model(images)
     expected = images.flatten(1)
     for factors in of_round.factors(3, 4):
         expected = expected * factors
-    assert torch.equal(found, model.linear(expected))
+    assert torch.equal(outputs, model.linear(expected))
     assert called
     assert isinstance(model.drop, nn.Dropout)
 

@@ -53,13 +53,13 @@ def test_forked_processes_give_the_same_bits_after_the_program_has_computed():
 
 def test_a_program_with_other_threads_does_not_fork():
     ended = threading.Event()
-    other = threading.Thread(target=ended.wait)
-    other.start()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
     try:
         assert not can_fork()
     finally:
         ended.set()
-        other.join()
+        thread.join()
 
 
 def test_a_daemonic_process_may_run_an_experiment(tmp_path):

@@ -49,9 +49,9 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
     module = StackedModule(Twice, merged=True)
     rows = torch.randn(K, 6, dtype=torch.double, generator=torch.Generator().manual_seed(3))
     inputs, targets = torch.linspace(-1, 1, K * BATCH * 2).double().view(K, BATCH, 2), torch.ones(K, BATCH).long()
-    given = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
-    losses, (weight, bias) = module.gradients(*given, leave_products=0)
-    expected_losses, (expected, expected_bias) = module.gradients(*given)
+    arguments = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
+    losses, (weight, bias) = module.gradients(*arguments, leave_products=0)
+    expected_losses, (expected, expected_bias) = module.gradients(*arguments)
     assert isinstance(weight, OuterProductGrad) == (not twice)
     torch.testing.assert_close(weight if twice else weight.computed(), expected)
     torch.testing.assert_close((losses, bias), (expected_losses, expected_bias))
@@ -162,12 +162,12 @@ def test_factors_that_do_not_fit_the_calls_are_refused(shapes):
 
 def test_what_was_refused_is_kept_nowhere():
     inputs = torch.ones(3, 7)
-    kept = weakref.ref(inputs)
+    inputs_ref = weakref.ref(inputs)
     with contextlib.suppress(ExperimentError), VmapOverrides([]):
         F.dropout(inputs)
     del inputs
     gc.collect()
-    assert kept() is None
+    assert inputs_ref() is None
 
 
 def random(*shape):
@@ -213,11 +213,11 @@ def test_an_operation_gives_each_row_the_result_and_the_gradients_it_has_alone(n
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     outputs = stacked(function, *leaves)
     towards = random(*outputs.shape)
-    found = torch.autograd.grad(outputs, wanted, towards)
+    stacked_gradients = torch.autograd.grad(outputs, wanted, towards)
     for k in range(2):
         row = [leaf.detach()[k].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         expected = function(*row)
         assert torch.allclose(outputs[k], expected, rtol=0, atol=1e-12)
         gradients = torch.autograd.grad(expected, [tensor for tensor in row if tensor.requires_grad], towards[k])
-        for of_all, gradient in zip(found, gradients, strict=True):
+        for of_all, gradient in zip(stacked_gradients, gradients, strict=True):
             assert torch.allclose(of_all[k], gradient, rtol=0, atol=1e-12)

@@ -86,18 +86,18 @@ def test_a_run_needs_no_memory_for_workers_that_do_not_take_part(tiny_experiment
 
 def test_fifty_thousand_workers_may_be_byzantine(tiny_experiment):
     attack = {"name": "sign_flipping", "fraction": 0.5}
-    found = []
+    byzantine = []
     fedsim.run(
         {**tiny_experiment, **MILLION, "workers": 10**5, "attack": attack, "aggregate": "median"},
-        on_start=lambda facts: found.extend(facts.byzantine),
+        on_start=lambda facts: byzantine.extend(facts.byzantine),
     )
-    assert len(set(found)) == 50_000
+    assert len(set(byzantine)) == 50_000
 
 
 def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(tiny_experiment):
     """Their transforms are a lazy sequence, of which those of the cohort are asked for."""
-    one, other = (
+    first, second = (
         fedsim.run(tiny_experiment | MILLION, partition={"name": "tests.components:Darkened", "by": by}).global_row
         for by in (0, 1)
     )
-    assert not torch.equal(one, other)
+    assert not torch.equal(first, second)

@@ -34,7 +34,7 @@ def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_w
     kind, sync, monkeypatch
 ):
     tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
-    monkeypatch.setattr(StackingProbe, "of", lambda *given: probes.append(of(*given)) or probes[0])
+    monkeypatch.setattr(StackingProbe, "of", lambda *arguments: probes.append(of(*arguments)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
     stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 3}})
     assert_close(serial, stacked, ROUNDING)
@@ -99,9 +99,9 @@ def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
         with prepare(tables, session) as (task, engine):
             shared = engine.shared
-            kept = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
+            copies = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
             StackingProbe.of(task, shared)
-            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), kept, strict=True):
+            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), copies, strict=True):
                 assert torch.equal(tensor, old)
     assert torch.equal(before, torch.get_rng_state())
 

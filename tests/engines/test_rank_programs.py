@@ -20,8 +20,8 @@ from tests.commands import ROOT, ended, free_port, read_until, start, start_rank
 from tests.engines.test_rendezvous import impostor, ping
 
 
-def ranks_of(count, *words, cwd, own=None):
-    return start_ranks(count, ROOT / "run_experiment.py", *words, cwd=cwd, own=own)
+def ranks_of(count, *words, cwd, words_by_rank=None):
+    return start_ranks(count, ROOT / "run_experiment.py", *words, cwd=cwd, words_by_rank=words_by_rank)
 
 
 def accuracies(folder):
@@ -111,7 +111,7 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
 
 
 @pytest.mark.parametrize(
-    ("words", "own", "lines"),
+    ("words", "words_by_rank", "lines"),
     [
         (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
         pytest.param(
@@ -121,9 +121,9 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
         pytest.param(["data=tests.components:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path):
+def test_ranks_that_differ_say_so_and_stop(words, words_by_rank, lines, tmp_path):
     words = ["engine=distributed", "data=tests.components:tiny", "model=logistic", "rounds=1", *words]
-    codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, own=own))
+    codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, words_by_rank=words_by_rank))
     assert codes == [2, 2]
     assert [out.count("\n") for out in outs] == [1, 0], "rank 0 has said what it would run"
     for text, expected in zip(errors, lines * (2 // len(lines)), strict=True):

@@ -21,17 +21,17 @@ CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"
 @pytest.fixture
 def matrices(monkeypatch):
     """Weak references to the matrices of rows that have been allocated, with the garbage collection off."""
-    found, allocate = [], SharedState.allocate.__func__
+    references, allocate = [], SharedState.allocate.__func__
 
     def noted(cls, *arguments, **options):
         shared = allocate(cls, *arguments, **options)
-        found.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
+        references.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
         return shared
 
     monkeypatch.setattr(SharedState, "allocate", classmethod(noted))
     gc.collect()
     gc.disable()
-    yield found
+    yield references
     gc.enable()
 
 

@@ -49,10 +49,10 @@ def row_of(folder):
     return torch.cat([tensor.flatten() for tensor in load_file(folder / "model.safetensors").values()])
 
 
-@pytest.mark.parametrize("kept", [pytest.param(k, marks=[pytest.mark.slow] * (k != "state and buffers")) for k in KEPT])
-def test_two_ranks_keep_the_state_of_workers_and_resume(kept, tmp_path):
+@pytest.mark.parametrize("case", [pytest.param(k, marks=[pytest.mark.slow] * (k != "state and buffers")) for k in KEPT])
+def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
     words = (*WORDS, "model=logistic", "server=sgd", "aggregate.rule=weighted_mean", "workers=5", "cohort=3")
-    words += ("local.steps=3", "local.lr=0.1", "local.momentum=0.9", "precision=float64", *KEPT[kept])
+    words += ("local.steps=3", "local.lr=0.1", "local.momentum=0.9", "precision=float64", *KEPT[case])
     ranks(2, *words, "rounds=2", cwd=tmp_path)
     out, _ = ranks(2, *words, "worker_state_memory=10000", cwd=tmp_path)
     assert "continuing after round 2 of 5" in out
@@ -67,9 +67,9 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(kept, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
-def test_torchrun_restarts_a_killed_rank_to_the_same_model(kept, tmp_path):
-    words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *kept)
+@pytest.mark.parametrize("settings", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
+def test_torchrun_restarts_a_killed_rank_to_the_same_model(settings, tmp_path):
+    words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *settings)
     out, errors = ranks(2, *words, cwd=tmp_path, start=start_torchrun)
     assert "ended without a word" in errors
     assert "continuing after round 2 of 5" in out

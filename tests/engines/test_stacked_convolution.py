@@ -47,17 +47,17 @@ def row_by_row(case, inputs, weight, bias=None):
     return torch.cat([convolution(part, kernels, offsets, *options) for part, kernels, offsets in parts])
 
 
-def convolved(way, case, given):
+def convolved(way, case, leaves):
     convolution, *_, options = CASES[case]
-    inputs, weight, bias = (*given, None)[:3]
+    inputs, weight, bias = (*leaves, None)[:3]
     return way(convolution, inputs, weight, bias, options)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("case", "channels_last"), [*((case, False) for case in CASES), *((c, True) for c in IMAGES)])
 def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way):
-    given = tensors(case, channels_last)
-    found, expected = convolved(WAYS[way], case, given), row_by_row(case, *given)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(outputs.sin().sum(), given) for outputs in (found, expected)]
+    leaves = tensors(case, channels_last)
+    actual, expected = convolved(WAYS[way], case, leaves), row_by_row(case, *leaves)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(outputs.sin().sum(), leaves) for outputs in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)

@@ -63,5 +63,7 @@ def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, table
 def test_the_losses_that_a_rule_asks_for_are_of_a_copy_of_the_row(tables):
     """Rows start from the global row all the same, and so do not move by training at learning rate 0."""
     change = {"model": "tests.models:Halving", "aggregate": "tests.components:lossy_mean", "local": {"lr": 0.0}}
-    one, two = (fedsim.run({**tables, **change, "rounds": rounds}).global_row for rounds in (1, 2))
-    assert torch.equal(one, two)
+    after_one_round, after_two_rounds = (
+        fedsim.run({**tables, **change, "rounds": rounds}).global_row for rounds in (1, 2)
+    )
+    assert torch.equal(after_one_round, after_two_rounds)

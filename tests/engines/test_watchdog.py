@@ -50,10 +50,10 @@ def test_a_store_that_is_silent_counts_from_the_last_answer():
 def test_the_first_cause_counts():
     store = dist.HashStore()
     first, second = watch(store), watch(store)
-    for each in (first, second):
-        each.start()
+    for guard in (first, second):
+        guard.start()
     assert first.say("rank 2: no space left") == second.say("the connection was lost") == "rank 2: no space left"
-    assert all(each.end() for each in (first, second))
+    assert all(guard.end() for guard in (first, second))
 
 
 def test_a_rank_without_ticks_ended_without_a_word():

@@ -58,12 +58,12 @@ def test_the_test_samples_of_a_worker_are_not_trained_on():
 
 def test_the_figures_of_a_distribution():
     values = np.random.default_rng(0).random(37)
-    found = describe(values.tolist())
+    figures = describe(values.tolist())
     differences = [abs(a - b) for a, b in itertools.product(values, values)]
-    assert found["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
-    assert found["mean"] == pytest.approx(values.mean())
-    assert found["std"] == pytest.approx(values.std())
-    assert found["worst10"] == pytest.approx(np.sort(values)[:4].mean())
+    assert figures["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
+    assert figures["mean"] == pytest.approx(values.mean())
+    assert figures["std"] == pytest.approx(values.std())
+    assert figures["worst10"] == pytest.approx(np.sort(values)[:4].mean())
     assert describe([0.0, 0.0])["gini"] == 0
     assert describe([0.5])["worst10"] == 0.5
 
@@ -131,18 +131,18 @@ def test_training_is_the_same_without_them(tables, case):
 def test_engines_agree(tables, changes):
     tables = {**tables, "cohort": 2, "workers": 5, "worker_evaluation": {"fine_tune": 1}}
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
-    found = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
-    assert found[0] == pytest.approx(found[1], abs=1e-9)
-    assert {name.partition("_worker")[0] for name in found[0]} == {"global", "personal", "fine_tuned"}
+    metrics = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-9)
+    assert {name.partition("_worker")[0] for name in metrics[0]} == {"global", "personal", "fine_tuned"}
 
 
 def test_the_personal_model_is_what_the_worker_keeps(tables):
     tables = {**tables, "rounds": 1, "cohort": 1}
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 5}
-    found = fedsim.run(tables, workers=10, partition={"name": "classes_per_worker", "k": 1}).history[-1].metrics
+    metrics = fedsim.run(tables, workers=10, partition={"name": "classes_per_worker", "k": 1}).history[-1].metrics
     # The one worker that has trained is good at its only label; the others have the first model.
-    assert found["personal_worker_accuracy_std"] > 0
-    assert found["personal_worker_accuracy_mean"] >= found["global_worker_accuracy_mean"]
+    assert metrics["personal_worker_accuracy_std"] > 0
+    assert metrics["personal_worker_accuracy_mean"] >= metrics["global_worker_accuracy_mean"]
 
 
 def test_a_resumed_run_repeats_them(tables, tmp_path):

@@ -30,25 +30,25 @@ def states(workers=(), **rows):
     return made
 
 
-def received(kept):
+def received(original):
     """The object as another process gets it."""
-    files = {name: SimpleNamespace(detach=partial(os.dup, file)) for name, file in kept._files.items()}
-    other = WorkerStates.__new__(WorkerStates)
-    other.__setstate__({**kept.__getstate__(), "_files": files})
-    return other
+    files = {name: SimpleNamespace(detach=partial(os.dup, file)) for name, file in original._files.items()}
+    copy = WorkerStates.__new__(WorkerStates)
+    copy.__setstate__({**original.__getstate__(), "_files": files})
+    return copy
 
 
 def test_a_process_loads_and_saves_its_own_members_only_and_the_server_s_own_row_begins_again():
     """A worker has the initial state until it is saved."""
     rows, server = {"x": torch.zeros(4, 2)}, WorkItem(3, 10, 1)
-    kept, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
-    kept.load_cohort([9, 4, 5], mine, rows)
+    worker_states, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
+    worker_states.load_cohort([9, 4, 5], mine, rows)
     assert rows["x"].tolist() == [[7, 7], [1, 2], [0, 0], [7, 7]]
-    assert len(kept) == 1  # which takes no memory
+    assert len(worker_states) == 1  # which takes no memory
     rows["x"][:] = torch.arange(8.0).view(4, 2)
-    kept.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 was excluded, and another process saves worker 5
-    assert kept.workers == [4, 9, 5]
-    assert kept.tensors()["rows.x"][[0, 2]].tolist() == [[1, 2], [0, 1]]
+    worker_states.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 was excluded, and another process saves worker 5
+    assert worker_states.workers == [4, 9, 5]
+    assert worker_states.tensors()["rows.x"][[0, 2]].tolist() == [[1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("limit", [None, 8])
@@ -67,22 +67,22 @@ def test_saved_tensors_ascend_and_resume():
     saved = states([8, 2], x=[[1.0, 1.0], [3.0, 3.0]]).tensors()
     assert saved["workers"].tolist() == [2, 8]
     assert saved["rows.x"].tolist() == [[3, 3], [1, 1]]
-    other = states([2, 3], x=[[0.0, 0.0], [0.0, 0.0]])
-    other.resume(saved)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
+    resumed = states([2, 3], x=[[0.0, 0.0], [0.0, 0.0]])
+    resumed.resume(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors().items())
 
 
 def test_above_the_limit_the_rows_lie_in_a_file_without_a_name(tmp_path):
-    kept, rows = WorkerStates({"x": torch.zeros(2), "n": torch.zeros(1)}, 24, str(tmp_path)), torch.rand(9, 2)
+    worker_states, rows = WorkerStates({"x": torch.zeros(2), "n": torch.zeros(1)}, 24, str(tmp_path)), torch.rand(9, 2)
     for count in (1, 2, 5, 9):
         workers = list(range(count))
-        kept.save(workers, {"x": rows, "n": rows[:, :1]}, workers)
-        assert bool(kept._files) == (count > 2)
-        assert torch.equal(kept.tensors()["rows.x"], rows[:count])
-        assert torch.equal(kept.tensors()["rows.n"], rows[:count, :1])
+        worker_states.save(workers, {"x": rows, "n": rows[:, :1]}, workers)
+        assert bool(worker_states._files) == (count > 2)
+        assert torch.equal(worker_states.tensors()["rows.x"], rows[:count])
+        assert torch.equal(worker_states.tensors()["rows.n"], rows[:count, :1])
     assert list(tmp_path.iterdir()) == []
-    kept.resume({name: tensor[:3] for name, tensor in kept.tensors().items()})
-    assert torch.equal(kept.tensors()["rows.x"], rows[:3])
+    worker_states.resume({name: tensor[:3] for name, tensor in worker_states.tensors().items()})
+    assert torch.equal(worker_states.tensors()["rows.x"], rows[:3])
 
 
 def test_a_file_that_cannot_grow_is_one_line(tmp_path):
@@ -134,12 +134,15 @@ def run_rounds(tables):
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
 def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_experiment):
     tables = {**tiny_experiment, **engine, "local": COUNTING, "workers": 5, "cohort": 2, "rounds": 6}
-    records, kept, server = run_rounds(tables)
+    records, worker_states, server = run_rounds(tables)
     expected = Counter(worker for record in records for worker in record.cohort)
-    assert dict(zip(kept["workers"].tolist(), kept["rows.rounds"].flatten().tolist(), strict=True)) == expected
+    assert (
+        dict(zip(worker_states["workers"].tolist(), worker_states["rows.rounds"].flatten().tolist(), strict=True))
+        == expected
+    )
     assert server["rounds"].item() == 12
-    d = kept["rows.change"].shape[1]
-    assert torch.allclose(server["mean"], kept["rows.change"].sum(0) / 5, atol=1e-6)
+    d = worker_states["rows.change"].shape[1]
+    assert torch.allclose(server["mean"], worker_states["rows.change"].sum(0) / 5, atol=1e-6)
     assert {(r.bytes_down, r.bytes_up) for r in records} == {(2 * 4 * (2 * d + 1), 2 * 4 * (2 * d + 1))}
 
 
@@ -149,9 +152,11 @@ def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
-        kept = engine.backend.states
-        assert kept.tensors()["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
-        assert sum(rows.untyped_storage().nbytes() for rows in kept.rows.values()) < 1.1 * 200 * 4 * 7850
+        worker_states = engine.backend.states
+        assert worker_states.tensors()["workers"].tolist() == sorted(
+            {worker for cohort in cohorts for worker in cohort}
+        )
+        assert sum(rows.untyped_storage().nbytes() for rows in worker_states.rows.values()) < 1.1 * 200 * 4 * 7850
 
 
 BUFFERS = {"model": "tests.lethal:MortalNormalised", "buffers": "local", "local": {"batch_size": 16}}

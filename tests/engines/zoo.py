@@ -217,9 +217,9 @@ def experts() -> nn.Module:
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         pixels = x.flatten(1)
-        mine, found = pixels.mean(1) > 0, pixels.new_zeros(len(pixels), CLASSES)
-        found[mine], found[~mine] = self.one(pixels[mine]), self.other(pixels[~mine])
-        return found
+        mine, outputs = pixels.mean(1) > 0, pixels.new_zeros(len(pixels), CLASSES)
+        outputs[mine], outputs[~mine] = self.one(pixels[mine]), self.other(pixels[~mine])
+        return outputs
 
     return Function(forward, one=nn.Linear(128, CLASSES), other=nn.Linear(128, CLASSES))
 

@@ -50,9 +50,9 @@ def outcomes(*commands, mounts, cwd):
         pytest.skip("needs a table of mounts of its own (unshare --mount), which this system does not give")
     for folder, _ in mounts:
         folder.mkdir(exist_ok=True)
-    given = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
+    command_lines = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
     script = [f"mount -t tmpfs -o {options} none {shlex.quote(str(folder))}" for folder, options in mounts]
-    script.append(shlex.join([sys.executable, "-m", "tests.environment.probe", json.dumps(given)]))
+    script.append(shlex.join([sys.executable, "-m", "tests.environment.probe", json.dumps(command_lines)]))
     done = subprocess.run(
         [*prefix, "sh", "-ec", "\n".join(script)],
         capture_output=True,

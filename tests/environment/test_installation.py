@@ -77,18 +77,18 @@ def installed(tmp_path_factory):
 
 def _requirements(distribution):
     """The names of what a distribution requires without extras, and of what those require."""
-    found, waiting = set(), [distribution]
+    names, waiting = set(), [distribution]
     while waiting:
         for line in waiting.pop().requires or ():
             requirement = Requirement(line)
             name = _normal(requirement.name)
-            if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-                found.add(name)
+            if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                names.add(name)
                 try:
                     waiting.append(metadata.distribution(name))
                 except metadata.PackageNotFoundError:  # a CPU build of PyTorch is there without the libraries of CUDA
                     continue
-    return found
+    return names
 
 
 def _normal(name):

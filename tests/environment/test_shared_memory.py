@@ -28,8 +28,8 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
         ["run", *words, "engine=spawn", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
     ]
     shm = devices.SHARED_MEMORY
-    found = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
-    assert [(code, error) for code, _, error in found] == [(0, "")] * 3
+    results = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
+    assert [(code, error) for code, _, error in results] == [(0, "")] * 3
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())
@@ -39,17 +39,17 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
 @needs_files_in_memory
 def test_what_is_shared_keeps_its_values_views_and_order(tmp_path):
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
-    rows, other, flags, empty = base[:, :5], base[1], torch.tensor([True, False, True]), torch.zeros(0, 7)
-    kept = base.clone()
-    share(each for each in (rows, other, flags, empty, rows))
-    assert torch.equal(rows, kept[:, :5])
+    rows, second_row, flags, empty = base[:, :5], base[1], torch.tensor([True, False, True]), torch.zeros(0, 7)
+    original = base.clone()
+    share(each for each in (rows, second_row, flags, empty, rows))
+    assert torch.equal(rows, original[:, :5])
     assert rows.stride() == (6, 1)
     assert flags.tolist() == [True, False, True]
     assert empty.shape == (0, 7)
     assert rows.is_shared()
     assert flags.is_shared()
     rows[1, 0] = -1.0
-    assert other[0] == -1.0, "views of one storage stay so"
+    assert second_row[0] == -1.0, "views of one storage stay so"
     assert base[1, 0] == 6.0, "what was not given stays where it is"
     assert all(each.data_ptr() % 64 == 0 for each in (rows, flags))
     place = rows.data_ptr()

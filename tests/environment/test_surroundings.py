@@ -33,13 +33,13 @@ def test_odd_surroundings_change_nothing(tmp_path):
         ),
         "help": start_python("-m", "fedsim", "run", "--help", cwd=tmp_path, COLUMNS="0", **ascii_only),
     }
-    found = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
-    for out, error, code in found.values():
+    outputs = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
+    for out, error, code in outputs.values():
         assert code == 0, error
         assert "Traceback" not in error
         assert out
-    assert found["ascii"][1] == found["help"][1] == ""
-    assert found["ascii"][0].endswith("gr\\xfcn\n")
+    assert outputs["ascii"][1] == outputs["help"][1] == ""
+    assert outputs["ascii"][0].endswith("gr\\xfcn\n")
     assert (tmp_path / "grün" / "summary.txt").is_file()
     environment = json.loads((tmp_path / "bare" / "environment.json").read_text())
     assert environment["git_commit"] is None

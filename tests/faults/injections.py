@@ -112,9 +112,9 @@ def lonely_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 @contextlib.contextmanager
-def bounded(what: str) -> Iterator[None]:
+def bounded(action: str) -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise FaultError(f"{what}: more than {READ_SECONDS} s")
+        raise FaultError(f"{action}: more than {READ_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(READ_SECONDS)

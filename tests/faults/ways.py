@@ -161,16 +161,16 @@ class Trial:
     def compare_with(self, whole: Path) -> None:
         """Check that the run folders hold the same bits, where that is promised."""
         for path in [whole / "run", *sorted((whole / "run" / "runs").glob("*"))]:
-            other = self.folder / path.relative_to(whole)
+            counterpart = self.folder / path.relative_to(whole)
             if not (path / "model.safetensors").exists():
                 continue
-            if not (other / "model.safetensors").exists():
-                raise FaultError(f"{other.name} holds no model")
+            if not (counterpart / "model.safetensors").exists():
+                raise FaultError(f"{counterpart.name} holds no model")
             try:
                 if self.way != "race":
-                    assert_the_same(other, path)
+                    assert_the_same(counterpart, path)
             except AssertionError as error:
-                raise FaultError(f"{other.name} differs from a run without faults: {str(error)[:300]}") from None
+                raise FaultError(f"{counterpart.name} differs from a run without faults: {str(error)[:300]}") from None
 
 
 class Wholes:
@@ -210,14 +210,14 @@ def _catches_signals(pid: int) -> bool:
 
 def _marked(folder: Path) -> set[int]:
     """The living processes that a launcher has started in sessions of their own."""
-    mark, found = f"{MARK}={folder}".encode(), set()
+    mark, pids = f"{MARK}={folder}".encode(), set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (path / "environ").read_bytes().split(b"\0"):
-                found |= {int(path.name)} if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z" else set()
+                pids |= {int(path.name)} if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z" else set()
         except OSError:  # it has ended, or is another user's
             continue
-    return found
+    return pids
 
 
 def _command(pid: int) -> str:

@@ -69,8 +69,8 @@ def mutated(tree: Any, changes: list) -> Any:
         elif operation == "add":
             parent.append(value)
         elif operation == "swap":
-            other, there = places[(where // 7) % len(places)]
-            parent[at] = copy.deepcopy(other[there])
+            donor, there = places[(where // 7) % len(places)]
+            parent[at] = copy.deepcopy(donor[there])
     return tree
 
 

@@ -81,10 +81,10 @@ def test_the_program_of_lightning_runs(tmp_path):
 
 def test_the_rules_that_depend_on_the_origin_are_listed():
     listed = re.findall(r"`(\w+)`", TEXT.partition("These rules do not:")[2].partition("\n\n")[0])
-    given = {"f": 2, "c": 1.0, "tau": 1.0}
+    parameters = {"f": 2, "c": 1.0, "tau": 1.0}
 
     def result(registration, updates):
-        params = {name: value for name, value in given.items() if name in registration.parameters.model_fields}
+        params = {name: value for name, value in parameters.items() if name in registration.parameters.model_fields}
         root, losses = (
             updates[0] if "root" in registration.takes else None,
             torch.ones(11) if "losses" in registration.takes else None,

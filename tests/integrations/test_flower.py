@@ -81,12 +81,12 @@ def result_of(strategy, reply=replying, rounds=ROUNDS):
     return strategy.start(InProcess(reply), record(START), num_rounds=rounds)
 
 
-def expected_rows(rule, *, rounds=ROUNDS, **given):
+def expected_rows(rule, *, rounds=ROUNDS, **inputs):
     """The floating arrays as a row, after rounds of `fedsim.aggregate` on the same updates."""
     row = flat(START)
     for round in range(1, rounds + 1):
         rows = torch.stack([flat(update(node, round)) for node in reversed(range(NODES))])  # in the order of IDS
-        row = row + fedsim.aggregate(rows, rule=rule, **given)
+        row = row + fedsim.aggregate(rows, rule=rule, **inputs)
     return row
 
 
@@ -139,13 +139,13 @@ def test_a_rule_keeps_its_state_from_round_to_round():
 
 
 def test_a_server_optimizer_moves_the_global_arrays():
-    server, own = (fedsim.ServerOptimizer("bmuf", nesterov=True) for _ in range(2))
+    server, optimizer = (fedsim.ServerOptimizer("bmuf", nesterov=True) for _ in range(2))
     result = numpy(result_of(Strategy("median", server=server, **WITHOUT_EVALUATION)).arrays)
     row = flat(START)
     for round in range(1, ROUNDS + 1):
         rows = torch.stack([flat(update(node, round)) for node in range(NODES)])
-        own.broadcast(row)
-        row = own.step(row, fedsim.aggregate(rows, rule="median"))
+        optimizer.broadcast(row)
+        row = optimizer.step(row, fedsim.aggregate(rows, rule="median"))
     assert torch.allclose(flat(result), row, atol=1e-4)
 
 

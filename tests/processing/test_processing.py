@@ -102,10 +102,10 @@ def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
     chain, row = chain_of("gaussian_noise", "gaussian_noise", std=1.0), torch.zeros(1000)
     apply_chain(chain, row, 0, (1, 0), {})
     assert row.std() == pytest.approx(2**0.5, rel=0.1)  # of independent numbers; 2 of equal ones
-    others = [torch.zeros(1000) for _ in range(3)]
-    for other, coordinates in zip(others, [(1, 0), (1, 1), (2, 0)], strict=True):
-        apply_chain(chain, other, 0, coordinates, {})
-    assert [torch.equal(row, other) for other in others] == [True, False, False]
+    other_rows = [torch.zeros(1000) for _ in range(3)]
+    for other_row, coordinates in zip(other_rows, [(1, 0), (1, 1), (2, 0)], strict=True):
+        apply_chain(chain, other_row, 0, coordinates, {})
+    assert [torch.equal(row, other_row) for other_row in other_rows] == [True, False, False]
 
 
 def test_qsgd_has_no_bias_and_gives_zero_for_zero():

@@ -38,14 +38,14 @@ def load_model(folder):
     return fedsim.load_model(folder, allow_imports=True)
 
 
-def assert_same_result(one, other):
-    assert one.history == other.history
-    assert one.experiment.resolved() == other.experiment.resolved()
-    assert (one.folder, one.stopped) == (other.folder, other.stopped)
-    assert torch.equal(one.global_row, other.global_row)
-    for name, value in one.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[name])
-    assert repr(one) == repr(other)
+def assert_same_result(first, second):
+    assert first.history == second.history
+    assert first.experiment.resolved() == second.experiment.resolved()
+    assert (first.folder, first.stopped) == (second.folder, second.stopped)
+    assert torch.equal(first.global_row, second.global_row)
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name])
+    assert repr(first) == repr(second)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ def find(figures, **choices):
 
 def lines_of(figure):
     """The named lines of a figure of curves, as {name: [(x, y), ...]}."""
-    found = {}
+    lines = {}
     for trace in figure["data"]:
         if "name" in trace:
-            found[trace["name"]] = list(zip(trace["x"], trace["y"], strict=True))
-    return found
+            lines[trace["name"]] = list(zip(trace["x"], trace["y"], strict=True))
+    return lines
 
 
 def values_of(figure):
@@ -75,14 +75,14 @@ def test_many_rounds_share_the_columns_of_weights(tmp_path):
 def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
     figures = run_curves(read_records(run_folder))
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    found = {figure["when"]["metric"]: values_of(figure) for figure in figures}
-    assert found["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
-    assert set(found["Test and train loss"]) == {"test loss", "train loss"}
-    assert found["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
-    assert set(found["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
-    assert found["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
-    assert found["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
-    assert found["Attack success"] == {"attack success": [0.25] * len(records)}
+    curves = {figure["when"]["metric"]: values_of(figure) for figure in figures}
+    assert curves["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
+    assert set(curves["Test and train loss"]) == {"test loss", "train loss"}
+    assert curves["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
+    assert set(curves["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
+    assert curves["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
+    assert curves["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
+    assert curves["Attack success"] == {"attack success": [0.25] * len(records)}
 
 
 def test_a_number_of_some_rounds_has_a_joined_curve_and_a_column(fresh_run):

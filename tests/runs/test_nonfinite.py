@@ -182,8 +182,8 @@ def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, ta
     result = fedsim.run({**tables, **change}, session=session)
     assert [record["excluded"] for record in result.history] == [[2], [2]]
     for name, expected in statistics_of_finite_workers(policy, 2).items():
-        found = result.model.state_dict()[name].double()
-        assert torch.allclose(found, expected.double(), rtol=0, atol=1e-12), name
+        buffer = result.model.state_dict()[name].double()
+        assert torch.allclose(buffer, expected.double(), rtol=0, atol=1e-12), name
 
 
 class Overflowing(models.Normalised):
@@ -209,8 +209,8 @@ def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session)
     }
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of 38 numbers"):
         fedsim.run(tables, session=session if "race" in mode else None)
-    kept = {**tables, "aggregate": {"nonfinite": "keep"}}
-    assert len(fedsim.run(kept, session=session if "race" in mode else None).history) == 3
+    keeping = {**tables, "aggregate": {"nonfinite": "keep"}}
+    assert len(fedsim.run(keeping, session=session if "race" in mode else None).history) == 3
 
 
 @pytest.mark.parametrize("nonfinite", ["error", "exclude"])

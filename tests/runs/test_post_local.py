@@ -76,10 +76,10 @@ def continued(tables, start, session):
     experiment, after = fedsim.Experiment(**tables), []
     with prepare(experiment, session) as (task, engine):
         shared = engine.shared
-        rows, kept = start
+        rows, worker_states = start
         for tensor, value in zip((shared.server.row, shared.server.buffers), rows, strict=True):
             tensor.copy_(value)
-        engine.backend.states.resume(kept)
+        engine.backend.states.resume(worker_states)
         for name, value in task.experiment.server.component.start(shared.server.row).items():
             shared.server.states["parameters"][name].copy_(value)
         loop = SynchronousLoop(task, engine)
@@ -100,12 +100,12 @@ def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switc
     engine, case, tiny_experiment, session
 ):
     tables = {**tiny_experiment, "rounds": ROUNDS, "engine": engine, **ENGINES[engine], **CASES[case]}
-    found = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, session)
+    actual = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, session)
     without_server = {key: value for key, value in tables.items() if key != "server"}
     before = worlds({**without_server, "sync": "gradients", "rounds": SWITCH}, session)
-    assert all(map(same, found[:SWITCH], before))
-    assert all(map(same, found[SWITCH:], continued(tables, found[SWITCH - 1], session)))
-    assert not any(same(one, other) for one, other in pairwise(found))
+    assert all(map(same, actual[:SWITCH], before))
+    assert all(map(same, actual[SWITCH:], continued(tables, actual[SWITCH - 1], session)))
+    assert not any(same(one, other) for one, other in pairwise(actual))
 
 
 def test_bytes_follow_the_phase(tiny_experiment):
@@ -126,8 +126,8 @@ def test_on_the_virtual_clock_steps_wait_for_everybody_before_the_switch_and_rou
 
     in_step, in_rounds = (seconds(**tables, sync=sync)[0] for sync in ("gradients", "parameters"))
     assert in_step > in_rounds
-    found = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
-    assert found == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
+    measured = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
+    assert measured == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
 
 
 def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
@@ -139,5 +139,5 @@ def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
     rows += [fedsim.run({**tables, "records": {}, "rounds": rounds}).global_row for rounds in (1, 2)]
     moves = [after - before for before, after in pairwise(rows)]
     for round, factor in ((1, -0.25), (2, 1.0)):
-        kept = load_round(tmp_path / "run", round, allow_imports=True).tensors["updates"]
-        torch.testing.assert_close(factor * kept.mean(0), moves[round - 1])
+        updates = load_round(tmp_path / "run", round, allow_imports=True).tensors["updates"]
+        torch.testing.assert_close(factor * updates.mean(0), moves[round - 1])

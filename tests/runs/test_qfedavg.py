@@ -73,9 +73,9 @@ def test_a_run_is_the_algorithm_with_the_local_learning_rate(sync, q):
 
 
 def test_the_rules_learning_rate_replaces_the_algorithms():
-    given = row_of(aggregate={"rule": "qfedavg", "lr": LR})
-    assert torch.equal(given, row_of(aggregate={"rule": "qfedavg"}))
-    assert not torch.allclose(given, row_of(aggregate={"rule": "qfedavg", "lr": 0.1}))
+    with_same_rate = row_of(aggregate={"rule": "qfedavg", "lr": LR})
+    assert torch.equal(with_same_rate, row_of(aggregate={"rule": "qfedavg"}))
+    assert not torch.allclose(with_same_rate, row_of(aggregate={"rule": "qfedavg", "lr": 0.1}))
 
 
 def test_losses_are_of_transformed_and_poisoned_samples():

@@ -122,9 +122,9 @@ def broken_off(whole, folder, round):
 
 def assert_the_same(ours, theirs, result=None, whole=None):
     assert records(ours) == records(theirs)
-    one, other = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    our_tensors, their_tensors = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+    assert our_tensors.keys() == their_tensors.keys()
+    assert all(torch.equal(our_tensors[name], their_tensors[name]) for name in our_tensors)
     assert not list(ours.rglob(".*"))
     if result is not None:
         assert torch.equal(result.global_row, whole.global_row)
@@ -235,11 +235,11 @@ def test_a_resumed_run_removes_only_unfinished_files_of_fedsim_in_its_folder(tab
     fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run")
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
-    kept = [tmp_path / "run" / ".thesis.part", tmp_path / "mine" / ".round-00002.json.part"]
-    for path in kept:
+    foreign_files = [tmp_path / "run" / ".thesis.part", tmp_path / "mine" / ".round-00002.json.part"]
+    for path in foreign_files:
         path.touch()
     fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run", resume=True)
-    assert all(path.exists() for path in kept)
+    assert all(path.exists() for path in foreign_files)
 
 
 def test_resume_needs_a_folder_and_starts_the_run_in_a_new_one(tables, tmp_path):

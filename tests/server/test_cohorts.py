@@ -35,10 +35,10 @@ def frequencies(draw, n_workers):
     return counts / ROUNDS
 
 
-def assert_probabilities(found, expected):
+def assert_probabilities(observed, expected):
     """Frequencies are within five standard deviations of the probabilities."""
     expected = np.asarray(expected)
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
+    assert (np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
 
 
 def test_uniform_cohorts_are_those_of_earlier_versions():

@@ -28,9 +28,9 @@ def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tm
         assert devices.usable_cores() == cores
     (tmp_path / "slice" / "job").mkdir(parents=True)
     (tmp_path / "slice" / "cpu.max").write_text("300000 100000\n")
-    for own, cores in (("/", 8), ("/../elsewhere", 8), ("/slice", 3), ("/slice/job", 3)):
-        (tmp_path / "own").write_text(f"12:cpu:/old\n0::{own}\n")
-        assert devices.usable_cores() == cores, own
+    for group, cores in (("/", 8), ("/../elsewhere", 8), ("/slice", 3), ("/slice/job", 3)):
+        (tmp_path / "own").write_text(f"12:cpu:/old\n0::{group}\n")
+        assert devices.usable_cores() == cores, group
     (tmp_path / "slice" / "job" / "cpu.max").write_text("100000 100000\n")
     assert devices.usable_cores() == 1
 

@@ -85,9 +85,9 @@ def test_operands_are_cast_as_autocast_casts_them():
     single, double, whole = torch.ones(2), torch.ones(2, dtype=torch.double), torch.ones(2, dtype=torch.long)
     assert cast_for_autocast(single, None)[0] is single
     with torch.autocast("cpu", torch.bfloat16):
-        found = cast_for_autocast(single, double, whole, None)
-    assert found[-1] is None
-    assert [tensor.dtype for tensor in found[:-1]] == [torch.bfloat16, double.dtype, whole.dtype]
+        operands = cast_for_autocast(single, double, whole, None)
+    assert operands[-1] is None
+    assert [tensor.dtype for tensor in operands[:-1]] == [torch.bfloat16, double.dtype, whole.dtype]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -125,9 +125,9 @@ def autocast_run(tables):
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_bf16_is_autocast_with_float32_rows(engine, tiny_experiment):
     tables = {**tiny_experiment, "workers": 1}
-    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "bf16"})
-    assert found.global_row.dtype == torch.float32
-    assert torch.allclose(found.global_row, autocast_run(tables), rtol=0, atol=2e-5)
+    result = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "bf16"})
+    assert result.global_row.dtype == torch.float32
+    assert torch.allclose(result.global_row, autocast_run(tables), rtol=0, atol=2e-5)
 
 
 @in_turn(("model", "sync"), ["2nn", "net", "tests.models:Normalised", "tests.models:Tied"], ["parameters", "gradients"])

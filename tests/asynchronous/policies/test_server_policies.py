@@ -207,10 +207,10 @@ def test_k_async_by_hand():
 
 @pytest.mark.parametrize("kind", WEIGHTINGS)
 def test_fedasync_is_its_formula(kind):
-    own = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
-    run = simulate(policy_of("fedasync", alpha=0.6, staleness=kind, **own), delays_of([1.0, 1.7123, 7.3219])).advance(
-        40
-    )
+    parameters = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
+    run = simulate(
+        policy_of("fedasync", alpha=0.6, staleness=kind, **parameters), delays_of([1.0, 1.7123, 7.3219])
+    ).advance(40)
 
     def rule(row, read, model, arrival, memory):
         tau = arrival.staleness

@@ -215,8 +215,8 @@ def plain_shard(labels, worker, seed, samples, alpha):
 @pytest.mark.parametrize("samples", [1, 60, 500])
 def test_virtual_is_its_definition(alpha, samples):
     """500 of 500: classes run out."""
-    given = {} if alpha is None else {"alpha": alpha}
-    shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **given)
+    parameters = {} if alpha is None else {"alpha": alpha}
+    shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **parameters)
     for worker, shard in enumerate(shards):
         assert np.array_equal(shard, plain_shard(FEW_LABELS, worker, 3, samples, alpha))
         assert len(set(shard.tolist())) == samples

@@ -107,9 +107,9 @@ def batch():
 @pytest.mark.parametrize("registration", list(augmentation), ids=lambda registration: registration.name)
 def test_every_augmentation_is_deterministic(registration, batch):
     augment, before = registration.bind(registration.check({})), batch.clone()
-    first, again, other = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
+    first, again, with_seed_2 = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, with_seed_2)
     assert first.shape == batch.shape
     assert torch.equal(batch, before)
 
@@ -117,8 +117,8 @@ def test_every_augmentation_is_deterministic(registration, batch):
 def test_flip_mirrors_about_half_of_the_images(batch):
     flipped = flip(batch, Draws.of(0, "x"))
     mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, batch, strict=True)]
-    kept = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
-    assert all(m != k for m, k in zip(mirrored, kept, strict=True))
+    unchanged = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
+    assert all(m != k for m, k in zip(mirrored, unchanged, strict=True))
     assert 10 < sum(mirrored) < 40
     assert torch.equal(flip(batch, Draws.of(0, "x"), probability=1.0), batch.flip(3))
 

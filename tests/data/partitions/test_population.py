@@ -16,10 +16,10 @@ LABELS = torch.arange(203) % 10
 def test_listed_shards_are_their_arrays():
     arrays = [np.array([4, 2]), np.array([0]), np.array([1, 3, 5])]
     shards = ListedShards.of_arrays(arrays)
-    for each in (shards, pickle.loads(pickle.dumps(shards))):
-        assert len(each) == 3
-        assert [each.size(worker) for worker in range(3)] == [2, 1, 3]
-        assert [each.of(worker).tolist() for worker in range(3)] == [[4, 2], [0], [1, 3, 5]]
+    for listed in (shards, pickle.loads(pickle.dumps(shards))):
+        assert len(listed) == 3
+        assert [listed.size(worker) for worker in range(3)] == [2, 1, 3]
+        assert [listed.of(worker).tolist() for worker in range(3)] == [[4, 2], [0], [1, 3, 5]]
 
 
 def test_a_strategy_that_accepts_a_worker_is_virtual():

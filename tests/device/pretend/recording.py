@@ -22,9 +22,9 @@ class Operation:
 
     def execute(self) -> None:
         results = self.function(*self.args, **self.kwargs)
-        for new, kept in zip(tensors_in(results), tensors_in(self.result), strict=True):
-            if new.data_ptr() != kept.data_ptr():
-                kept.copy_(new)
+        for new, recorded in zip(tensors_in(results), tensors_in(self.result), strict=True):
+            if new.data_ptr() != recorded.data_ptr():
+                recorded.copy_(new)
 
 
 class Recording:
@@ -46,8 +46,8 @@ class Recording:
             return value.clone() if isinstance(value, Tensor) and not on_gpu(value) else value
 
         with _disable_current_modes():
-            kept = tuple(map(constant, args)), {name: constant(value) for name, value in kwargs.items()}
-        self.operations.append(Operation(function, *kept, result))
+            constants = tuple(map(constant, args)), {name: constant(value) for name, value in kwargs.items()}
+        self.operations.append(Operation(function, *constants, result))
 
     def replay(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():

@@ -77,8 +77,8 @@ class DeviceRules(TorchDispatchMode):
     def _on_host(self, function: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
         """An operation without GPU tensors. A tensor that C++ makes of nothing may be meant for the GPU."""
         factory = self._gpu.factory
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if factory != "cuda" and self._gpu.generator in given:
+        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if factory != "cuda" and self._gpu.generator in generators:
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
         if not tensors and isinstance(result, Tensor) and factory != "cpu":
@@ -99,10 +99,10 @@ class DeviceRules(TorchDispatchMode):
 
     def _require_indices(self, name: str, whole: Tensor, indices: list[Tensor | None], *rest: Any) -> None:
         """Indices on the host are uploaded, but only for a tensor of the GPU; a mask is read."""
-        given = [index for index in indices if index is not None]
-        if not on_gpu(whole) and any(map(on_gpu, given)):
+        index_tensors = [index for index in indices if index is not None]
+        if not on_gpu(whole) and any(map(on_gpu, index_tensors)):
             raise DeviceError(f"{name}: indices should be either on cpu or on the same device as the indexed tensor")
-        for index in given:
+        for index in index_tensors:
             if not on_gpu(index):
                 self._gpu.wait(UPLOAD, f"{name} by an index of the host")
             if index.dtype in (torch.bool, torch.uint8):
@@ -122,9 +122,9 @@ class DeviceRules(TorchDispatchMode):
         elementwise = torch.Tag.pointwise in function.tags or name in TAKE_HOST_SCALARS or name.startswith("_foreach")
         if not elementwise or any(tensor.dim() for tensor in of_host):
             self._refuse(name, of_host)
-        given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+        arguments = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
         written = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not all(map(on_gpu, tensors_in(*(given.get(argument) for argument in written)))):
+        if not all(map(on_gpu, tensors_in(*(arguments.get(argument) for argument in written)))):
             self._refuse(name, of_host)
 
     @staticmethod
@@ -137,12 +137,12 @@ class DeviceRules(TorchDispatchMode):
 
     def _execute(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """Execute an operation on the GPU, which draws from a generator of its own."""
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if any(generator is not self._gpu.generator for generator in given):
+        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if any(generator is not self._gpu.generator for generator in generators):
             raise DeviceError(
                 f"{function}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
             )
-        if torch.Tag.nondeterministic_seeded in function.tags and not given:
+        if torch.Tag.nondeterministic_seeded in function.tags and not generators:
             with self._gpu.drawing():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
