@@ -38,7 +38,7 @@ RULES = {
     "caf": {"f": 3},
     "dnc": {"f": 3},
 }
-ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard"}  # tested below, or in test_rules
+ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard"}  # tested below or in test_rules.py
 
 
 def normal(n, d):
@@ -58,12 +58,12 @@ def repeated(n, d):
 
 
 def integers(n, d):
-    """Full of ties."""
+    """Return random integers [n, d] in which many values are equal."""
     return np.random.default_rng(n * d).integers(-2, 3, (n, d)).astype(float)
 
 
 def offset(n, d):
-    """Close together, far from zero: |a|^2 + |b|^2 - 2ab would have no correct digit."""
+    """Return rows that are close together and far from zero, where |a|^2 + |b|^2 - 2ab has no correct digit."""
     return 1e5 + normal(n, d) * 1e-3
 
 
@@ -78,7 +78,7 @@ def test_every_rule_has_a_reference():
 def test_a_rule_is_its_definition(name, shape):
     for make in (normal, outliers, repeated, integers, offset):
         if name == "foolsgold" and (shape[1] == 1 or make is offset):
-            continue  # all cosines are 1 but for rounding: no weight is left, and the definition divides by zero
+            continue  # all cosines are 1 up to rounding, so all weights are zero and the definition divides by zero
         x = make(*shape)
         expected = getattr(reference, name)(x, **RULES[name])
         ours = fedsim.aggregate(torch.from_numpy(x), rule=name, **RULES[name]).numpy()
@@ -108,13 +108,14 @@ def test_column_major_updates_are_not_sorted_in_place(name, dtype):
         result = fedsim.aggregate(updates, rule=name, **params)
         assert torch.equal(updates, before)
         again = fedsim.aggregate(before.contiguous(), rule=name, **params)
-        assert torch.allclose(result, again, rtol=0, atol=1e-6)  # sums in another order
+        assert torch.allclose(result, again, rtol=0, atol=1e-6)  # the summation order differs
 
 
 def test_bulyan_with_f_1_scores_its_last_pick_by_one_neighbour():
-    """Krum picks 13, 4, 10 and 18 first. Of the remaining 20, 1 and 9, the rows 1 and 9 are nearest to another row."""
+    """Krum picks 13, 4, 10 and 18 first; of the remaining 20, 1 and 9, the rows 1 and 9 have the nearest neighbour."""
     updates = torch.tensor([18.0, 10, 20, 13, 1, 9, 4], dtype=torch.double).unsqueeze(1)
-    picked = np.array([13.0, 4, 10, 18, 1])  # of 1 and 9 the first row; the three values nearest the median 10 remain
+    # the tie between 1 and 9 goes to the first row; the three values nearest to the median 10 remain
+    picked = np.array([13.0, 4, 10, 18, 1])
     assert reference.nearest_mean(picked, np.median(picked), 3) == 9
     assert fedsim.aggregate(updates, rule="bulyan", f=1).item() == pytest.approx(9)
 
@@ -172,7 +173,7 @@ def test_mda_of_a_hundred_rows_finds_the_honest_ones():
 
 
 def test_smea_minimises_the_spread_along_a_line_and_mda_the_diameter():
-    """The rows 0 to 3 lie on a line of length 2 with variance 11 / 16; 0 and 4 to 6 are a tetrahedron of edges 2.2."""
+    """Rows 0 to 3 lie on a line of length 2 (variance 11 / 16); rows 0 and 4 to 6 form a tetrahedron with edges 2.2."""
     x = torch.zeros(7, 4, dtype=torch.double)
     x[1:4, 0] = torch.tensor([-1.0, 1, 1])
     x[4:, 1:] = 2.2 / 2**0.5 * (1 - torch.eye(3, dtype=torch.double))
@@ -212,8 +213,8 @@ def test_centered_clipping_starts_at_the_last_result(params, last):
 
 def test_signguard_drops_other_norms_and_other_signs():
     x = np.abs(normal(12, 400)) * np.where(np.arange(400) < 300, 1, -1)
-    x[0] *= 50  # a norm beyond the range
-    x[1] *= -1  # other signs
+    x[0] *= 50  # a norm outside the allowed range
+    x[1] *= -1  # opposite signs
     clipped = reference.clipped(x, float(np.quantile(np.linalg.norm(x, axis=1), 0.5)))
     ours = fedsim.aggregate(torch.from_numpy(x), rule="signguard", fraction=1.0).numpy()
     assert np.allclose(ours, clipped[2:].mean(0), rtol=0, atol=1e-9)
@@ -229,7 +230,7 @@ def test_dnc_uses_the_drawn_coordinates(iterations):
 
 
 def test_signguard_uses_the_drawn_coordinates():
-    """Rows 0 to 4 differ from the others only in drawn coordinates, so the other rows are the larger cluster."""
+    """Check the drawn coordinates: only in these do rows 0 to 4 differ, so the other rows form the larger cluster."""
     x, columns = np.ones((12, 400)), Draws.of(2, "aggregate").choice(400, 40).numpy()
     x[:5, columns[:20]] = -1
     x[:, np.setdiff1d(np.arange(400), columns)] *= np.where(np.arange(12) % 2, 1, -1)[:, None]

@@ -1,4 +1,4 @@
-"""What rules are made of: sums in double precision, products of pairs, sorted columns, and clusters."""
+"""Building blocks of the rules: sums in double precision, pairwise products, sorted columns and clusters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_products_and_distances_are_those_of_all_pairs(n, d):
 @pytest.mark.parametrize("added", [0, 1, 3])
 def test_an_extended_gram_is_that_of_all_updates(known, added):
     x = torch.randn(known + added, 700, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 1
-    x[-1] = x[x[:known].norm(dim=1).argmin()]  # equals the row that the others are centred at
+    x[-1] = x[x[:known].norm(dim=1).argmin()]  # equals the row that is subtracted from all rows
     extended, whole = Gram(x[:known]).extended(x), Gram(x)
     for name in ("products", "squared_distances", "offsets"):
         assert torch.allclose(getattr(extended, name), getattr(whole, name), rtol=1e-10, atol=1e-10), name
@@ -203,7 +203,7 @@ def test_map_sorted_columns_accepts_any_size(d, dtype, strided):
 
 
 def shares(seed):
-    """Shares of positive, zero and negative values of 3 to 40 rows, in one to three groups."""
+    """Return fractions of positive, zero and negative values for 3 to 40 rows that form one to three groups."""
     rng = np.random.default_rng(seed)
     groups = [rng.dirichlet(np.full(3, 10.0 ** rng.integers(-1, 2))) for _ in range(rng.integers(1, 4))]
     counted = int(10.0 ** rng.integers(1, 4))
@@ -230,7 +230,7 @@ def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
 
 @pytest.fixture(autouse=True)
 def properties_without_locks(monkeypatch):
-    """Until Python 3.12 a cached property is computed by one thread at a time; processes know nothing of that."""
+    """Remove the locks of cached properties (Python < 3.12), because the threads of `Parts` stand for processes."""
     for owner in (Gram, LazyRows):
         for attribute in vars(owner).values():
             if isinstance(attribute, cached_property) and hasattr(attribute, "lock"):
@@ -238,7 +238,7 @@ def properties_without_locks(monkeypatch):
 
 
 class Parts:
-    """Some threads that each have a part of the columns, and reduce over them all."""
+    """Threads that each hold some of the columns and can sum over all threads."""
 
     def __init__(self, count):
         self._barrier, self._given, self.count = threading.Barrier(count, timeout=5), [None] * count, count
@@ -254,7 +254,7 @@ class Parts:
         return reduce
 
     def run(self, work, rows, cuts):
-        """work(part of the rows, reduce) by each; the results in order."""
+        """Call `work(columns of this part, reduce)` in each thread and return the results in the order of the parts."""
         results = [None] * self.count
 
         def go(index, part):

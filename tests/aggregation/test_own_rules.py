@@ -1,4 +1,4 @@
-"""Rules and pre-aggregators of one's own: what they may return, and how many threads they have."""
+"""User-defined rules and pre-aggregators: what they may return and how many threads they get."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ def test_blocks_of_few_rows_use_one_thread():
 def test_a_plain_parameter_is_checked_in_each_call():
     updates = torch.arange(5.0)[:, None]
     assert fedsim.aggregate(updates, rule="trimmed_mean", f=1).item() == 2
-    for wrong in (1.0, True, "1", None):  # some equal 1
+    for wrong in (1.0, True, "1", None):  # some of these compare equal to 1
         with pytest.raises(ExperimentError):
             fedsim.aggregate(updates, rule="trimmed_mean", f=wrong)

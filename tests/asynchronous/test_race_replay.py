@@ -30,7 +30,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def session():
-    """A session that keeps three processes."""
+    """Yield a session that keeps three processes."""
     with fedsim.Session() as session:
         yield session
 
@@ -40,7 +40,7 @@ def race(session, out, policy):
 
 
 def again(log, on_start=None, **changes):
-    """The race on the clock, in one process."""
+    """Replay a logged race on the virtual clock in one process."""
     tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"replay_log": str(log)}}
     return fedsim.run({**tables, **changes}, on_start=on_start)
 
@@ -60,7 +60,7 @@ def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def logged(session, tmp_path_factory):
-    """The run folder of a race of asgd."""
+    """Return the run folder of an `asgd` race."""
     folder = tmp_path_factory.mktemp("races") / "run"
     race(session, folder, "asgd")
     return folder
