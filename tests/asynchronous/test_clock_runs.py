@@ -279,7 +279,7 @@ def test_engines_agree(case, engine, session):
 
 
 def test_the_records_of_a_run_by_hand():
-    """FedAsync with two workers (1 s and 2 s a step, 2 steps a round); a model of 21 float32 parameters has 84 bytes."""
+    """FedAsync, two workers with 1 s and 2 s a step, 2 steps a round; a model of 21 float32 parameters has 84 bytes."""
     clock = {"slowdown": {"name": "list", "values": [1.0, 2.0]}}
     tables = {"workers": 2, "rounds": 2, "local": {"steps": 2, "batch_size": 4, "lr": 0.1}, "clock": clock}
     first, second = run("fedasync", **tables).history

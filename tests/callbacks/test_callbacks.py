@@ -1,4 +1,4 @@
-"""The callbacks of users: when they are called, how they end a run, and what their exceptions leave."""
+"""User-defined callbacks: when they are called, how they end a run, and what a run leaves if they raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.errors import ExperimentError
 
 
 class Noting(fedsim.Callback):
-    """Notes its calls; it ends the run, or fails, in a round."""
+    """A callback that records its calls. It can end the run or raise an exception in a given round."""
 
     def __init__(self, *, ends=None, fails=None, calls=None, reason="enough"):
         self.ends, self.fails, self.reason, self.calls = ends, fails, reason, [] if calls is None else calls

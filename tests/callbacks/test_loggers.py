@@ -1,4 +1,4 @@
-"""Loggers: when they begin and end, what they are told, what happens if they fail; and those of W&B and MLflow."""
+"""Loggers: when they begin and end, what they receive, and what happens if they fail; also the W&B and MLflow loggers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]
 
 @contextlib.contextmanager
 def noted(run, *, fails_in: int = -1):
-    """Notes its calls. It fails in a round, at its end (99), or as it begins (0)."""
+    """A logger that records its calls. It fails in round `fails_in`, at its end (99) or at its start (0)."""
     if fails_in == 0:
         raise OSError("no connection\nto the server")
     CALLS.append(run)
@@ -60,7 +60,7 @@ def test_a_logger_is_told_of_the_run_and_of_each_round(tiny_experiment, tmp_path
 def test_a_logger_stays_in_the_process_that_writes_the_records(tiny_experiment):
     class Connected:
         def __init__(self):
-            self.lock, self.rounds = threading.Lock(), []  # a lock can neither be copied nor sent
+            self.lock, self.rounds = threading.Lock(), []  # a lock can be neither copied nor sent to another process
 
         @contextlib.contextmanager
         def __call__(self, run):
@@ -152,7 +152,7 @@ def test_scalars_has_the_numbers_of_a_record():
 
 
 def board_of(folder):
-    """What TensorBoard reads from the event files of a folder."""
+    """Return what TensorBoard reads from the event files of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(folder)).Reload()
@@ -185,7 +185,7 @@ def test_the_event_file_holds_each_round_as_soon_as_it_is_over_and_the_settings(
 
 @pytest.mark.parametrize(("every", "stops_after"), [(0, 2), (None, 1)])
 def test_the_rounds_of_a_resumed_run_are_shown_once(every, stops_after, tiny_experiment, tmp_path, monkeypatch):
-    """Of a run that starts again, and of one that is resumed in the same second, which has a file of its own."""
+    """The run starts again, or it is resumed within the same second and writes a second event file."""
 
     def stop(record):
         if record.round == stops_after:
@@ -231,14 +231,14 @@ if __name__ == "__main__":
 
 
 def run_program(folder, name):
-    """Three runs: one that is resumed, and a comparison of four in two processes."""
+    """Run a program that resumes a run and then makes a comparison of four runs in two processes."""
     (folder / "program.py").write_text(PROGRAM)
     done = run_python(folder / "program.py", name, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
 def records_in(log):
-    """The records of a log of LevelDB: in blocks of 32 KiB, parts with checksum, length, kind (1: whole, 4: last)."""
+    """Yield the records of a LevelDB log: 32 KiB blocks of parts with checksum, length and kind (1: whole, 4: last)."""
     place, record = 7, b""
     while place + 7 < len(log):
         left = 2**15 - place % 2**15

@@ -40,14 +40,14 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert (quiet.stdout, quiet.stderr) == ("here\n", "")
 
 
-QUICKLY = {  # words, exit code, and what the output contains
+QUICKLY = {  # command-line words, exit code and expected output
     "--help": (0, "Usage: "),
     "--version": (0, f"fedsim {fedsim.__version__}"),
     "list": (0, "krum"),
     "list experiments": (0, "mnist_sync_sgd"),
     "new my_study": (0, "next: cd my_study"),
     "list my_study/my_study.py": (0, "softmedian"),
-    "": (0, "mnist_sync_sgd\n"),  # completed by a shell
+    "": (0, "mnist_sync_sgd\n"),  # shell completion
     "run roundz=3": (2, "unknown key"),
     "run model=mlp": (2, "no such model"),
     "run absent.toml": (2, "no such file"),
@@ -215,7 +215,7 @@ def test_every_command_has_a_short_option_for_help(cli):
 
 
 def test_all_entry_points_are_one_program(tmp_path):
-    installed = tmp_path / "fedsim"  # as pip writes it
+    installed = tmp_path / "fedsim"  # the script in the form that pip writes
     installed.write_text("from fedsim_main import main\nmain()\n")
     doors = [ROOT / "run_experiment.py"], ["-m", "fedsim", "run"], [installed, "run"]
     codes, outs, errors = ended([start(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors])
@@ -271,7 +271,7 @@ def test_a_closed_pipe_ends_the_program_without_a_message(tmp_path):
 
 def test_ctrl_c_while_processes_start_leaves_none(tmp_path):
     process = start_python(*ENDLESS, cwd=tmp_path)
-    while len(processes_of_group(process.pid)) < 3:  # parent, and children that import PyTorch
+    while len(processes_of_group(process.pid)) < 3:  # the parent, and children that import PyTorch
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=20)
@@ -293,7 +293,7 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
     temporary.mkdir()
     process = begin(*ENDLESS, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
-    if number == signal.SIGINT:  # a terminal sends it to the whole group
+    if number == signal.SIGINT:  # a terminal sends SIGINT to the whole group
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""`fedsim doctor`: what it reports, and the problems that it finds."""
+"""`fedsim doctor`: what it reports, and the problems that it detects."""
 
 from __future__ import annotations
 

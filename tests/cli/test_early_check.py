@@ -1,4 +1,4 @@
-"""The check before PyTorch is imported: what it finds has the words of the later check, and it refuses nothing else."""
+"""The check before PyTorch is imported reports errors in the words of the later check and refuses nothing else."""
 
 from __future__ import annotations
 

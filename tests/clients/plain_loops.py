@@ -1,4 +1,4 @@
-"""Client algorithms as plain loops over float64 rows, written from their definitions alone."""
+"""Client algorithms as plain loops over float64 rows, written from the published definitions alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES = {
 
 
 class Workers(Federation):
-    """The workers of `TABLES`."""
+    """The workers of the experiment `TABLES`."""
 
     def __init__(self):
         super().__init__(partial(models.sized, hidden=(6,)), components.tiny, WORKERS, BATCH, "tests.components:uneven")
@@ -30,7 +30,7 @@ class Workers(Federation):
         return [sample_cohort(0, round, WORKERS, COHORT).tolist() for round in range(1, ROUNDS + 1)]
 
     def batches(self, round, worker):
-        """Those of two epochs."""
+        """Return the batches of two epochs."""
         return [*self.epoch(round, worker), *self.epoch(round, worker, 1)]
 
     def full_gradient(self, row, worker):
@@ -38,9 +38,9 @@ class Workers(Federation):
 
 
 def averaged(train):
-    """The loop of an algorithm that averages the rows that `train(fed, worker, batches, **params)` returns.
+    """Turn `train(fed, worker, batches, **params)`, which returns a trained row, into a loop that averages these rows.
 
-    The loop returns what each worker keeps, its personal model.
+    The loop returns the workers' personal models.
     """
 
     def loop(fed, *, beta=1, **params):
@@ -161,7 +161,7 @@ def scaffold(fed, lr, option=2, weight_decay=0.0):
 
 
 def fednova(fed, lr, momentum=0.0, nesterov=False, weight_decay=0.0, weighted=True):
-    """The vector a of each worker has one element for each of its steps."""
+    """FedNova, where the vector a of each worker has one element per local step."""
     for round, cohort in enumerate(fed.cohorts(), 1):
         normalised, norms, x = [], [], fed.row
         for k in cohort:

@@ -1,4 +1,4 @@
-"""Personal parameters and models against plain PyTorch loops, what is not sent of them, and MOON."""
+"""Personal parameters and models against plain PyTorch loops, which parts are not sent, and MOON."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def tables():
 
 
 def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(names, steps)], epochs=1):
-    """Federated averaging by hand: the parameters and buffers that are `personal` (by name) stay with the workers.
+    """Compute federated averaging by hand. Parameters and buffers whose name is `personal` stay with the workers.
 
-    `phases` gives the names that move and for how many steps, one after another.
+    `phases` returns pairs of (names of the trained parameters, number of steps), applied in order.
     """
     federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, shards = federation.model, federation.shards
@@ -76,7 +76,7 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
 
 
 def assert_is(reference_of, tables):
-    """The run has the reference's global row and personal parameters."""
+    """Check the global row and the personal parameters of a run against the reference, and return the run."""
     run = finished(tables)
     expected, personal_rows, _ = reference_of
     assert torch.allclose(run.row, expected, rtol=0, atol=1e-12)
@@ -104,14 +104,14 @@ def test_fedrep_trains_the_head_and_then_the_rest(params, epochs, first, tables)
 
 
 def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
-    """Three batches are an epoch of each worker."""
+    """An epoch of each worker has three batches."""
     by_epochs = {**tables["local"], "algorithm": "fedrep", **HEAD, "epochs": 2}
     by_steps = {**tables["local"], "algorithm": "fedrep", **HEAD, "steps": 6, "head_steps": 3}
     rows = [finished({**tables, "local": local}).row for local in (by_epochs, by_steps)]
     assert torch.equal(*rows)
 
 
-NORMALISED = {  # what is personal; the first two have the same meaning
+NORMALISED = {  # local settings and personal layers; the first two entries mean the same
     "fedbn": ({"algorithm": "fedbn"}, ("layers.2.",)),
     "fedper": ({"algorithm": "fedper", "personal": ["layers.2.weight", "layers.2.bias"]}, ("layers.2.",)),
     "lg_fedavg": ({"algorithm": "lg_fedavg", "personal": ["layers.[12].*"]}, ("layers.1.", "layers.2.")),
@@ -160,7 +160,8 @@ def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_th
     plain = finished({**tables, "local": {"batch_size": BATCH, **SGD}}).records
     saved = COHORT * 90 * 8
     assert [record.bytes_down for record in run.records] == [record.bytes_down - saved for record in plain]
-    assert [record.bytes_up for record in run.records] == [record.bytes_up for record in plain]  # 50 values and places
+    # 50 values and their positions
+    assert [record.bytes_up for record in run.records] == [record.bytes_up for record in plain]
     without = finished({**tables, "processors": []}).records
     assert {record.bytes_up for record in without} == {COHORT * 8 * others.width}
 
@@ -205,7 +206,7 @@ def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables)
         fedsim.run({**tables, **changes})
 
 
-PAIR, SHORT, LR = 2, 3, 0.1  # workers of a cohort, rounds
+PAIR, SHORT, LR = 2, 3, 0.1  # cohort size, rounds, learning rate
 TABLES = {
     **{"workers": WORKERS, "cohort": PAIR, "rounds": SHORT, "model": "tests.models:Normalised"},
     **{
@@ -223,7 +224,7 @@ ENGINES = {
 
 
 class Workers(Federation):
-    """The workers of `TABLES`: their batches, their test samples, and their cohorts."""
+    """The workers of the experiment `TABLES`: their batches, test samples and cohorts."""
 
     def __init__(self):
         super().__init__(models.Normalised, components.tiny, WORKERS, BATCH, "shards")
@@ -243,7 +244,7 @@ def workers():
 
 
 def losses_of(local, out, session=None, **changes):
-    """The test losses of the workers' personal models, and of those after local training."""
+    """Return the test losses of the personal models, and those after fine-tuning (one loss per worker)."""
     local = {"batch_size": BATCH, "lr": LR, **local}
     fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
     evaluation = Run.read(out).workers
@@ -260,7 +261,7 @@ def sgd_step(model, batch):
 
 
 def alone(workers):
-    """The losses of one model for each worker, which nothing but the worker's batches changes."""
+    """Return the test losses of workers that train alone, and those after fine-tuning."""
     personal = [start_of(models.Normalised) for _ in range(WORKERS)]
     for round, cohort in enumerate(workers.cohorts, 1):
         for k in cohort:
@@ -290,14 +291,14 @@ def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
 
 
 def pfedme(workers, eta, lam, inner_steps):
-    """Each theta has statistics of its own, from all of its passes; that of a new worker begins as the global model."""
+    """Return the losses of pFedMe. Each theta has its own BatchNorm statistics, initially those of the global model."""
     server, thetas = start_of(models.Normalised), {}
 
     def train(k, theta, batches):
         x = deepcopy(server).train()
         for batch in batches:
             with torch.no_grad():
-                x(batch[0])  # changes the statistics of x
+                x(batch[0])  # updates the BatchNorm statistics of x
                 for ours, start in zip(theta.parameters(), x.parameters(), strict=True):
                     ours.copy_(start)
             for _ in range(inner_steps):
@@ -346,7 +347,7 @@ def moon_tables():
 
 
 def moon_reference(factory, features):
-    """The global row after a run of MOON by hand; `features(model, inputs)` are those of a model."""
+    """Return the global row of MOON computed by hand; `features(model, inputs)` returns a model's features."""
     federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, at_start, before = all_three = [federation.model, *(factory().double() for _ in range(2))]
     layout = Layout.of(model)

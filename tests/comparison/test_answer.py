@@ -1,4 +1,4 @@
-"""The sentence that a comparison opens with."""
+"""The first sentence of a comparison, which names the best value."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from fedsim.comparison.tables import answer
 from tests.comparison.made_up import compared
 
-FINAL = {  # by rule and attack: the accuracy of each seed
+FINAL = {  # accuracy of each seed, by (rule, attack)
     ("mean", "none"): [0.80, 0.85, 0.90],
-    ("median", "none"): [0.81, 0.87, 0.92],  # ahead of the mean by 0.01, 0.02, 0.02: 0.0167 ± 0.0143
+    ("median", "none"): [0.81, 0.87, 0.92],  # ahead of the mean by 0.01, 0.02 and 0.02 (0.0167 ± 0.0143)
     ("krum", "none"): [0.60, 0.66, 0.70],
     ("mean", "ipm"): [0.70, 0.75, 0.80],
-    ("median", "ipm"): [0.69, 0.76, 0.80],  # behind the mean by 0.01, -0.01, 0.00
+    ("median", "ipm"): [0.69, 0.76, 0.80],  # behind the mean by 0.01, -0.01 and 0.00
     ("krum", "ipm"): [0.50, 0.50, 0.50],
 }
 AXES = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}

@@ -24,14 +24,14 @@ def plan(serial):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a comparison that is finished, which `finished` copies."""
+    """Return the folder of a finished comparison; the fixture `finished` copies it."""
     tables = {**quick_tables(), "engine": "serial"}
     return fedsim.compare(tables, AXES, tmp_path_factory.mktemp("made") / "comparison").folder
 
 
 @pytest.fixture
 def finished(made, tmp_path):
-    """The folder of a comparison that is finished."""
+    """Return a copy of the folder of a finished comparison."""
     return shutil.copytree(made, tmp_path / "comparison")
 
 
@@ -171,7 +171,7 @@ def test_a_comparison_that_cannot_be_read_is_refused(serial, tmp_path, content):
 def test_a_folder_is_locked(plan, tmp_path):
     (tmp_path / "y").mkdir()
     with locked(tmp_path / "y", "another comparison"):
-        (tmp_path / "y" / "first").touch()  # as another comparison that has not written its comparison yet
+        (tmp_path / "y" / "first").touch()  # as left by another comparison that has not written comparison.json yet
         with pytest.raises(RecordError, match="another comparison is using this folder"):
             ComparisonFolder(tmp_path / "y", plan)
     with (

@@ -1,4 +1,4 @@
-"""Heat maps over two named axes: the panels, `heatmap.csv`, and the axes that are refused."""
+"""Heat maps over two named axes: the panels, `heatmap.csv` and the axes that are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FINAL = {
 
 
 def made_up(failed=(), axes=AXES, **settings):
-    """Runs with these results; ipm takes 0.1 from each."""
+    """Return runs with these accuracies; the attack ipm lowers each by 0.1."""
     plan = replace(comparison_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER), **settings))
 
     def accuracies(point):
@@ -51,13 +51,13 @@ def rows_of(plan, runs):
 
 
 def panels_of(figure):
-    """The texts of the cells of each panel."""
+    """Return the cell texts of each panel."""
     panels = [axes for axes in figure.axes if axes.get_title()]
     return {axes.get_title(): [text.get_text() for text in axes.texts if text.get_text()] for axes in panels}
 
 
 def equal_runs(**axes):
-    """The figure of runs of one result on these axes."""
+    """Return the heat map of runs with equal results over these axes."""
     plan = comparison_of({**AXES, "seed": [0], **axes})
     return draw_heatmap(replace(plan, runs=results_of(plan, lambda point: [0.5])), over=OVER)
 
@@ -107,7 +107,7 @@ def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_e
     assert panels["best rule, attack: none"][:4] == ["median", "0.6167", "mean", "0.5000\n~ +2 tied"]
     assert panels["rule: krum, attack: ipm"][-2:] == ["0.8000", "± 0.0000"]
     images = [axes.images[0] for axes in figure.axes if axes.get_title()]
-    (limits,) = {image.get_clim() for image in images}  # one scale of colours
+    (limits,) = {image.get_clim() for image in images}  # a common colour scale
     assert limits == pytest.approx((0.1, 0.9))
     assert figure.get_suptitle().startswith("Test accuracy by partition alpha and attack fraction\n")
     assert (figure.axes[0].get_ylabel(), figure.axes[4].get_xlabel()) == ("partition alpha", "attack fraction")

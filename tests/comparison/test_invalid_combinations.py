@@ -1,4 +1,4 @@
-"""Comparisons that leave out the combinations that are invalid experiments: --skip-invalid."""
+"""Comparisons that skip invalid combinations of settings (--skip-invalid)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def comparison_of(axes=AXES, settings=SKIP):
 
 
 def made_up(accuracies):
-    """The comparison of this comparison with invented results."""
+    """Return the comparison of this file with invented results."""
     comparison = ComparisonRecords(Path("nowhere"), comparison_of()).comparison(keeps_folder=False)
     return replace(comparison, runs=results_of(comparison, accuracies))
 

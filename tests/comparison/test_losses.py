@@ -1,4 +1,4 @@
-"""Comparisons of a task without accuracy: by its test loss, of which a lower one is better."""
+"""Comparisons of a task without accuracy, by its test loss (lower is better)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXES = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0
 
 
 def losses(point):
-    """The median is best with the smaller learning rate, in all seeds; losses differ more between seeds."""
+    """Return losses in which the median is best at the smaller learning rate for all seeds, with large seed differences."""
     start = 3.0 + point["seed"] + (point["aggregate.rule"] == "mean") * (0.5 - 2 * point["local.lr"])
     return [start, start / 2, start / 1000]
 

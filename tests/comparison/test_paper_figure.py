@@ -1,4 +1,4 @@
-"""Figures of made-up run folders: `fedsim.plot` and `fedsim plot`."""
+"""Figures of made-up run folders with `fedsim.plot` and `fedsim plot`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTACKS = ["none", {"name": "alie", "z": 1.5}]
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """Two rules, two attacks and two seeds; the rules differ by 0.1, the seeds by 0.02."""
+    """Return a comparison of two rules, two attacks and two seeds. The rules differ by 0.1, the seeds by 0.02."""
 
     def make(path, point):
         base = 0.5 + 0.1 * RULES.index(point["aggregate.rule"]) + 0.02 * point["seed"]
@@ -31,7 +31,7 @@ def comparison(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strengths(tmp_path_factory):
-    """A comparison over an axis of three numbers."""
+    """Return a comparison over an axis of three numbers."""
     folder = tmp_path_factory.mktemp("figures") / "strengths"
     return write_points(
         folder, {"attack.scale": [0.5, 1, 5]}, lambda path, point: invent_run(path, [0.9 - 0.1 * point["attack.scale"]])
@@ -39,7 +39,7 @@ def strengths(tmp_path_factory):
 
 
 def runs(tmp_path, **settings):
-    """Run folders a, b, ... with these experiments."""
+    """Return run folders a, b, ... of experiments with these settings."""
     return [invent_run(tmp_path / name, [0.5, 0.6], **tables) for name, tables in settings.items()]
 
 
@@ -48,7 +48,7 @@ def legend_of(figure):
 
 
 def means_of(panel):
-    """The lines of means, without the thin lines of seeds."""
+    """Return the lines of means, without the thin lines of single seeds."""
     return [line for line in panel.lines if line.get_marker() != "None"]
 
 
@@ -163,7 +163,7 @@ def test_runs_are_named_by_what_distinguishes_them_or_their_folders_and_seeds_ar
     a, b, c, d = runs(tmp_path, **settings)
     figure = fedsim.plot([a, b, c])
     assert legend_of(figure) == ["mean", "krum, f=2"]
-    assert len(figure.axes[0].lines) == 4  # two means, and the two seeds of one
+    assert len(figure.axes[0].lines) == 4  # two means, and two seeds of one of them
     assert legend_of(fedsim.plot([a, d])) == ["a", "d"]
     assert legend_of(fedsim.plot(a)) == []
 
