@@ -1,4 +1,4 @@
-"""Loggers: when they begin and end, what they receive, and what happens if they fail; also the W&B and MLflow loggers."""
+"""Loggers: when they begin and end, what they receive, and what happens if they fail; also W&B and MLflow."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def averaged(steps_of, train_round):
 
 
 def round_of(*, accumulate=1, clip_norm=None, gamma=1.0, per="step", **of_sgd):
-    """Return a function that trains a worker for one round in PyTorch; `gamma` decays its rate per step or per round."""
+    """Return a function that trains a worker for one round in PyTorch; `gamma` decays its rate per step or round."""
 
     def train(model, batches, round):
         lr = LR * gamma ** (round - 1) if per == "round" else LR
@@ -182,7 +182,7 @@ MODES = {
 
 
 def expected_row(workers, *, each_step):
-    """Return the global row of federated averaging or (`each_step`) synchronous SGD, on the full batches of two epochs."""
+    """Return the global row of FedAvg, or of synchronous SGD if `each_step`, on the full batches of two epochs."""
     federation = Federation(zero, points, workers, BATCH)
     for round in range(1, ROUNDS + 1):
         epochs = [[*federation.epoch(round, k), *federation.epoch(round, k, 1)] for k in range(workers)]

@@ -54,7 +54,7 @@ def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_t
 
 
 def points_of(accuracies, change=None, **axes):
-    """Return the breaking-point text of a comparison of three scales; `change` alters the last record of its last run."""
+    """Return the breaking-point text of a comparison of three scales; `change` alters its last run's last record."""
     comparison = compared({"attack.scale": [1, 2, 5], **axes}, accuracies, target=0.6)
     if change:
         history = comparison.runs[-1].history

@@ -77,7 +77,7 @@ NAMED = {
 
 @pytest.mark.parametrize("as_source", ["tables", "dotted", "words", "file"])
 def test_name_names_the_component_of_every_table(as_source, tmp_path):
-    """In files, dicts and words alike; the records keep the key of the table."""
+    """Files, dicts and words agree; the records store the table's own key."""
     more = {"attack.fraction": 0.3, "cohort": 2}
     words = [f"{table}.name={name}" for table, name in NAMED.items()]
     if as_source == "words":

@@ -1,4 +1,4 @@
-"""Functions, classes, modules and data sets that Python code gives in an experiment."""
+"""Functions, classes, modules and data sets that Python code passes in an experiment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layered(layers=()):
 
 
 class NotCallable:
-    """Not a function."""
+    """A class whose instances cannot be called."""
 
 
 def malformed(updates, *, c: nowhere = 1):  # noqa: F821
@@ -201,7 +201,7 @@ def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
 
 
 class Remembering:
-    """A momentum of means, and the number of batches that a metric saw."""
+    """A rule that keeps a momentum of means."""
 
     def __init__(self):
         self.last = None
@@ -226,7 +226,7 @@ def momentum(updates, state):
 
 @pytest.mark.parametrize("engine", ["serial", "spawn"])
 def test_what_an_object_keeps_belongs_to_one_run(short, engine):
-    """No check calls it, and no run sees what another one kept."""
+    """No check calls the objects, and a run does not see what another run stored in them."""
     rule, metric, seen = Remembering(), Counting(), []
 
     def noted(updates):
@@ -369,7 +369,7 @@ def test_a_comparison_goes_on_with_objects_that_are_defined_again(short, tmp_pat
 
 
 def locked_model():
-    """What cannot be pickled."""
+    """Return a model that cannot be pickled."""
     lock = threading.Lock()
 
     def model():

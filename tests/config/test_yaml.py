@@ -1,4 +1,4 @@
-"""Experiments as YAML files, and as configurations of OmegaConf."""
+"""Experiments in YAML files and in OmegaConf configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals are those of SciPy, as are quantiles and tail probabilities, and numbers are rounded as text."""
+"""Intervals, quantiles and tail probabilities equal SciPy's, and numbers are rounded as decimal text."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_two_values_are_shown_and_more_have_an_interval():
     [
         (0.82345, "0.8235"),
         (0.82355, "0.8236"),
-        (0.03125, "0.0313"),  # exact in binary: formatted by itself, Python would round it to even
-        (0.1 + 0.2 - 0.17995, "0.1201"),  # 0.12004999999999999
+        (0.03125, "0.0313"),  # exact in binary, where Python's formatting would round to even
+        (0.1 + 0.2 - 0.17995, "0.1201"),  # in binary 0.12004999999999999
         (-0.82345, "-0.8235"),
         (1e300, f"{10**300}.0000"),
         (math.inf, "inf"),

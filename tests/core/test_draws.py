@@ -1,4 +1,4 @@
-"""Random draws: generators by purpose, the methods of Draws, and the counter-based generator below them."""
+"""Random draws: generators by purpose, the methods of Draws, and the counter-based generator that they use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS = {
     "choice": lambda draws: draws.choice(30, 6),
     "choice of few": lambda draws: draws.choice(1000, 6),
 }
-MANY = {  # as many words as are drawn ahead, and more
+MANY = {  # up to and beyond the number of words that are drawn ahead
     f"{count} of {dtype}": lambda draws, count=count, dtype=dtype: draws.normal(count, dtype=dtype)
     for count in (1, WORDS_AHEAD // 2 - 3, WORDS_AHEAD // 2, WORDS_AHEAD // 2 + 1, 3 * WORDS_AHEAD)
     for dtype in (torch.float32, torch.float64)
@@ -50,7 +50,7 @@ MANY = {  # as many words as are drawn ahead, and more
 
 
 def words_of(*coordinates, count, step=0, layer=0):
-    """The words of a stream, computed block by block."""
+    """Return the first `count` words of a stream, computed block by block."""
     key = torch.tensor(draw_key(*coordinates))
     stream_words = []
     for number in range(-(-count // 4)):
@@ -133,7 +133,7 @@ def test_a_wrong_range_is_an_error(call, message):
         call(Draws.of(0, "x"))
 
 
-PUBLISHED = [  # kat_vectors of Random123: counter, key, block
+PUBLISHED = [  # kat_vectors of Random123: counter, key and block
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((MASK, MASK, MASK, MASK), (MASK, MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -205,7 +205,7 @@ def test_booleans_of_several_layers_are_those_of_each_layer_alone(monkeypatch):
     keys, steps = keys_of(1, 2, 3), torch.tensor([[0], [7]])
     counts, probabilities = [5, 1, 40, 8], [0.5, 0.0, 0.3, 1.0]
     masks = bernoulli(Stream(keys, steps, 2), counts, probabilities)
-    monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 18)  # in several parts
+    monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 18)  # forces several parts
     in_parts = bernoulli(Stream(keys, steps, 2), counts, probabilities)
     for layer, (count, probability) in enumerate(zip(counts, probabilities, strict=True)):
         expected = words(Stream(keys, steps, 2 + layer), count) < round(probability * 2**32)
@@ -235,7 +235,7 @@ def test_a_key_is_a_pure_function_of_all_its_arguments():
     variants = {draw_key(1, "batches", 2, 3), draw_key(2, "batches", 2, 3), draw_key(1, "cohort", 2, 3)}
     variants |= {draw_key(1, "batches", 3, 2), draw_key(1, "batches", 23), draw_key(1, "batches", 2)}
     assert len(variants) == 6
-    assert draw_key(0, "model") == 5784575990485341678  # on every machine
+    assert draw_key(0, "model") == 5784575990485341678  # equal on every machine
 
 
 def test_generators_repeat_and_do_not_touch_global_state():

@@ -1,4 +1,4 @@
-"""Tasks against plain PyTorch: what they refuse, and what a run without accuracy records and shows."""
+"""Tasks against plain PyTorch: which inputs they refuse, and what a run without accuracy records and shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting
 
 
 def even_digits(root):
-    """Whether a digit is even."""
+    """A data set with the label 1 for even digits and 0 for odd ones."""
     return tuple(TensorData(d.inputs, 1 - d.targets % 2, d.scale, d.shift) for d in tiny(root))
 
 
@@ -56,7 +56,7 @@ def among_two(outputs, targets):
 
 
 def plain_sgd(result, train, loss, lr):
-    """One full-batch step of plain PyTorch from the model's start."""
+    """Return the row after one full-batch step of plain PyTorch from the run's initial model."""
     start = fedsim.run({**result.experiment.resolved(), "local": {"lr": 1e-300}})
     model = start.model.train()
     inputs, targets = train.to(torch.device("cpu"), torch.float64).gather(torch.arange(len(train)))
@@ -125,7 +125,7 @@ def test_the_loss_of_tokens_is_that_of_pytorch():
 
 
 def test_the_test_counts_each_token_once(monkeypatch):
-    """Whatever the batches are, and with padding."""
+    """The count depends neither on the batches nor on the padding."""
     test = counting(None)[1]
     expected = {}
     for size in (7, 1000):
@@ -161,7 +161,7 @@ MSE_TASKS = {
 
 @pytest.mark.parametrize("form", MSE_TASKS)
 def test_a_loss_is_a_task(form):
-    """A step follows the gradient of the mean over samples."""
+    """A step follows the gradient of the mean loss over the samples."""
     tables = {**SHORT, **REGRESSION, "rounds": 1}
     expected = fedsim.run(tables)
     result = fedsim.run({**tables, "task": MSE_TASKS[form]})

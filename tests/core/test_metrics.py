@@ -1,4 +1,4 @@
-"""Metrics of each test, by name, as a function or as a class with update and compute; and the validation split."""
+"""Test metrics by name, as a function and as a class with update and compute; and the validation split."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {"rounds": 2, "workers": 3, "model": "logistic", "engine": "serial"}
 
 
 class ShareCorrect:
-    """A metric with the interface of torchmetrics: arguments, update, compute."""
+    """A metric with the interface of torchmetrics (constructor arguments, update and compute)."""
 
     def __init__(self, classes: int = 10, **others: str) -> None:
         self.classes, self.correct, self.samples = classes, 0, 0
@@ -47,7 +47,7 @@ def one_for_each_sample(outputs, targets):
 
 
 def several_batches(root):
-    """Three test batches, the last of them smaller."""
+    """A data set with three test batches, of which the last one is smaller."""
     return tiny(root)[0], real_images()[1].take(np.arange(600))
 
 
@@ -101,7 +101,8 @@ def test_metrics_agree_with_references():
     logits, labels = torch.randn(40, 1), torch.randint(2, (40,))
     expected = f1_score(labels, (logits[:, 0] > 0).long(), average="macro")
     assert bound("macro_f1")(logits, labels) == pytest.approx(expected)
-    outputs, labels = torch.randn(40, 7) - 9 * F.one_hot(torch.tensor(6)), torch.randint(6, (40,))  # without class 6
+    # class 6 is never predicted
+    outputs, labels = torch.randn(40, 7) - 9 * F.one_hot(torch.tensor(6)), torch.randint(6, (40,))
     assert bound("macro_f1")(outputs, labels) == pytest.approx(f1_score(labels, outputs.argmax(1), average="macro"))
 
 

@@ -1,4 +1,4 @@
-"""Components, their parameters, and tables that name them."""
+"""Components, their parameters, and the tables that name them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import components
 
 @dataclass(frozen=True)
 class Tamed(Hogwild):
-    """A component of one's own that derives from one of fedsim's."""
+    """A user-defined component that inherits from one of fedsim's."""
 
     rate: float = 0.1
 
@@ -63,7 +63,7 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
 
 
 class Patterned:
-    """Bounds that are no numbers."""
+    """A component whose parameter bounds are not numbers."""
 
     def __init__(
         self, word: Annotated[str, Field(pattern="^a+$")] = "a", few: Annotated[list[int], Field(min_length=1)] = (1,)
@@ -82,7 +82,7 @@ def test_requirements_of_pydantic_are_sentences():
 
 
 def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
-    assert "Literal" not in globals()  # which the annotation of `momentum` has
+    assert "Literal" not in globals()  # used by the annotation of `momentum`
     tamed = policy.get("tests.core.test_registry:Tamed")
     assert tamed.check({}) == {"momentum": "private", "rate": 0.1}
     with pytest.raises(ExperimentError, match='must be "private" or "shared"'):

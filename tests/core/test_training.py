@@ -1,4 +1,4 @@
-"""Rows, and the training step and test on them."""
+"""Rows, and training steps and tests on rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_default_loss_and_its_gradient_are_nll_or_cross_entropy():
 
 
 def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
-    """The bias of a last layer of zeros is the log of the class prior."""
+    """A zero last layer whose bias is the log class prior returns log-probabilities."""
     model = logistic()
     torch.nn.init.constant_(model[1].bias, -2.302585)
     batches = [(torch.randn(50, 784), torch.randint(0, 10, (50,)))] * 20

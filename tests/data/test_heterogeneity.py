@@ -1,4 +1,4 @@
-"""Statistics of partitions, and their pictures."""
+"""Statistics and pictures of partitions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_distance_of_nearly_equal_histograms_is_exact():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The figures that are saved, to look at what is in them."""
+    """Return a list that collects the saved figures, so that a test can inspect them."""
     figures, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
     return figures

@@ -1,4 +1,4 @@
-"""Data sets in tensors, and workers' subsets of them."""
+"""Data sets in tensors, and subsets of them for workers."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ DICTS = [{"input_ids": [1, 2, 3], "mask": [1, 1, 0], "label": 1}]
 
 
 class Frame:
-    """Like a data frame of pandas: its items are columns."""
+    """A stand-in for a pandas data frame, whose items are columns."""
 
-    def __repr__(self):  # in the names of tests
+    def __repr__(self):  # shown in the test IDs
         return "Frame()"
 
     def __len__(self):
@@ -165,7 +165,7 @@ def test_the_ways_of_these_lines_work():
 
 
 class Plain(Dataset):
-    """A map-style data set without tensors, batched fetch or labels."""
+    """A map-style data set without tensors, batched fetching or labels."""
 
     def __len__(self):
         return 10

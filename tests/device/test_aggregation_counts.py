@@ -1,4 +1,4 @@
-"""Kernel launches and host waits of one aggregation. The bounds may only fall."""
+"""Kernel launches and host waits of one aggregation. The bounds may only decrease."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
 
 N, D, F = 10, 40_000, 1
-DRAW = 140  # launches of one call of Draws, most of them in the ten rounds of Philox
-BOUNDS = {  # launches and waits
+DRAW = 140  # launches of one Draws call, most of them in the ten rounds of Philox
+BOUNDS = {  # (launches, waits)
     "mean": (1, 0),
     "weighted_mean": (1, 0),
     "qfedavg": (6, 1),
@@ -80,7 +80,7 @@ def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, gpu):
 @pytest.mark.parametrize(("weights", "launches"), [(None, 1), ([1.0, 0.0, 3.0], 3)])
 def test_a_mean_on_a_gpu_looks_at_its_result_alone(weights, launches, gpu):
     updates = rows(3)
-    updates[1] = torch.nan if weights else updates[1]  # its weight is zero
+    updates[1] = torch.nan if weights else updates[1]  # its weight is zero, so NaN is allowed
     expected, on_gpu = fedsim.aggregate(updates, weights), upload(updates)
     with gpu.counting() as counts:
         result = fedsim.aggregate(on_gpu, weights)
@@ -112,7 +112,7 @@ def test_each_process_has_one_block_of_columns_of_a_gpu(d, count, gpu):
 
 
 def drawn_mean(updates, draws):
-    """A linear rule whose coefficients are drawn, where the updates are."""
+    """A linear rule with random coefficients that are drawn on the device of the updates."""
     coefficients = draws.uniform(len(updates), dtype=updates.dtype)
     return coefficients / coefficients.sum() @ updates
 

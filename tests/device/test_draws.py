@@ -1,4 +1,4 @@
-"""Random draws on a GPU: the numbers of the CPU, made without a host wait."""
+"""Random draws on a GPU equal those on the CPU and need no host wait."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COMPONENTS = {registration.name: registration.bind(registration.check({})) for r
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_a_gpu_draws_the_numbers_of_the_cpu_without_a_wait(name):
-    call, rounding = CALLS[name], 1e-6 if name == "normal" else 0  # of logarithms and cosines
+    call, rounding = CALLS[name], 1e-6 if name == "normal" else 0  # rounding of logarithms and cosines
     expected = [call(Draws.of(0, "x", 1)), call(Draws.of(0, "x", 1).steps()(7))]
     with some_gpu() as pretend, pretend.counting() if pretend else contextlib.nullcontext() as counts:
         draws = Draws.of(0, "x", 1, device=GPU)
@@ -98,7 +98,8 @@ def test_steps_share_the_launches_of_their_draws(gpu):
     with gpu.counting() as counts:
         for step in range(1, 50):
             at(step).uniform(64)
-    assert counts.launches <= 3 * 49 + DRAW, counts.table()  # words become numbers by 3; a call draws them for 32 steps
+    # 3 launches turn words into numbers; one call draws the words for 32 steps
+    assert counts.launches <= 3 * 49 + DRAW, counts.table()
 
 
 def test_rows_of_noise_are_made_on_a_gpu_without_a_wait(gpu):

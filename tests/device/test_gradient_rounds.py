@@ -1,4 +1,4 @@
-"""Rounds of sync = "gradients" on a GPU, whose rows are checked at the end of the round."""
+"""Rounds with sync = "gradients" on a GPU, where rows are checked at the end of the round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOUND, BROKEN = "tests.components:tiny", "tests.components:with_a_hole"
 
 
 class Strict(nn.Linear):
-    """Refuses parameters that are not finite, as torch.distributions does."""
+    """A model that raises an error for non-finite parameters, as torch.distributions does."""
 
     def __init__(self) -> None:
         super().__init__(784, 10)

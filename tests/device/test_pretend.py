@@ -79,7 +79,7 @@ def test_a_number_of_the_host_is_an_operand_of_an_elementwise_operation(x):
         assert result.device == GPU
 
 
-COUNTED = {  # launches, graph launches, uploads, downloads, reads
+COUNTED = {  # (launches, graph launches, uploads, downloads, reads)
     "a view": (lambda x: x[0].view(3, 1), (0, 0, 0, 0, 0)),
     "an allocation": (lambda x: torch.empty_like(x), (0, 0, 0, 0, 0)),
     "a sum of two": (lambda x: x + x, (1, 0, 0, 0, 0)),

@@ -1,4 +1,4 @@
-"""Races on a GPU: what processes share lies there, and is written before they look at it."""
+"""Races on a GPU: shared state is on the GPU and is written before other processes read it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monk
     ids=lambda changes: changes.get("mode", "rounds"),
 )
 def test_operations_of_this_process_are_synchronised_before_calls_of_others(changes, gpu, tables, monkeypatch):
-    """Every operation of the parent on the GPU comes before a synchronisation, which comes before a call."""
+    """The parent synchronises after its GPU operations and before it calls another process."""
     events, call = [], InProcessPool.call
 
     def called(crew, function, *arguments):

@@ -1,4 +1,4 @@
-"""Whole runs on the pretend GPU give what runs on the CPU give: every engine, component, policy and precision."""
+"""Whole runs on the pretend GPU agree with the CPU for every engine, component, policy and precision."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def every(registry):
 
 
 def with_engines(name, values, engines=("serial", "batched")):
-    """Pair each value with one of the engines, alternating; the other pairs are marked `slow`."""
+    """Pair each value with one engine, alternating. The remaining pairs are marked `slow`."""
     return in_turn((name, "engine"), values, engines)
 
 
-CONTRACT = {  # cases whose algorithm, rule, attack, server optimizer, partition or round no other test here has
+CONTRACT = {  # cases with a component or partition, or rounds, that no other test in this file has
     "parameters": [
         *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
         *("gradients first, then parameters", "buffers kept by workers", "state that no row holds"),
@@ -94,9 +94,9 @@ def test_a_local_algorithm(registration, engine):
     tables = {**TINY, "local": local, "partition": "tests.components:uneven"}
     if registration.name == "fedrep":
         local["steps"] = 3
-    if registration.name == "moon":  # needs hidden features
+    if registration.name == "moon":  # needs a model with hidden features
         tables["model"] = {"name": "2nn", "hidden": 8}
-    if registration.name == "fedbn":  # needs normalisation layers
+    if registration.name == "fedbn":  # needs a model with normalisation layers
         tables["model"] = "tests.models:layer_normalised"
     assert_agrees_with_the_cpu(tables, engine)
 
@@ -141,7 +141,7 @@ def test_a_partition(registration, engine):
 
 
 def with_writers(root):
-    """A few images by three writers."""
+    """A data set of a few images by three writers."""
     train, test = components.tiny(root, train=SAMPLES)
     return dataclasses.replace(train, ids=np.arange(SAMPLES) // 20), test
 

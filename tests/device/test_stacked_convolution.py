@@ -1,4 +1,4 @@
-"""The convolution of a stack on a GPU: the results of one row after another, by launches that do not grow with rows."""
+"""Stacked convolution on a GPU: the result of row-by-row convolutions, with a constant number of launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.engines.stacking.operations import Options, one_by_one, stacked_conv
 from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import upload
 
-MOST_LAUNCHES = 3  # forward, and backward, padded, with derivatives by all
+MOST_LAUNCHES = 3  # forward or backward, with padding and all derivatives
 
 
 def tensors(k, batch=2):

@@ -1,4 +1,4 @@
-"""Partitions are their definitions, in loops of plain Python."""
+"""Partitions compared with their definitions in plain Python loops."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_quantity_in_proportion_to_lognormal_draws():
 def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
     ids = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])  # sizes 4, 3, 3, 2, 1
     shards = fedsim.partition(np.zeros(13), 2, "natural", ids=ids)
-    # 30 (4) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0 as the numbers are equal.
+    # 30 (4 samples) to worker 0; 10 (3) to 1; 20 (3) to 1, now 6; 50 (2) to 0, now 6; 40 (1) to 0, a tie.
     assert [sorted(set(ids[shard].tolist())) for shard in shards] == [[30, 40, 50], [10, 20]]
     assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
 
@@ -113,7 +113,7 @@ def counts_of(labels, workers, strategy, seed=0, **params):
 
 
 def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
-    """The definition in loops, class by class, in exact arithmetic."""
+    """Return the Dirichlet shards by their definition: loops over classes, in exact arithmetic."""
     n, classes = len(labels), sorted(set(labels.tolist()))
     members = {label: [index for index in range(n) if labels[index] == label] for label in classes}
     while True:
@@ -152,12 +152,12 @@ def test_balanced_gives_large_workers_no_more_samples(alpha):
     labels = np.random.default_rng(0).integers(0, 200, 3000)
     for seed in range(5):
         counts = counts_of(labels, 5, "dirichlet", seed, alpha=alpha, balanced=True)
-        held = np.cumsum(counts, axis=1) - counts  # before each class
+        held = np.cumsum(counts, axis=1) - counts  # number of samples held before each class
         assert (counts[held >= 600] == 0).all()
 
 
 def one_at_a_time(mixture, left, wanted, rng):
-    """How many samples of each class a worker draws, one after another, from those that are `left`, which change."""
+    """Return how many samples of each class a worker draws, one after another. The counts in `left` decrease."""
     counts = [0] * len(left)
     while sum(counts) < wanted:
         mixture = np.array([q if remaining else 0.0 for q, remaining in zip(mixture, left, strict=True)])
@@ -198,7 +198,7 @@ FEW_LABELS = np.random.default_rng(0).choice(4, 500, p=[0.1, 0.2, 0.3, 0.4])
 
 
 def plain_shard(labels, worker, seed, samples, alpha):
-    """The documented draws, one sample after another."""
+    """Return one virtual shard by the documented draws, one sample after another."""
     rng = numpy_generator(seed, "partition", worker)
     if alpha is None:
         return rng.choice(len(labels), samples, replace=False, shuffle=False)
@@ -214,7 +214,7 @@ def plain_shard(labels, worker, seed, samples, alpha):
 @pytest.mark.parametrize("alpha", [None, 100.0, 1.0, 0.05])
 @pytest.mark.parametrize("samples", [1, 60, 500])
 def test_virtual_is_its_definition(alpha, samples):
-    """500 of 500: classes run out."""
+    """With 500 of 500 samples, classes run out."""
     parameters = {} if alpha is None else {"alpha": alpha}
     shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **parameters)
     for worker, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""What changes images: augmentations, and partitions in which workers see their samples differently."""
+"""Changes to images: augmentations, and partitions in which workers see their samples differently."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def images():
 
 
 def rotated(image, degrees):
-    """One [height, width] image turned counter-clockwise about its centre: bilinear, zero outside; in loops."""
+    """Return a [height, width] image turned counter-clockwise about its centre: bilinear, zero outside, in loops."""
     height, width = image.shape
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     result = np.zeros((height, width))
     for row in range(height):
         for column in range(width):
             x, up = column - (width - 1) / 2, (height - 1) / 2 - row
-            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # turned back by the angle
+            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # rotated back by the angle
             at_row, at_column = (height - 1) / 2 - from_up, from_x + (width - 1) / 2
             for r in (math.floor(at_row), math.floor(at_row) + 1):
                 for c in (math.floor(at_column), math.floor(at_column) + 1):

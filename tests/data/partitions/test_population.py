@@ -53,7 +53,7 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
     labels = LABELS.clone()
     shards = partition_shards(labels, 100, "virtual", alpha=0.5)
     before = shards.of(3).clone()
-    assert any(tensor is labels for tensor in shards.tensors)  # not a copy
+    assert any(tensor is labels for tensor in shards.tensors)  # no copy was made
     for tensor in shards.tensors:
         tensor.share_memory_()
     shards._kept.clear()
@@ -74,7 +74,7 @@ def test_errors_of_virtual_strategies_are_one_line(strategy, message):
 
 
 def test_shards_are_split_into_training_and_test_samples():
-    """Each worker keeps at least one sample of each kind, if it has two; shards that are drawn stay so."""
+    """Each worker with two samples keeps at least one sample of each kind, and virtual shards stay virtual."""
     sizes = {1: (1, 0), 2: (1, 1), 10: (8, 2), 100: (80, 20)}
     listed = ListedShards.of_arrays(np.split(np.arange(113), np.cumsum(list(sizes))[:-1]))
     train, test = hold_out(listed, 0.2, seed=3)
