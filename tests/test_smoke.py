@@ -1,4 +1,4 @@
-"""Whether an installation works: the main things once, on a few hundred images. Takes some seconds."""
+"""A check of an installation: the main features on a few hundred images, in a few seconds."""
 
 from __future__ import annotations
 

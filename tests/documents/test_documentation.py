@@ -1,4 +1,4 @@
-"""The pages of the documentation: their blocks run, and the site is built without warnings and fetches nothing."""
+"""Documentation pages: their code blocks run, and the site is built without warnings and fetches nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGES = {
 
 
 def run_forked(words, folder, environment):
-    """`python *words` in a fork of the process that has imported fedsim, which saves each page two seconds."""
+    """Run `python *words` in a fork of a process that has imported fedsim, which saves two seconds per page."""
     program = Program(words, cwd=folder, environment=environment)
     _, error = program.communicate(timeout=blocks.MOST_SECONDS)
     return program.returncode, error
@@ -124,7 +124,7 @@ def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, with pages whose blocks have not been run."""
+    """Return the folder of the built site, whose code blocks have not been run."""
     if find_spec("mkdocs") is None:
         pytest.skip("needs mkdocs: pip install 'fedsim-sgd[docs]'")
     return built(tmp_path_factory.mktemp("site"), run="no")

@@ -1,4 +1,4 @@
-"""What each worker sees: the draws by (seed, round, worker), the alterations in their order."""
+"""The batches of each worker: draws by (seed, round, worker), and the order of the alterations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUGMENT = {"name": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "s
 
 
 def expected_positions(shared, seed, round, worker, epochs):
-    """The shard in a new order for each epoch, cut into batches."""
+    """Return the positions of each batch: the shard in a new order for each epoch, cut into batches."""
     shard = shared.data.shards.of(worker).tolist()
     batches = []
     for epoch in range(epochs):
@@ -64,7 +64,7 @@ def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
 
 
 def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared, monkeypatch):
-    """Whatever is drawn ahead, and in whichever order it is asked for."""
+    """The orders depend neither on how many are drawn ahead nor on the order of the requests."""
     task, shared = prepared(local={"batch_size": BATCH, "epochs": 3}, **ROOT)
     alone, batch_source = (BatchSource(task, shared) for _ in range(2))
     for samples in (2**17, 30, 1):
@@ -78,7 +78,7 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared):
-    """In synchronous SGD for as long as anybody else."""
+    """In synchronous SGD the server trains as long as any worker does."""
     task, shared = prepared(sync=sync, **ROOT)
     batch_source = BatchSource(task, shared)
     assert batch_source.root == 5
@@ -105,7 +105,7 @@ def test_only_byzantine_workers_see_poison(prepared):
 
 
 def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepared):
-    """View and augmentations draw one after the other from the stream of this worker, round and step."""
+    """View and augmentations draw in turn from the stream of this worker, round and step."""
     task, shared = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=BACKDOOR)
     batch_source = BatchSource(task, shared)
     for worker in (1, 2):
@@ -134,7 +134,7 @@ def test_components_of_users_may_draw_from_generators_of_the_step(prepared):
 
 
 def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepared):
-    """Not what the same batch draws in training."""
+    """These draws differ from those for the same batch in training."""
     task, shared = prepared(partition=NOISE, attack=BACKDOOR)
     batch_source = BatchSource(task, shared)
     seen = list(batch_source.samples_seen(4, 3, 7))
@@ -179,7 +179,7 @@ ALTERED = {"partition": NOISE, "data": AUGMENT, "attack": BACKDOOR}
 @pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
 @pytest.mark.parametrize("worker", [0, 2, 4])
 def test_going_step_by_step_is_going_through_the_round_at_once(worker, changes, prepared):
-    """Epoch after epoch and round after round, while others go their own way."""
+    """Epochs and rounds follow each other while other workers take their own steps."""
     task, shared = prepared(**changes, local={"batch_size": BATCH, "epochs": 2})
     batch_source, reference = BatchSource(task, shared), BatchSource(task, shared)
     for round in (1, 2):
@@ -188,13 +188,13 @@ def test_going_step_by_step_is_going_through_the_round_at_once(worker, changes, 
         for step, expected in enumerate(whole):
             (batch,) = batch_source.batches_of(step_of(worker, round, step))
             assert_same_batch(batch, expected)
-            list(batch_source.batches_of(step_of(1, 1 + step // 2, step % 2)))  # another worker
+            list(batch_source.batches_of(step_of(1, 1 + step // 2, step % 2)))  # batches of another worker
 
 
 @pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
 @pytest.mark.parametrize("moments", [[(1, 0), (1, 4)], [(2, 3), (1, 3), (1, 1), (1, 1)]])
 def test_jumping_to_a_step_is_going_there(moments, changes, prepared):
-    """Ahead, back, to another round, or to the same again."""
+    """Jumps ahead, back, to another round, and to the same step again."""
     task, shared = prepared(**changes)
     batch_source = BatchSource(task, shared)
     for round, step in moments:

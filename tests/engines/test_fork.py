@@ -1,4 +1,4 @@
-"""Processes that are forked: they compute as spawned ones do, whatever the program has done before."""
+"""Forked processes compute as spawned ones do, whatever the program has done before."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_program_with_other_threads_does_not_fork():
 
 
 def test_a_daemonic_process_may_run_an_experiment(tmp_path):
-    """It may have no children, so it draws by itself."""
+    """A daemonic process cannot have children, so it draws the picture itself."""
     process = multiprocessing.get_context("spawn").Process(target=_run_in, args=(tmp_path / "run",), daemon=True)
     process.start()
     process.join()

@@ -1,4 +1,4 @@
-"""The operations of stacks: what takes the place of PyTorch's own under vmap, and what a merged batch refuses."""
+"""Operations of stacks: replacements for PyTorch's own under vmap, and what a merged batch refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inputs():
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
-    """Left as a product where it is used once."""
+    """A weight that is used only once has a deferred outer product as its gradient."""
 
     class Twice(torch.nn.Module):
         def __init__(self):
@@ -128,7 +128,7 @@ def test_an_index_out_of_range_does_not_read_another_row(word):
 
 
 def test_probes_do_not_import_the_compiler():
-    """Which takes more than a second, and makes a folder among the temporary files."""
+    """Importing the compiler takes more than a second and creates a temporary folder."""
     program = (
         "import sys, torch; from fedsim.engines.stacking.operations import DataDependenceCheck\n"
         "from fedsim.engines.auto import FlopCount\n"
@@ -143,7 +143,7 @@ def test_probes_do_not_import_the_compiler():
 
 
 def stacked(function, *tensors, factors=()):
-    """Under vmap with substitutes, as a StackedModule calls it."""
+    """Call `function` under vmap with substituted operations, as a StackedModule does."""
 
     def one(factors, *tensors):
         with VmapOverrides(factors) as substitutes:
@@ -196,8 +196,8 @@ OPERATIONS = {
 
 
 def has_weights_to_learn(name):
-    """Whether the operation has tensors besides its inputs, and PyTorch a derivative for these alone."""
-    return len(OPERATIONS[name][1]) > 1 and name != "group norm, channels_last"  # at which PyTorch 2.13 crashes
+    """Whether the operation takes weights and PyTorch can differentiate with respect to them alone."""
+    return len(OPERATIONS[name][1]) > 1 and name != "group norm, channels_last"  # where PyTorch 2.13 crashes
 
 
 @pytest.mark.parametrize(

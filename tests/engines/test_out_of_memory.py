@@ -1,4 +1,4 @@
-"""What is said where a device has no memory left; the device is made up, as is its error."""
+"""Messages for a device without free memory (the device and its error are simulated)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class TooLarge(nn.Module):
-    """Trains as if it were on a GPU that is full."""
+    """A model that raises the error of a full GPU in training."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,7 +62,8 @@ def test_the_command_runs_on_two_ranks_and_prints_once(launch, tmp_path):
 
 FAILING = (
     *("engine=distributed", "data=tests.components:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
-    *("model=tests.models:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
+    # two workers with 4 steps each: in round 2
+    *("model=tests.models:FailsInRank", "model.after=7", "distributed.timeout=5"),
 )
 
 
@@ -77,7 +78,7 @@ LINES = {
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param("kill", (), marks=pytest.mark.slow),  # of two ranks it is tested below
+        pytest.param("kill", (), marks=pytest.mark.slow),  # tested below with two ranks
         ("raise", ()),
         pytest.param("hang", (), marks=pytest.mark.slow),
         ("kill", IN_BACKWARD),
@@ -98,7 +99,7 @@ def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, wo
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank, tmp_path):
-    """Rank 0 keeps the store, by which ranks look after each other."""
+    """Rank 0 holds the store through which the ranks watch each other."""
     words = "engine=distributed", "data=tests.components:tiny", "rounds=100000", "workers=4", "distributed.timeout=3"
     processes = ranks_of(2, *words, "--out", "run", cwd=tmp_path)
     read_until(processes[0], "    3")
@@ -170,15 +171,16 @@ gc.collect()
 
 
 def test_a_rank_leaves_the_group_and_ends_its_threads_before_the_program_ends(tmp_path):
-    """One that returned from C++ after the end of the interpreter would abort the process."""
+    """A thread that returned from C++ after the interpreter has ended would abort the process."""
     codes, outs, errors = ended(start_ranks(2, "-c", LEAVING, cwd=tmp_path))
     assert (codes, errors) == ([0, 0], ["", ""])
     assert outs == ["False [] []\n"] * 2
 
 
 def test_joining_ends_in_time_or_by_a_signal(tmp_path):
-    """Other programs listen at the port of rank 0: they greet like it, and then PyTorch's own client waits without a
-    timeout for an answer. In the last case the others are missing.
+    """Impostors listen at rank 0's port and greet like it, after which PyTorch's client would wait without a timeout.
+
+    In the last case the other ranks are missing.
     """
     contacts, words = (
         queue.SimpleQueue(),
@@ -210,7 +212,7 @@ def ip(*words):
 
 @pytest.fixture
 def two_machines():
-    """Two network namespaces that a virtual link joins; the first one's address is 10.213.77.1."""
+    """Yield two network namespaces joined by a virtual link. The address of the first one is 10.213.77.1."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and the program `ip`")
     mark = uuid.uuid4().hex[:6]
@@ -247,7 +249,7 @@ def test_two_machines_run_the_two_machine_form_of_torchrun(two_machines, tmp_pat
     ]
     codes, outs, errors = ended(processes, 120)
     assert codes == [0, 0], errors
-    assert sorted(map(bool, outs)) == [False, True]  # one of them has rank 0, and speaks
+    assert sorted(map(bool, outs)) == [False, True]  # only the machine with rank 0 prints
     [folder] = tmp_path.glob("run*")
     (tmp_path / "tiny.toml").touch()
     alone = fedsim.run(fedsim.load_experiment(tmp_path / "tiny.toml", [*words, "engine=serial"]))

@@ -1,4 +1,4 @@
-"""What engines hold after a run: no memory of it, also without a cyclic garbage collection."""
+"""Engines hold no memory of a run after its end, even without the cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"
 
 @pytest.fixture
 def matrices(monkeypatch):
-    """Weak references to the matrices of rows that have been allocated, with the garbage collection off."""
+    """Yield weak references to all allocated row matrices, with the garbage collector switched off."""
     references, allocate = [], SharedState.allocate.__func__
 
     def noted(cls, *arguments, **options):

@@ -1,4 +1,4 @@
-"""Ranks that are started again continue from the newest checkpoint, with the state that workers keep."""
+"""Restarted ranks continue from the newest checkpoint, with the state of the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT = {
 
 
 def ranks(count, *words, cwd, start=start_ranks):
-    """A group of ranks, to its end: what all wrote to stdout and to stderr."""
+    """Run a group of ranks to its end and return their joint stdout and stderr."""
     (cwd / "tiny.toml").write_text('name = "tiny"\n')
     processes = start(count, str(ROOT / "run_experiment.py"), "tiny.toml", *words, "--resume", "run", cwd=cwd)
     codes, outs, errors = ended(processes, 150)
@@ -39,7 +39,7 @@ def ranks(count, *words, cwd, start=start_ranks):
 
 
 def alone(*words, cwd):
-    """The folder of the same experiment, run in this process."""
+    """Run the same experiment in this process and return its folder."""
     words = [word for word in words if not word.startswith("distributed.")]
     result = fedsim.run(fedsim.load_experiment(cwd / "tiny.toml", [*words, "engine=serial"]), out=cwd / "alone")
     return result.folder

@@ -1,4 +1,4 @@
-"""The ways to convolve a stack agree with one row after another."""
+"""All implementations of a stacked convolution agree with row-by-row convolutions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fedsim.engines.stacking.operations import WAYS, Options
 
 K, BATCH = 3, 4
-CASES = {  # convolution, channels, size, kernels, bias, options
+CASES = {  # (convolution, channels, size, kernels, bias, options)
     "plain": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options()),
     "no bias, same": (F.conv2d, 2, (6, 7), (4, 2, 3, 4), False, Options(padding="same", dilation=(1, 2))),
     "valid": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options(padding="valid")),
@@ -30,7 +30,7 @@ IMAGES = [case for case, (convolution, *_) in CASES.items() if convolution is F.
 
 
 def tensors(case, channels_last=False):
-    """Inputs, weights and, perhaps, biases of K rows."""
+    """Return the inputs, weights and (in some cases) biases of K rows."""
     _, channels, size, kernels, with_bias, _ = CASES[case]
     generator = torch.Generator().manual_seed(4)
     shapes = [(K * BATCH, channels, *size), (K, *kernels), (K, kernels[0])][: 3 if with_bias else 2]

@@ -11,15 +11,15 @@ from fedsim.engines.distributed.watchdog import Watchdog, ranks, wait_for_all
 
 
 def watch(store=None, steps=lambda: 7, timeout=3.0):
-    """The watchdog of rank 0 of 3, whose thread has not started: 20 exchanges with the store take a timeout."""
+    """Return the watchdog of rank 0 of 3 before its thread starts. It looks at the store 20 times per timeout."""
     return Watchdog(store or dist.HashStore(), "rank 0", 0, 3, steps, timeout)
 
 
 @pytest.mark.parametrize(
     ("waits", "pulses", "line"),
     [
-        (True, lambda look: (f"{look} {look} 0", f"{look} 0 1"), None),  # rank 1 works
-        (False, lambda look: (f"{look} 7 0", f"{look} 7 0"), None),  # nobody waits for a long step
+        (True, lambda look: (f"{look} {look} 0", f"{look} 0 1"), None),  # rank 1 makes progress
+        (False, lambda look: (f"{look} 7 0", f"{look} 7 0"), None),  # nobody waits for the long step
         (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; a step that takes longer"),
         (True, lambda look: (f"{look} {look} 0", "1 1 0"), "rank 2 gave no sign of life for 3 s (distributed.timeout)"),
     ],
@@ -82,7 +82,7 @@ def test_a_store_that_fails_ends_the_process(monkeypatch, capsys):
 
 
 def test_the_end_waits_for_a_call_to_a_slow_store():
-    """A thread that returned from it to an interpreter that has ended would abort the process."""
+    """A thread that returned from the store after the interpreter has ended would abort the process."""
     called, go_on = threading.Event(), threading.Event()
 
     class Slow(dist.HashStore):

@@ -1,4 +1,4 @@
-"""The tests of single workers' models on the workers' own test samples."""
+"""Tests of each worker's model on the worker's own test samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedsim.records.reader import Run
 
 @dataclass(frozen=True)
 class KeepsItsRow(SGD):
-    """SGD whose workers keep the last row that they trained, as their personal model."""
+    """SGD in which each worker keeps its last trained row as its personal model."""
 
     def worker_state(self, row):
         return {"last": row.clone()}
@@ -92,7 +92,7 @@ def test_they_are_those_of_plain_pytorch(tables, tmp_path):
 
 
 def fine_tuned(model, data, positions, worker):
-    """A copy of a model after two epochs of SGD, in the orders of the worker's round 1."""
+    """Return a copy of a model after two epochs of SGD, in the batch orders of the worker's round 1."""
     copy = deepcopy(model)
     optimizer, n = torch.optim.SGD(copy.parameters(), lr=0.05), len(positions)
     for epoch in range(2):
@@ -140,7 +140,7 @@ def test_the_personal_model_is_what_the_worker_keeps(tables):
     tables = {**tables, "rounds": 1, "cohort": 1}
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 5}
     metrics = fedsim.run(tables, workers=10, partition={"name": "classes_per_worker", "k": 1}).history[-1].metrics
-    # The one worker that has trained is good at its only label; the others have the first model.
+    # Only the trained worker is good at its single label; all others still have the initial model.
     assert metrics["personal_worker_accuracy_std"] > 0
     assert metrics["personal_worker_accuracy_mean"] >= metrics["global_worker_accuracy_mean"]
 
@@ -212,7 +212,7 @@ def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tabl
 def test_patience_counts_the_rounds_in_which_workers_are_tested(tables):
     stop = {"metric": "metrics.global_worker_accuracy_mean", "patience": 1, "mode": "max", "min_delta": 2.0}
     result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
-    assert len(result.history) == 4  # the first test is the best one, and the second does not improve on it
+    assert len(result.history) == 4  # the first test is the best one; the second does not improve on it
 
 
 def test_the_terminal_shows_them(tables, capsys):

@@ -1,4 +1,4 @@
-"""What workers keep between their rounds, and what the server is sent of it."""
+"""Worker state that persists between rounds, and the messages sent to the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTING = {"algorithm": "tests.components:Counting", "batch_size": 16}
 
 
 def states(workers=(), **rows):
-    """Worker states with these rows of the named tensors; other workers start with 7."""
+    """Return worker states in which `workers` have these rows of the named tensors, and all others start with 7."""
     made = WorkerStates({"x": torch.full((2,), 7.0)})
     if workers:
         made.save(workers, {name: torch.tensor(values) for name, values in rows.items()}, range(len(workers)))
@@ -31,7 +31,7 @@ def states(workers=(), **rows):
 
 
 def received(original):
-    """The object as another process gets it."""
+    """Return the worker states as another process receives them."""
     files = {name: SimpleNamespace(detach=partial(os.dup, file)) for name, file in original._files.items()}
     copy = WorkerStates.__new__(WorkerStates)
     copy.__setstate__({**original.__getstate__(), "_files": files})
@@ -39,14 +39,14 @@ def received(original):
 
 
 def test_a_process_loads_and_saves_its_own_members_only_and_the_server_s_own_row_begins_again():
-    """A worker has the initial state until it is saved."""
+    """A worker has the initial state until its state is saved."""
     rows, server = {"x": torch.zeros(4, 2)}, WorkItem(3, 10, 1)
     worker_states, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
     worker_states.load_cohort([9, 4, 5], mine, rows)
     assert rows["x"].tolist() == [[7, 7], [1, 2], [0, 0], [7, 7]]
-    assert len(worker_states) == 1  # which takes no memory
+    assert len(worker_states) == 1  # an unsaved worker takes no memory
     rows["x"][:] = torch.arange(8.0).view(4, 2)
-    worker_states.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 was excluded, and another process saves worker 5
+    worker_states.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 is excluded, worker 5 belongs to another process
     assert worker_states.workers == [4, 9, 5]
     assert worker_states.tensors()["rows.x"][[0, 2]].tolist() == [[1, 2], [0, 1]]
 
@@ -56,7 +56,7 @@ def test_processes_share_what_they_keep_in_memory_or_in_a_file(limit, tmp_path):
     ours = WorkerStates({"x": torch.zeros(2)}, limit, str(tmp_path)).share(workers=100)
     ours.save([3], {"x": torch.tensor([[1.0, 2.0]])}, [0])
     theirs = received(ours)
-    theirs.save(range(50), {"x": torch.full((50, 2), 5.0)}, range(50))  # it grows
+    theirs.save(range(50), {"x": torch.full((50, 2), 5.0)}, range(50))  # the file grows
     ours.add(range(50))
     assert ours.workers == theirs.workers == [3, *range(3), *range(4, 50)]
     assert torch.equal(ours.tensors()["rows.x"], torch.full((50, 2), 5.0))
@@ -119,7 +119,7 @@ def test_tensors_that_do_not_fit_are_refused(change):
 
 
 def run_rounds(tables):
-    """The records of a run, and the worker states and the server's state after it."""
+    """Run an experiment and return its records, the worker states and the server state."""
     experiment = fedsim.Experiment(**tables)
     with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
         loop = SynchronousLoop(task, engine)
@@ -166,7 +166,7 @@ BUFFERS = {"model": "tests.lethal:MortalNormalised", "buffers": "local", "local"
     "changes", [{"local": COUNTING}, pytest.param(BUFFERS, marks=pytest.mark.slow)], ids=["", "buffers"]
 )
 def test_a_lost_process_leaves_no_trace_in_what_workers_keep(changes, tmp_path, tiny_experiment):
-    """A repeated round begins with the state before it."""
+    """A repeated round starts with the state from before that round."""
     model = {"name": changes.get("model", "tests.lethal:Mortal"), "folder": str(tmp_path)}
     tables = {**tiny_experiment, **changes, "model": model, "rounds": 3}
     spawn = {**tables, "engine": "spawn", "processes": 2}

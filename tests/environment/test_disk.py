@@ -22,13 +22,13 @@ NO_CURVE = ["records.curve=false"]
 NO_MODEL = ["records.model=false", *NO_CURVE]
 
 
-FULL = {  # the size of the disk, and the command, which writes to the folder named so
+FULL = {  # size of the disk, and a command that writes to a folder of this name
     "metrics": ("28k", ["run", *QUICK, *NO_MODEL, "rounds=200", "--out"]),
     "model": ("24k", ["run", *QUICK, "rounds=100000", "--out"]),
     "curve": ("52k", ["run", *QUICK, "rounds=2", "--out"]),
     "comparison": ("60k", ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out"]),
 }
-READ_ONLY = {  # commands, and how their error begins
+READ_ONLY = {  # commands, and the beginnings of their errors
     ("run", *QUICK, "rounds=2", "--out", "new"): "new: cannot be a run folder: ",
     ("run", *QUICK, "rounds=2", "--out", "empty"): "empty/experiment.toml: cannot be written: ",
     (
@@ -46,7 +46,7 @@ WRITTEN_LAST = {"metrics": "metrics.jsonl", "curve": "curve.png", "report": "rep
 
 @pytest.fixture(scope="module")
 def confined(tmp_path_factory):
-    """A folder with what full disks hold in the end, and the outcomes by what was confined."""
+    """Return a folder with the files on full disks, and the outcomes by name of the full or read-only disk."""
     folder = tmp_path_factory.mktemp("confined")
     place, made = folder / "place", folder / "made"
     tables = {"engine": "serial", "model": "logistic", "data": "tests.components:tiny", "rounds": 2}
@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
     assert list((copies / "model").iterdir()) == [], "what never began leaves nothing"
     assert (copies / "curve" / "x" / "model.safetensors").is_file(), "the model comes before its picture"
     text = (copies / "metrics" / "x" / "metrics.jsonl").read_text()
-    rounds = [json.loads(line)["round"] for line in text.splitlines()]  # every line is whole
+    rounds = [json.loads(line)["round"] for line in text.splitlines()]  # fails unless every line is complete
     assert rounds == list(range(1, len(rounds) + 1)), "what was recorded before is there"
     assert 1 < len(rounds) < 200
     assert text.endswith("\n")

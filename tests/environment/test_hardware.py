@@ -12,7 +12,7 @@ from fedsim.system import devices
 
 @pytest.fixture
 def one_core():
-    """This process, and those that it starts, may use one core."""
+    """Restrict this process, and the processes that it starts, to one core."""
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system does not say which cores a process may use")
     cores = os.sched_getaffinity(0)

@@ -19,7 +19,7 @@ SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false",
 
 
 def run(*words, before=(), cwd, **most):
-    """`fedsim *words` under limits, such as RLIMIT_NOFILE=(soft, hard)."""
+    """Run `fedsim *words` under resource limits, such as RLIMIT_NOFILE=(soft, hard)."""
 
     def limit():
         for name, pair in most.items():
@@ -109,5 +109,5 @@ def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
 def test_a_file_beside_the_package_is_of_the_user(file, is_of_user):
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile("1 / 0", str(file), "exec"))
-    caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without the frame of this test
+    caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this test's own frame
     assert bool(limits.frames_of_user(caught.value)) == is_of_user

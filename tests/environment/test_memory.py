@@ -1,4 +1,4 @@
-"""Main memory: its need is checked before the first round, and an out-of-memory error is one line."""
+"""Main memory: the need is checked before the first round, and an out-of-memory error takes one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedsim import ExperimentError, WorkerError
 from fedsim.runs import checks
 from fedsim.system.limits import format_failure
 
-ROW = 4 * 7_850  # bytes of the model "logistic"
+ROW = 4 * 7_850  # bytes of a row of the model "logistic"
 SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "engine": "serial", "rounds": 1}
 
 

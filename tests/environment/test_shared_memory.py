@@ -20,7 +20,7 @@ needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reas
 @pytest.mark.slow
 @needs_files_in_memory
 def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
-    """/dev/shm has 4 kB, and can only be read; results are those of a run that shares nothing."""
+    """/dev/shm has 4 kB and is read-only. The results equal those of a run that shares nothing."""
     words = [*QUICK, "rounds=2", "records.curve=false"]
     commands = [
         ["run", *words, "--out", "one"],
@@ -59,7 +59,7 @@ def test_what_is_shared_keeps_its_values_views_and_order(tmp_path):
 
 @needs_files_in_memory
 def test_all_that_is_shared_together_takes_one_file():
-    gc.collect()  # the files of earlier tests
+    gc.collect()  # closes the files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     tensors = [torch.zeros(10) for _ in range(30)]
     share(tensors)

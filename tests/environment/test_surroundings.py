@@ -19,7 +19,7 @@ NO_PICTURES = ["records.curve=false", "records.model=false"]
 
 @pytest.mark.slow
 def test_odd_surroundings_change_nothing(tmp_path):
-    """All at once: no home, an empty PATH, no such TMPDIR, ASCII alone, and a terminal without columns."""
+    """No home folder, an empty PATH, a missing TMPDIR, an ASCII locale and a terminal without columns."""
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     programs = {
         "bare": start_python(
@@ -71,7 +71,7 @@ def test_a_user_without_a_home_folder_can_load_data(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["does/not/exist", "x" * 120])
 def test_processes_need_no_temporary_folder(folder, tmp_path):
-    if len(folder) > 100:  # too long for the name of a socket
+    if len(folder) > 100:  # too long for a socket name
         (tmp_path / folder).mkdir()
     words = "engine=spawn", "processes=1", "data=tests.components:tiny", "model=logistic", "rounds=1", "--out", "run"
     process = start_python("-m", "fedsim", "run", *words, cwd=tmp_path, TMPDIR=str(tmp_path / folder))

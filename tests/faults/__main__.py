@@ -35,10 +35,10 @@ def main(words: list[str] | None = None) -> int:
     root = Path(tempfile.mkdtemp(prefix="fedsim-faults-"))
     scratch = root / "temporary"
     scratch.mkdir()
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # also of the programs
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # used by the programs too
     numbers = [options.only] if options.only is not None else range(options.injections)
     counts, failures, deadline = Counter(), Counter(), time.monotonic() + 60 * options.minutes
-    from tests.faults.injections import KINDS  # after the choice of the folder for temporary files
+    from tests.faults.injections import KINDS  # imported after the folder for temporary files is chosen
     from tests.faults.ways import WAYS, Wholes
     from tests.forking import fork_workers
 
@@ -64,12 +64,12 @@ def main(words: list[str] | None = None) -> int:
     if not failures.total():
         Finalize(
             None, shutil.rmtree, [root], exitpriority=-200
-        )  # after those of multiprocessing, which has files there
+        )  # runs after the clean-up of multiprocessing, which has files there
     return int(failures.total() > 0)
 
 
 def failure_of(kind, way, wholes, rng, folder, scratch) -> str | None:
-    """Why an injection fails; its folder stays then."""
+    """Return why an injection failed, keeping its folder, or None."""
     from tests.faults.ways import FaultError, Trial
     from tests.leftovers import left_behind, segments
 
@@ -79,7 +79,8 @@ def failure_of(kind, way, wholes, rng, folder, scratch) -> str | None:
         kind(trial, wholes, rng)
         if left := left_behind(memory):
             raise FaultError(f"shared memory is left: {left}")
-        left = {name for name in set(os.listdir(scratch)) - files if not name.startswith("torchelastic_")}  # torchrun's
+        # files of torchrun
+        left = {name for name in set(os.listdir(scratch)) - files if not name.startswith("torchelastic_")}
         if left:
             raise FaultError(f"temporary files are left: {left}")
     except FaultError as fault:

@@ -1,4 +1,4 @@
-"""Only regular files inside of a folder are read; nothing is written outside."""
+"""Only regular files inside a folder are read, and nothing is written outside it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ READERS = {
 
 
 def in_time(function, *arguments):
-    """The exception of a function that must end soon; a pipe without a writer would block it."""
+    """Return the exception of a function that must end soon, where a pipe without a writer would block it."""
     raised = []
 
     def work():
@@ -139,13 +139,13 @@ def test_a_report_shows_no_run_outside_of_the_comparison(tmp_path):
             read_records(plan)
     held["runs"][0]["folder"] = held["runs"][1]["folder"]
     (plan / "comparison.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match="folder = .*: is another run's"):  # a million runs in one folder's space
+    with pytest.raises(RecordError, match="folder = .*: is another run's"):  # a million runs in the space of one folder
         read_records(plan)
 
 
 @pytest.fixture
 def compared(tmp_path):
-    """A comparison of two runs that have not started, and its folder."""
+    """Return a comparison of two runs that have not started, and its folder."""
     plan = plan_comparison({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
     with ComparisonFolder(tmp_path / "comparison", plan):
         pass
@@ -214,11 +214,11 @@ def test_a_file_is_read_if_it_lies_where_it_should_and_is_no_larger(tmp_path):
 
 
 def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
-    """Messages between processes of one run (pipes, ranks) are not files."""
+    """Messages between the processes of a run (pipes, ranks) are not files."""
     suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
     between_processes = {("system", "messages.py"), ("core", "objects.py"), ("engines", "group.py")}
     between_processes |= {("engines", "distributed", "process_group.py")}
-    of_the_package = "with np.load(MNIST5K_FILE) as file:"  # without pickles, as by default
+    of_the_package = "with np.load(MNIST5K_FILE) as file:"  # does not unpickle, by default
     suspects = [
         (path.relative_to(PACKAGE).parts, line.strip())
         for path in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""Work that would fill the memory or take very long is refused before it begins, in a line that names the sizes."""
+"""Work that would fill the memory or take very long is refused in advance, with a line that states the sizes."""
 
 from __future__ import annotations
 

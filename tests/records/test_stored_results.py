@@ -1,4 +1,4 @@
-"""Results as data: frames of pandas, and results, models and comparisons that are read from folders."""
+"""Results as data: pandas frames, and results, models and comparisons that are loaded from folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARISON = {"aggregate.rule": ["mean", ["nnm", "median"]], "seed": [0, 1]}
 
 
 def normalised():
-    """A model with buffers."""
+    """Return a model with buffers."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10))
 
 
@@ -30,7 +30,7 @@ def run_folder(tiny_experiment, tmp_path):
 
 
 def load_run(folder):
-    """The data of these runs has an import path."""
+    """Load a run whose data set is named by an import path."""
     return fedsim.load_run(folder, allow_imports=True)
 
 

@@ -1,4 +1,4 @@
-"""A number that a component records in a round reaches all outputs."""
+"""A number that a component records in a round appears in all outputs."""
 
 from __future__ import annotations
 

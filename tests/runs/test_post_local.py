@@ -28,7 +28,7 @@ BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 
 @dataclass(frozen=True)
 class Returning(ServerStep):
-    """A server optimizer that remembers where it started, and how often it stepped."""
+    """A server optimizer that remembers its initial row and its number of steps."""
 
     def start(self, rows):
         return {"start": rows.clone(), "steps": torch.zeros_like(rows)}
@@ -56,13 +56,13 @@ CASES = {
 
 
 def world(engine):
-    """What one round leaves to the next."""
+    """Return the state that a round passes on to the next one."""
     shared = engine.shared
     return [tensor.clone() for tensor in (shared.server.row, shared.server.buffers)], engine.backend.states.tensors()
 
 
 def worlds(tables, session):
-    """After each round of a run."""
+    """Return the state after each round of a run."""
     with prepare(fedsim.Experiment(**tables), session) as (task, engine):
         loop, after = SynchronousLoop(task, engine), []
         for round in range(1, task.experiment.rounds + 1):
@@ -72,7 +72,7 @@ def worlds(tables, session):
 
 
 def continued(tables, start, session):
-    """After each round behind the switch of a run with sync = "parameters" that starts from a world as it was there."""
+    """Return the states after each round since the switch, for a sync = "parameters" run that starts from `start`."""
     experiment, after = fedsim.Experiment(**tables), []
     with prepare(experiment, session) as (task, engine):
         shared = engine.shared
@@ -83,7 +83,7 @@ def continued(tables, start, session):
         for name, value in task.experiment.server.component.start(shared.server.row).items():
             shared.server.states["parameters"][name].copy_(value)
         loop = SynchronousLoop(task, engine)
-        loop.resume(loop.state())  # so that all processes know which workers have state
+        loop.resume(loop.state())  # tells all processes which workers have state
         for round in range(SWITCH + 1, ROUNDS + 1):
             loop.run_round(round)
             after.append(world(engine))

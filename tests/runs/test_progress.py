@@ -55,7 +55,7 @@ def test_the_mean_staleness_is_over_applied_results():
 
 @pytest.mark.parametrize("change", [{}, {"sync": "gradients"}, {"policy": "asgd"}], ids=["models", "gradients", "asgd"])
 def test_equivalent_policies_have_equal_progress(tiny_experiment, change):
-    """With one worker there is nothing to wait for: one update and one trip for each piece of work."""
+    """With one worker nobody waits: each work item is one arrival and one update."""
     tables = {**tiny_experiment, "workers": 1, "mode": "clock", **change}
     result = fedsim.run(tables)
     steps = 1 if change == {} else math.ceil(203 / 16)
@@ -75,7 +75,7 @@ def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
     tables = {**tiny_experiment, "rounds": 3, "sync": "post_local", "gradient_rounds": 2}
     result = fedsim.run({**tables, "local": {"batch_size": 16, "lr": 0.05}})
     assert [record["cohort"] for record in result.history] == [[0, 1, 2]] * 3
-    steps = math.ceil(68 / 16)  # of 203 samples, two workers have 68 and one 67
+    steps = math.ceil(68 / 16)  # of the 203 samples, two workers have 68 and one has 67
     points = progress_of(result.history, result.experiment.resolved())
     assert [progress.updates for progress in points] == [steps, 2 * steps, 2 * steps + 1]
     assert [progress.arrivals for progress in points] == [3 * steps, 6 * steps, 6 * steps + 3]

@@ -22,7 +22,7 @@ def spawned(tiny_experiment):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The names of the data sets that are loaded, as they are."""
+    """Return a list that collects the names of the loaded data sets."""
     names = []
     load = session.load_dataset
 
@@ -39,7 +39,7 @@ def processes():
 
 
 def shared_bytes():
-    """Bytes of shared memory that this process and its children have mapped."""
+    """Return how many bytes of shared memory this process and its children have mapped."""
     gc.collect()
     total = 0
     for pid in ("self", *processes()):

@@ -37,7 +37,7 @@ def shards():
 
 
 def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
-    """Every round: copy, train each worker with torch.optim.SGD, average weighted by samples."""
+    """In each round: copy the model, train each worker with torch.optim.SGD, average weighted by sample counts."""
     result = fedsim.run({**tiny_experiment, "precision": "float64"})
     model = start_of(small_two_nn)
     layout = Layout.of(model)
@@ -55,7 +55,7 @@ def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
 
 
 def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
-    """With momentum and weight decay; shards are uneven, so some workers finish an epoch before others."""
+    """With momentum and weight decay. Shards are uneven, so some workers finish an epoch early."""
     local = {"batch_size": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
     tables = {**tiny_experiment, "precision": "float64", "partition": "tests.components:uneven", "local": local}
     result = fedsim.run({**tables, "sync": "gradients"})
@@ -109,7 +109,7 @@ def test_the_model_is_the_global_row_on_the_cpu_in_evaluation_mode(tiny_experime
 
 
 def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
-    """With learning rate 0 it is the loss of the initial model on all training samples."""
+    """With learning rate 0 it equals the loss of the initial model on all training samples."""
     local = {"lr": 0.0, "batch_size": 16}
     for sync in ("parameters", "gradients"):
         tables = {**tiny_experiment, "local": local, "rounds": 1, "sync": sync, "partition": "tests.components:uneven"}

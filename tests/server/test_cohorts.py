@@ -1,4 +1,4 @@
-"""Cohort strategies: which workers they draw and how often, and the weights by inverse probability."""
+"""Cohort strategies: which workers they draw and how often, and weights by inverse probability."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def frequencies(draw, n_workers):
 
 
 def assert_probabilities(observed, expected):
-    """Frequencies are within five standard deviations of the probabilities."""
+    """Check that frequencies are within five standard deviations of their probabilities."""
     expected = np.asarray(expected)
     assert (np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
 
@@ -130,7 +130,7 @@ def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
     totals = np.zeros((ROUNDS, 6))
     for round in range(ROUNDS):
         for worker, weight in draw(round + 1).weights.items():
-            totals[round, worker] = weight * (1 - dropout)  # drops out independently of all else
+            totals[round, worker] = weight * (1 - dropout)  # a worker drops out independently of everything else
     share = np.array(SIZES) / 60
     assert (np.abs(totals.mean(0) - share) <= 5 * totals.std(0) / np.sqrt(ROUNDS) + 1e-9).all()
 

@@ -39,7 +39,7 @@ def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tm
     ("cores", "memory", "cohort", "threads", "processes"),
     [
         *((6, 1e12, 4, 1, 4), (6, 1e12, 100, 1, 6), (6, 1e12, 100, 2, 3), (6, 1e12, 100, 16, 1)),
-        *((64, 8e9, 100, 1, 10), (64, float("inf"), 100, 1, 64)),  # memory may be unknown, as on macOS
+        *((64, 8e9, 100, 1, 10), (64, float("inf"), 100, 1, 64)),  # unknown memory, as on macOS
     ],
 )
 def test_processes_by_default_never_exceed_the_cohort_the_cores_or_the_memory(

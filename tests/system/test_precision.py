@@ -70,7 +70,7 @@ def test_a_model_that_has_an_operation_without_that_type_is_refused_in_one_line(
 
 
 class Copying(nn.Module):
-    """Writes what autocast has cast into a tensor that it has not."""
+    """A model that writes a tensor which autocast has cast into one which it has not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_the_record_says_what_was_in_force(precision, tiny_experiment, tmp_path)
 
 
 def autocast_run(tables):
-    """The experiment `tiny_experiment` with one worker: autocast and SGD with momentum, in plain PyTorch."""
+    """Return the row of `tiny_experiment` with one worker: autocast and SGD with momentum in plain PyTorch."""
     train, _ = tiny(None)
     inputs, targets = train.to(CPU, torch.float32).gather(torch.arange(len(train)))
     shard = fedsim.dataset_split(train, 1, "iid", seed=0)[0].indices
