@@ -1,4 +1,4 @@
-"""A small picture of what a component does, drawn when the site is built."""
+"""Small pictures of what components do, drawn when the site is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import fedsim
 from fedsim.clients.lr_schedules import LRSchedule
 from fedsim.core.registry import Registration
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#808080"  # of Okabe and Ito; readable on black and white
+# colours of Okabe and Ito, distinguishable in black and white
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#808080"
 STYLE = {
     "svg.hashsalt": "fedsim",
     "font.size": 8,
@@ -27,7 +28,7 @@ HONEST, BYZANTINE, WORKERS, ROUNDS = 16, 3, 10, 50
 
 
 def draw(kind: str, registration: Registration) -> bytes | None:
-    """An SVG; None for a kind or a component without a picture."""
+    """Return the picture of a component as SVG, or None if there is no picture for its kind or for itself."""
     function = DRAWN.get(kind)
     if function is None:
         return None
@@ -41,14 +42,14 @@ def draw(kind: str, registration: Registration) -> bytes | None:
 
 
 def _parameters(registration: Registration) -> dict[str, Any]:
-    """Parameters that show what a component does: those without a default, and some others."""
+    """Return parameters that show what a component does: all without a default, and a few others."""
     fields = registration.parameters.model_fields
     examples = {name: EXAMPLES[name] for name in fields if name in EXAMPLES}
     return {name: field.examples[0] for name, field in fields.items() if field.examples} | examples
 
 
 def _cloud() -> torch.Tensor:
-    """Honest rows [n, 2] around (1, 0.5)."""
+    """Return honest rows [n, 2] around (1, 0.5)."""
     return fedsim.Draws.of(0, "honest").normal(HONEST, 2).double() * 0.35 + torch.tensor([1.0, 0.5])
 
 
@@ -109,7 +110,7 @@ def _slowdown(registration: Registration, axes: Any, parameters: dict[str, Any])
 
 def _noise(registration: Registration, axes: Any, parameters: dict[str, Any]) -> bool:
     inputs = {"rng": np.random.default_rng(0), "size": 60, "worker": 0, "start": 0, "n_workers": 4}
-    if "path" in registration.parameters.model_fields:  # the factors are in a file
+    if "path" in registration.parameters.model_fields:  # its factors are read from a file
         return False
     axes.plot(
         registration.target(**registration.select_inputs(**inputs), **parameters),

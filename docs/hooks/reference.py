@@ -1,4 +1,4 @@
-"""The pages of the reference, written from the code when the site is built."""
+"""The pages of the reference, which are generated from the code when the site is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedsim.errors import show
 from fedsim.records import record
 from fedsim.records.history import FILES
 
-KINDS = {  # the title of the page of each kind of component
+KINDS = {  # page title of each kind of component
     "rules": "Aggregation rules",
     "pre-aggregators": "Pre-aggregators",
     "attacks": "Attacks",
@@ -44,7 +44,7 @@ KINDS = {  # the title of the page of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
-PYTHON = {  # the sections of the page of the Python API, and their names
+PYTHON = {  # section titles of the Python API page, and their names
     "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
     "Compare": "compare Comparison load_comparison plot",
     "Aggregate and attack": "aggregate pre_aggregate attack",
@@ -58,7 +58,7 @@ PYTHON = {  # the sections of the page of the Python API, and their names
 
 
 def component_page(kind: str, pictures: dict[str, str]) -> str:
-    """The page of a kind of component. `pictures` has the address of the picture of each component that has one."""
+    """Return the page of a kind of component. `pictures` maps components to the addresses of their pictures."""
 
     keys = " or ".join(f"`{key}`" if "," not in key else key for key in COMPONENTS[kind][0].split(", "))
     components = list(registry_of(kind))
@@ -176,7 +176,7 @@ def _api_section(path: str, target: Any) -> Iterator[str]:
 
 
 def _signature(name: str, target: Any) -> str:
-    """`name(parameter: type = default, ...) -> type`, on several lines if it is long."""
+    """Return `name(parameter: type = default, ...) -> type`, on several lines if it is long."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
@@ -220,7 +220,7 @@ def index_page() -> str:
 
 
 def pictures_of(kind: str) -> dict[str, Path]:
-    """The pictures of the components of a kind, drawn once for each version of the code."""
+    """Return the pictures of the components of a kind, drawn once per version of the code."""
 
     folder = CACHE / f"pictures-{code_digest()}" / kind
     if not folder.is_dir():
@@ -234,7 +234,7 @@ def pictures_of(kind: str) -> dict[str, Path]:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """mkdocs: add the pages, and the pictures unless blocks are not run."""
+    """mkdocs hook: add the pages and, unless blocks are not run, the pictures."""
     from mkdocs.structure.files import File
 
     pages = {"index": index_page, "experiment": experiment_page, "command-line": command_page}
@@ -250,5 +250,5 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_config(config: Any) -> None:
-    """mkdocs: build again when the code changes, under `mkdocs serve`."""
+    """mkdocs hook: rebuild when the code changes, under `mkdocs serve`."""
     config.watch.append(str(ROOT / "fedsim"))

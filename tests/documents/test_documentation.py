@@ -115,7 +115,7 @@ def test_blocks_run_in_order_in_one_namespace_and_folder(tmp_path):
         ("\n\n```python\n1 / 0\n```\n", "line 3:(.|\n)*ZeroDivisionError"),
         ("```bash\nfedsim list no_such_rule\n```\n", "line 1:(.|\n)*no_such_rule"),
         ("```bash\nfalse\necho no error\n```\n", "line 1:(.|\n)*exit status 1"),
-        ('```python picture="a.png"\n```\n', "line 1: made no picture a.png"),
+        ('```python picture="a.png"\n```\n', "line 1: the block created no picture a.png"),
     ],
 )
 def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):

@@ -1,11 +1,11 @@
 """Inject random faults into runs: kills, stops, signals, suspensions, foreign files.
 
-    python -m tests.faults --minutes 60            # a line for each injection, a table at the end
-    python -m tests.faults --seed 3 --only 17      # injection 17 of seed 3 again
+    python -m tests.faults --minutes 60            # one line per injection, then a table
+    python -m tests.faults --seed 3 --only 17      # repeat injection 17 of seed 3
 
-What injection i does is a function of (seed, i); at what instant of the run it hits depends on the machine. Exit code 1
-if an injection fails: if a run does not end in bounded time, prints a traceback, leaves processes, shared memory or
-temporary files behind, or if a resumed run has other bits than one without faults.
+Injection i depends only on (seed, i), but the moment at which it hits a run depends on the machine. The exit code is 1
+if an injection fails. An injection fails if a run does not end in bounded time, prints a traceback, or leaves
+processes, shared memory or temporary files behind, or if a resumed run is not bit-identical to one without faults.
 """
 
 from __future__ import annotations
