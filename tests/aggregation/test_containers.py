@@ -104,7 +104,7 @@ def test_tied_weights_count_once_and_stay_tied(models):
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
-def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
+def test_a_dict_of_stacked_tensors_equals_that_of_its_updates(models, kind):
     states = [model.state_dict() for model in models]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     if kind is np.ndarray:

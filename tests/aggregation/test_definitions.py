@@ -75,7 +75,7 @@ def test_every_rule_has_a_reference():
     "shape", [(11, 5), (12, 1), (15, 300), pytest.param((20, 700), marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_is_its_definition(name, shape):
+def test_a_rule_matches_its_definition(name, shape):
     for make in (normal, outliers, repeated, integers, offset):
         if name == "foolsgold" and (shape[1] == 1 or make is offset):
             continue  # all cosines are 1 up to rounding, so all weights are zero and the definition divides by zero
@@ -151,14 +151,14 @@ def test_caf_does_not_depend_on_the_order_of_rows():
     assert torch.allclose(first, flipped, rtol=0, atol=1e-12)
 
 
-def test_fltrust_is_its_definition():
+def test_fltrust_matches_its_definition():
     x, root = normal(8, 10), normal(1, 10)[0]
     ours = fedsim.aggregate(torch.from_numpy(x), rule="fltrust", root=torch.from_numpy(root)).numpy()
     assert np.allclose(ours, reference.fltrust(x, root), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("q", "lr", "scale"), [(0.5, 0.1, 1), (1.0, 0.01, 1), (3.0, 1.0, 1), (1.0, 0.1, 1e-8)])
-def test_qfedavg_is_its_definition_for_small_losses_too(q, lr, scale):
+def test_qfedavg_matches_its_definition_for_small_losses_too(q, lr, scale):
     x, losses = normal(5, 7), np.array([0.5, 1.0, 2.0, 0.1, 0.7]) * scale
     ours = fedsim.aggregate(torch.from_numpy(x), rule="qfedavg", q=q, lr=lr, losses=torch.from_numpy(losses))
     expected = reference.qfedavg(x, losses, q, lr)
@@ -265,7 +265,7 @@ def test_too_large_a_search_is_refused(rule, n, f, subsets):
 
 
 @pytest.mark.parametrize("name", ["nnm", "arc", "norm_clipping"])
-def test_a_pre_aggregator_is_its_definition(name):
+def test_a_pre_aggregator_matches_its_definition(name):
     x = outliers(11, 40)
     params = {"c": 2.0} if name == "norm_clipping" else {"f": 3}
     expected = reference.clipped(x, 2.0) if name == "norm_clipping" else getattr(reference, f"{name}_rows")(x, 3)

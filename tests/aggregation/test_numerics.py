@@ -86,7 +86,7 @@ def test_bad_rows_finds_nan_and_infinity():
 
 @pytest.mark.parametrize("d", [1, 256, 700])
 @pytest.mark.parametrize("n", [1, 2, STRIP - 1, STRIP, STRIP + 1, 2 * STRIP + 5])
-def test_products_and_distances_are_those_of_all_pairs(n, d):
+def test_products_and_distances_equal_those_of_all_pairs(n, d):
     x = np.random.default_rng(n + d).standard_normal((n, d))
     gram = Gram(torch.from_numpy(x.copy()))
     products = np.array([[np.dot(a, b) for b in x] for a in x])
@@ -132,7 +132,7 @@ def test_a_cancelled_distance_is_recomputed():
     assert torch.equal(squares[:3, :3], torch.zeros(3, 3, dtype=torch.double))
 
 
-def test_offsets_and_distances_to_a_point_are_those_of_the_rows_and_of_their_mixtures():
+def test_offsets_and_distances_to_a_point_equal_those_of_the_rows_and_of_their_mixtures():
     x = torch.randn(6, 50, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 3
     matrix = torch.rand(4, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     for gram, rows in ((Gram(x), x), (Gram(x).mixed(matrix), matrix @ x)):
@@ -213,7 +213,7 @@ def shares(seed):
 
 @pytest.mark.filterwarnings("ignore:Binning data failed")
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(25, 400, 25))])
-def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
+def test_bandwidth_and_labels_equal_those_of_scikit_learn(first):
     several = 0
     for seed in range(first, first + 25):
         points = shares(seed)

@@ -125,7 +125,7 @@ def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
         for shift, precision in enumerate(("float32", "float64"))
     ],
 )
-def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precision, servers):
+def test_one_worker_and_neutral_settings_equal_plain_sgd_bit_for_bit(name, precision, servers):
     assert name in NEUTRAL, f"{name}: say in NEUTRAL under which settings it is plain SGD with one worker"
     registration = policy.get(name)
     chosen = registration.bind(registration.check(NEUTRAL[name]))
@@ -163,7 +163,7 @@ def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precisio
     ids=["one block of columns", "three blocks"],
 )
 @pytest.mark.parametrize("chosen", [{"name": "ssp", "s": 0}, {"name": "k_sync", "k": 5}], ids=["ssp", "k_sync"])
-def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, model, precision):
+def test_ssp_0_and_k_sync_of_all_equal_the_synchronous_run_bit_for_bit(chosen, model, precision):
     """The virtual times are equal, too."""
     changes = {
         "workers": 5,
@@ -328,7 +328,7 @@ def test_workers_of_a_large_population_are_drawn_on_demand():
 # Buffers
 
 
-def test_averaged_buffers_are_those_of_the_synchronous_run():
+def test_averaged_buffers_equal_those_of_the_synchronous_run():
     changes = {"workers": 3, "rounds": 1, "model": f"{__name__}:normalised", "precision": "float64", "clock": JITTER}
     together = run(sync="gradients", aggregate="mean", **changes)
     apart = run({"name": "ssp", "s": 0}, **changes)

@@ -170,7 +170,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("name", "model", "buffers"), ALONE)
-def test_one_worker_alone_has_the_bits_of_the_clock(session_of_one, name, model, buffers):
+def test_one_worker_alone_is_bit_identical_to_the_clock(session_of_one, name, model, buffers):
     """Policies without server locks are bit-identical to the clock; the clock replays the races of all others."""
     tables = {"workers": 1, "model": model, "buffers": buffers, "policy": name, "rounds": 2}
     tables = {**tables, "data": "tests.components:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}

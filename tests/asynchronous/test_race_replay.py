@@ -46,7 +46,7 @@ def again(log, on_start=None, **changes):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
+def test_the_clock_repeats_a_race_bit_for_bit(session, tmp_path, name):
     policy = {"name": name, **POLICIES[name]}
     raced = race(session, tmp_path / "run", policy)
     replayed = again(tmp_path / "run", policy=policy)

@@ -60,7 +60,7 @@ def module(*, sparse=False):
     )
 
 
-def test_a_sparse_step_has_the_bits_of_a_dense_step_and_writes_no_unused_row():
+def test_a_sparse_step_is_bit_identical_to_a_dense_step_and_writes_no_unused_row():
     made = module()
     d = Layout.of(made).d
     tables = tables_of(made, SGD(lr=0.1))

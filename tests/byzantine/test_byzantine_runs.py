@@ -233,7 +233,7 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
     ],
 )
-def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):
+def test_a_wrong_attack_or_rule_gives_a_one_line_error(change, message, tables):
     with pytest.raises(ExperimentError, match=message):
         fedsim.Experiment(**{**tables, **change})
 

@@ -84,6 +84,6 @@ def test_a_callback_sees_the_current_model(tiny_experiment):
     assert losses[0][0] != losses[1][0]
 
 
-def test_a_reason_that_is_no_text_is_an_error(tiny_experiment):
+def test_a_reason_that_is_not_text_is_an_error(tiny_experiment):
     with pytest.raises(ExperimentError, match=r"^callbacks: Noting.on_round returned 1; return a text to end the run"):
         fedsim.run(tiny_experiment, callbacks=[Noting(ends=1, reason=1)])

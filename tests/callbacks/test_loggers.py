@@ -46,7 +46,7 @@ def logging(tables, *loggers, **changes):
     return {**tables, "records.loggers": list(loggers), "checkpoint.every": 1, **changes}
 
 
-def test_a_logger_is_told_of_the_run_and_of_each_round(tiny_experiment, tmp_path):
+def test_a_logger_receives_the_run_and_each_round(tiny_experiment, tmp_path):
     result = fedsim.run(logging(tiny_experiment, noted), tmp_path / "run")
     run, *rounds, last = CALLS
     assert (run.name, run.group, run.folder) == ("run", result.experiment.name, tmp_path / "run")
@@ -78,7 +78,7 @@ def test_a_logger_has_parameters_and_needs_no_folder(tiny_experiment):
         fedsim.Experiment(**{"records": {"loggers": [{"name": noted, "fails": 1}]}})
 
 
-def test_two_loggers_of_one_name_are_both_told(tiny_experiment):
+def test_two_loggers_of_one_name_both_receive_the_rounds(tiny_experiment):
     name = "tests.callbacks.test_loggers:noted"
     fedsim.run(logging(tiny_experiment, name, {"name": name, "fails_in": 7}))
     assert [type(each) for each in CALLS[:2]] == [LoggedRun, LoggedRun]

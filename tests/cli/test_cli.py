@@ -192,7 +192,7 @@ def test_list_searches_names_and_documentation(cli):
 
 
 @pytest.mark.parametrize("words", [["--search", "xyzxyz"], ["krum", "--search", "mean"], ["absent.py"], ["broken.py"]])
-def test_a_list_that_has_nothing_to_show_is_one_line(cli, tmp_path, words):
+def test_a_list_that_has_nothing_to_show_gives_a_one_line_error(cli, tmp_path, words):
     (tmp_path / "broken.py").write_text("def (:\n")
     done = cli("list", *words)
     assert (done.exit_code in (1, 2), done.stdout, done.stderr.count("\n")) == (True, "", 1)
@@ -240,7 +240,7 @@ def test_ctrl_c_during_imports_prints_one_word(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["run", *QUICK], ["--version"]], ids=" ".join)
-def test_a_stdout_that_cannot_be_written_is_one_line(words, tmp_path):
+def test_a_stdout_that_cannot_be_written_gives_a_one_line_error(words, tmp_path):
     with Path("/dev/full").open("w") as full:
         process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
     _, error = process.communicate(timeout=60)

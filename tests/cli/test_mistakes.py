@@ -126,7 +126,7 @@ def test_a_mistake_in_what_to_compare_is_one_line_that_helps(cli, words, hint):
         ("xyzxyz", f"{ALLOWED}run, compare"),
     ],
 )
-def test_a_word_that_is_no_command_is_one_line_that_helps(cli, words, hint):
+def test_a_word_that_is_not_a_command_is_one_line_that_helps(cli, words, hint):
     assert hint in line_of(cli(*words.split()))
 
 

@@ -54,7 +54,7 @@ def tables_of(name, params, **changes):
     VARIANTS,
     [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"max_rows": 2}}],
 )
-def test_the_rows_are_those_of_a_plain_loop(variant, engine):
+def test_the_rows_equal_those_of_a_plain_loop(variant, engine):
     """The cohorts are partial and the shards uneven, so some workers take more steps, also an odd number of steps."""
     name, params = VARIANTS[variant]
     federation = Workers()

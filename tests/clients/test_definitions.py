@@ -85,7 +85,7 @@ def in_pytorch(optimizer, params):
 
 @pytest.mark.parametrize(("algorithm", "theirs", "params"), ADAPTIVE)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_adaptive_algorithms_are_those_of_pytorch(algorithm, theirs, params, dtype):
+def test_adaptive_algorithms_equal_those_of_pytorch(algorithm, theirs, params, dtype):
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
     for ours, expected in paths(algorithm(**params), in_pytorch(theirs, params), dtype):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)

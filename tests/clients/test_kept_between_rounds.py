@@ -50,7 +50,7 @@ def run(case, out=None, engine="serial", session=None, **changes):
 
 
 @pytest.mark.parametrize("case", list(CASES)[:4])  # the other cases are in engines/test_contract.py
-def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(case, session):
+def test_spawn_is_bit_identical_to_serial_and_stacks_agree(case, session):
     serial = run(case)
     assert torch.equal(serial, run(case, engine="spawn", processes=2, session=session))
     stacked = run(case, engine="batched", processes=1, batched={"max_rows": 2})
@@ -118,7 +118,7 @@ def test_each_worker_s_optimizer_lives_on_between_its_rounds(algorithm):
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
-def test_a_run_on_the_clock_is_resumed_to_the_bit(tmp_path):
+def test_a_run_on_the_clock_is_resumed_bit_for_bit(tmp_path):
     changes = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}, "checkpoint": {"every": 1}}
     whole = fedsim.run(with_kept_state(**changes))
     fedsim.run(with_kept_state(**changes, rounds=2), tmp_path / "run")

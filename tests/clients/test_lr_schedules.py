@@ -49,7 +49,7 @@ def rates_of_torch(make, lr, count):
 
 
 @pytest.mark.parametrize("case", SCHEDULES)
-def test_the_rates_are_those_of_pytorch(case):
+def test_the_rates_equal_those_of_pytorch(case):
     table, make = SCHEDULES[case]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -396,7 +396,7 @@ def test_a_model_without_features_is_an_error_in_one_line(engine, moon_tables):
     assert len(caught.value.lines) == 1
 
 
-def test_features_are_those_of_a_module_of_this_name():
+def test_features_equal_those_of_a_module_of_this_name():
     model = nn.Sequential()
     model.features, model.last = nn.Conv2d(1, 2, 3), nn.Flatten()
     with recorded_features(model) as recorded:

@@ -184,7 +184,7 @@ def test_the_training_loss_is_the_mean_of_what_the_function_returns():
 
 @pytest.mark.parametrize("stop", [{"patience": 1}, {"target": 0.1}])
 @pytest.mark.parametrize("mode", [{}, {"mode": "clock", "policy": "fedbuff"}])
-def test_a_stop_by_a_loss_that_a_function_does_not_return_is_one_line(mode, stop):
+def test_a_stop_by_a_loss_that_a_function_does_not_return_gives_a_one_line_error(mode, stop):
     with pytest.raises(fedsim.ExperimentError, match=r"^stop\.metric = .* NaN in round 1; return .*loss") as caught:
         without_lr(silent, rounds=3, stop={"metric": "train_loss", **stop}, **mode)
     assert len(caught.value.lines) == 1
@@ -212,7 +212,7 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
         (growing, {}, r"local\.algorithm: .*names or shapes"),
     ],
 )  # fmt: skip
-def test_a_function_that_cannot_be_used_is_one_line(algorithm, local, line):
+def test_a_function_that_cannot_be_used_gives_a_one_line_error(algorithm, local, line):
     with pytest.raises(fedsim.ExperimentError, match=f"^{line}") as caught:
         fedsim.run({**TABLES, "local": {"algorithm": algorithm, **local}})
     assert len(caught.value.lines) == 1

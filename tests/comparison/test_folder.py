@@ -129,7 +129,7 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
         {"engine": "batched", "batched": {"max_rows": 2}},
     ],
 )
-def test_another_engine_is_no_difference(how, finished, quick, plan):
+def test_another_engine_is_not_a_difference(how, finished, quick, plan):
     with ComparisonFolder(finished, plan_comparison({**quick, **how}, AXES)) as folder:
         assert all(folder.is_finished(run) for run in plan.runs)
 
@@ -190,7 +190,7 @@ def test_a_file_in_place_of_the_folder_is_an_error(serial, tmp_path):
             fedsim.compare(serial, AXES, out)
 
 
-def test_another_target_is_no_other_comparison(serial, tmp_path):
+def test_another_target_is_the_same_comparison(serial, tmp_path):
     path = tmp_path / "comparison"
     first = fedsim.compare(serial, AXES, path)
     before = {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in first.runs}

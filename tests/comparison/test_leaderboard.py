@@ -76,7 +76,7 @@ def test_equal_candidates_and_a_perfect_order():
 
 
 @pytest.mark.parametrize(("candidates", "q"), [(2, 1.960), (3, 2.343), (4, 2.569), (5, 2.728), (10, 3.164)])
-def test_critical_values_are_those_of_demsar(candidates, q):
+def test_critical_values_equal_those_of_demsar(candidates, q):
     """Compare with Demsar 2006, table 5 (a)."""
     assert nemenyi(7, candidates) / math.sqrt(candidates * (candidates + 1) / 42) == pytest.approx(q, abs=1e-3)
 
@@ -100,7 +100,7 @@ def test_the_order_of_the_runs_does_not_matter():
     assert {each.name: each.mean_rank for each in board.standings} == pytest.approx(expected)
 
 
-def test_a_cell_in_which_every_candidate_failed_is_no_tie_and_is_left_out():
+def test_a_cell_in_which_every_candidate_failed_is_not_a_tie_and_is_left_out():
     board = comparison_of({**ACCURACY, "inf": [None, None, None]}).leaderboard
     without = comparison_of().leaderboard
     assert (board.cells, board.left_out) == (5, 1)

@@ -169,7 +169,7 @@ def test_runs_are_named_by_what_distinguishes_them_or_their_folders_and_seeds_ar
 
 
 @pytest.mark.parametrize("seed", [[1], "x", 0.5])
-def test_a_seed_that_is_no_number_and_a_run_that_is_not_finished_are_no_obstacles(tmp_path, seed):
+def test_a_seed_that_is_not_a_number_and_a_run_that_is_not_finished_are_no_obstacles(tmp_path, seed):
     (panel,) = fedsim.plot(runs(tmp_path, a={"seed": seed}, b={"seed": 0, "rounds": 5})).axes
     assert [list(line.get_xdata()) for line in panel.lines] == [[1, 2]] * 2
 
@@ -203,7 +203,7 @@ def test_files_have_the_given_size_and_ranges_and_are_the_same_bytes_each_time(c
     fedsim.plot(comparison, x_range=(-1e145, 1e145), y_range=(0, 1e-9), width=30, height=3, out=first_file)
 
 
-def test_labels_of_a_stored_comparison_are_no_formulas(tmp_path):
+def test_labels_of_a_stored_comparison_are_not_shown_as_formulas(tmp_path):
     axes, out = {"aggregate.rule": ["$x^{$", "b"], "attack.scale": [1, 2, 3]}, tmp_path / "figure.svg"
     folder = write_points(tmp_path / "dollars", axes, lambda path, point: invent_run(path, [0.5]))
     for arguments in ({"x": "attack.scale"}, {"kind": "heatmap"}):

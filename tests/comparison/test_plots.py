@@ -63,7 +63,7 @@ def test_panels_grow_with_the_comparison_up_to_a_limit():
 DOLLARS = ["$x^{$", "$5 and $6", r"\alpha$"]
 
 
-def test_labels_and_names_are_no_formulas():
+def test_labels_and_names_are_not_shown_as_formulas():
     """Matplotlib would raise an error for the first name and show the second one as a formula."""
     plan = comparison_of(
         {"aggregate.rule": DOLLARS, "attack.name": DOLLARS, "local.lr": [0.1, 0.2, 0.3], "seed": [0, 1]}

@@ -42,7 +42,7 @@ def read(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_means_and_paired_differences_are_those_of_plain_loops_also_in_the_csv_file():
+def test_means_and_paired_differences_equal_those_of_plain_loops_also_in_the_csv_file():
     comparison = made_up()
     assert [tuple(row.point.values()) for row in comparison.summary] == list(FINAL)
     for row, line in zip(comparison.summary, read(summary_csv(comparison)), strict=True):

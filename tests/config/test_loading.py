@@ -103,7 +103,7 @@ def test_a_tables_own_keys_stay_when_another_component_is_named():
 
 
 @pytest.mark.parametrize("source", [[1], 3, {1, 2}])
-def test_a_source_that_is_no_experiment_is_one_line(source):
+def test_a_source_that_is_not_an_experiment_gives_a_one_line_error(source):
     with pytest.raises(ExperimentError, match=": must be an Experiment, a table "):
         load_experiment(source)
 
@@ -138,7 +138,7 @@ def test_overriding_changes_no_source():
         ("local.lr.x=5", "local.lr.x = 5: "),
     ],
 )
-def test_a_wrong_override_is_one_clear_line(word, message, file):
+def test_a_wrong_override_gives_a_one_line_error(word, message, file):
     with pytest.raises(ExperimentError) as caught:
         load_experiment(file, [word])
     assert message in str(caught.value)
@@ -190,7 +190,7 @@ def test_a_part_of_a_large_comparison_loads():
     assert (part.name, part.shape) == (LARGE, "31 aggregate.rule x 5 attack.name x 3 local.lr x 3 seed")
 
 
-def test_a_comparison_is_no_single_experiment():
+def test_a_comparison_is_not_a_single_experiment():
     with pytest.raises(ExperimentError, match="describes several experiments; use fedsim compare$"):
         load_experiment({"comparison": {"seed": [0, 1]}})
 
@@ -213,7 +213,7 @@ def test_dotted_keys_in_python_are_nested_keys():
         ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),
     ],
 )
-def test_a_contradiction_between_dotted_and_nested_keys_is_one_line(tables, line):
+def test_a_contradiction_between_dotted_and_nested_keys_gives_a_one_line_error(tables, line):
     with pytest.raises(ExperimentError, match=f"^{line}") as caught:
         load_experiment(tables)
     assert len(caught.value.lines) == 1

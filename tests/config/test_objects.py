@@ -244,7 +244,7 @@ def test_what_an_object_keeps_belongs_to_one_run(short, engine):
     assert seen == [(3, first.global_row.numel())], "only with the rows of the run"
 
 
-def test_an_object_that_cannot_be_copied_is_one_line(short):
+def test_an_object_that_cannot_be_copied_gives_a_one_line_error(short):
     rule = Remembering()
     rule.last = threading.Lock()
     with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; pass a function that calls the object$"):
@@ -290,7 +290,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     ],
 )
-def test_an_object_that_does_not_fit_is_one_line(short, change, line):
+def test_an_object_that_does_not_fit_gives_a_one_line_error(short, change, line):
     with pytest.raises(ExperimentError, match=line) as caught:
         fedsim.Experiment(**{**short, **change})
     assert len(caught.value.lines) == 1

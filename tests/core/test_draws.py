@@ -100,7 +100,7 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
     assert len({numbers.numpy().tobytes() for numbers in seen}) == len(seen) - 1, "step 0 came twice"
 
 
-def test_types_and_shapes_are_those_of_pytorch():
+def test_types_and_shapes_equal_those_of_pytorch():
     draws = Draws.of(0, "x")
     assert draws.uniform().shape == ()
     assert draws.normal(0, 3).shape == (0, 3)
@@ -201,7 +201,7 @@ def test_permutations_of_several_sizes():
     assert torch.equal(alone[0], orders[0, :5])
 
 
-def test_booleans_of_several_layers_are_those_of_each_layer_alone(monkeypatch):
+def test_booleans_of_several_layers_equal_those_of_each_layer_alone(monkeypatch):
     keys, steps = keys_of(1, 2, 3), torch.tensor([[0], [7]])
     counts, probabilities = [5, 1, 40, 8], [0.5, 0.0, 0.3, 1.0]
     masks = bernoulli(Stream(keys, steps, 2), counts, probabilities)

@@ -99,7 +99,7 @@ THEIRS = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": lambda x, y: F.huber_loss
 
 
 @pytest.mark.parametrize("loss", THEIRS)
-def test_losses_of_regression_are_those_of_pytorch(loss):
+def test_losses_of_regression_equal_those_of_pytorch(loss):
     torch.manual_seed(0)
     task = regression(loss=loss, **({"delta": 0.5} if loss == "huber" else {}))
     for outputs, targets in [(torch.randn(6, 1), torch.randn(6)), (torch.randn(6, 3), torch.randn(6, 3))]:
@@ -169,7 +169,7 @@ def test_a_loss_is_a_task(form):
     assert (result.test_loss, result.test_accuracy) == (pytest.approx(expected.test_loss), None)
 
 
-def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch():
+def test_the_losses_of_class_weights_and_of_several_outputs_equal_those_of_pytorch():
     outputs, labels, weight = torch.randn(6, 3, dtype=torch.double), torch.tensor([0, 1, 2, 0, 1, 2]), torch.rand(3)
     task = fedsim.Experiment(task=nn.CrossEntropyLoss(weight=weight)).task.component  # float32 weights, float64 outputs
     expected = F.cross_entropy(outputs, labels, weight=weight.double(), reduction="none")
@@ -194,7 +194,7 @@ def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch
     ],
     ids=["mean", "three inputs", "sum"],
 )
-def test_what_is_no_loss_of_samples_is_one_line(loss, line):
+def test_what_is_not_a_loss_per_sample_gives_a_one_line_error(loss, line):
     with pytest.raises(ExperimentError, match=line) as caught:
         fedsim.run({**SHORT, **REGRESSION, "task": loss})
     assert len(caught.value.lines) == 1

@@ -127,7 +127,7 @@ def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(regis
         ("tests.components:misplaced", r": fedsim does not pass the argument factor, only value"),
     ],
 )
-def test_a_failed_import_is_one_clear_line(registry, path, reason):
+def test_a_failed_import_gives_a_one_line_error(registry, path, reason):
     with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be (imported|used){reason}') as caught:
         registry.get(path, "x")
     assert len(caught.value.lines) == 1
@@ -173,7 +173,7 @@ def test_the_parameters_are_checked_and_filled_in_with_the_components_defaults()
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )
-def test_wrong_keys_of_a_component_table_are_one_line(keys, line):
+def test_wrong_keys_of_a_component_table_give_a_one_line_error(keys, line):
     with pytest.raises((ExperimentError, ValidationError)) as caught:
         Bake(**keys)
     assert line in str(caught.value)

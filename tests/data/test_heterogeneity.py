@@ -38,7 +38,7 @@ def test_impossible_labels_and_counts_are_an_error(call, message):
 
 
 @pytest.mark.parametrize("n_workers", [1, 9])
-def test_heterogeneity_is_its_definition(n_workers):
+def test_heterogeneity_matches_its_definition(n_workers):
     counts = np.random.default_rng(n_workers).integers(0, 30, (n_workers, 6)) + np.eye(n_workers, 6, dtype=int)
     counts[:, 3] = 0
     counts[0] = [7, 0, 0, 0, 0, 0]

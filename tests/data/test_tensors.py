@@ -143,7 +143,7 @@ class Frame:
     ],
     ids=str,
 )
-def test_what_is_no_data_set_of_pairs_is_one_line_with_the_way(data, line):
+def test_what_is_not_a_data_set_of_pairs_is_one_line_with_the_way(data, line):
     with pytest.raises(DataError, match=line) as caught:
         as_tensor_data(data)
     assert "\n" not in str(caught.value)

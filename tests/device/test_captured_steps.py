@@ -163,7 +163,7 @@ def test_captured_steps_need_a_gpu_and_an_engine_that_has_stacks(tiny_experiment
         assert any(line.startswith("cuda_graphs has no effect") for line in warnings_about(unused))
 
 
-def test_a_resumed_run_has_the_bits_of_the_whole_run(gpu, tables, tmp_path):
+def test_a_resumed_run_is_bit_identical_to_the_whole_run(gpu, tables, tmp_path):
     tables |= {**UNEVEN, "cuda_graphs": True, "checkpoint": {"every": 1}}
     whole = fedsim.run({**tables, "rounds": 3})
     fedsim.run({**tables, "rounds": 1}, tmp_path / "run")
@@ -205,7 +205,7 @@ def test_single_steps_of_the_clock_are_not_captured(gpu, tables):
     assert torch.isfinite(download(result.global_row)).all()
 
 
-def test_the_captured_test_gives_the_bits_of_the_ordinary_one(gpu, tables, monkeypatch):
+def test_the_captured_test_is_bit_identical_to_the_ordinary_one(gpu, tables, monkeypatch):
     calls = []
     monkeypatch.setattr(evaluation, "test", lambda *args: calls.append(1) or test_model(*args))
     captured = fedsim.run({**tables, "rounds": 4})

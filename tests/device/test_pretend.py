@@ -15,7 +15,7 @@ def x(gpu):
     return upload(torch.arange(6.0).view(2, 3))
 
 
-def test_a_tensor_says_where_it_lies(gpu, x):
+def test_a_tensor_reports_its_device(gpu, x):
     assert x.device == GPU
     assert x.is_cuda
     for tensor in (x[0], x.T, x + 1, x.clone(), x.double(), torch.zeros_like(x), x.new_zeros(2), x.detach()):
@@ -106,7 +106,7 @@ def test_launches_and_waits_are_counted(case, gpu, x):
     assert counts.waits == sum(expected[2:])
 
 
-def test_an_upload_without_blocking_is_no_wait(gpu):
+def test_an_upload_without_blocking_is_not_a_wait(gpu):
     with gpu.counting() as counts:
         torch.ones(3).to("cuda", non_blocking=True)
         torch.cuda.synchronize()

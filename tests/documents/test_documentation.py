@@ -46,7 +46,7 @@ def test_the_blocks_of_the_page_run(page, tmp_path):
         pytest.skip(f"the blocks that need {', '.join(missing)} were not run; the others were")
 
 
-def test_quoted_experiments_are_those_of_the_files():
+def test_quoted_experiments_equal_those_of_the_files():
     experiments = [path.read_text() for path in (ROOT / "experiments").glob("*.toml")]
     texts = [path.read_text() for path in DOCS.rglob("*.md")]
     quoted = [

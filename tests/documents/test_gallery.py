@@ -64,7 +64,7 @@ def test_each_experiment_has_a_page_with_a_title_of_its_own():
         for name in filter(gallery.results, gallery.names())
     ],
 )
-def test_stored_results_are_those_of_the_file(name):
+def test_stored_results_equal_those_of_the_file(name):
     gallery.check(name)
     size = sum(path.stat().st_size for path in gallery.results(name).iterdir())
     assert size <= gallery.MOST_BYTES

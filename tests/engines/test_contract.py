@@ -352,7 +352,7 @@ def syncs_of(names):
 
 
 @pytest.mark.parametrize(("cases", "sync"), cases_and_syncs(0, IN_ONE_ROW))
-def test_spawn_gives_the_bits_that_serial_gives(cases, sync, tiny_experiment, session):
+def test_spawn_is_bit_identical_to_serial(cases, sync, tiny_experiment, session):
     tables = {**tiny_experiment, **merged(*cases), "sync": sync}
     serial, spawned = run_both(tables, session)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))

@@ -55,7 +55,7 @@ def factors_by_definition(worker, step, layer, samples, shape, p):
     return torch.tensor(mask).float().view(samples, *shape) / (1 - p)
 
 
-def test_masks_are_those_of_the_definition():
+def test_masks_equal_those_of_the_definition():
     """Two workers with 5 samples each take two steps, with batches of 3 and 2."""
     SEEN.clear()
     fedsim.run(

@@ -160,7 +160,7 @@ def test_factors_that_do_not_fit_the_calls_are_refused(shapes):
         stacked(F.dropout, torch.ones(2, 3, 7), factors=[torch.ones(2, *shape) for shape in shapes])
 
 
-def test_what_was_refused_is_kept_nowhere():
+def test_refused_inputs_are_released():
     inputs = torch.ones(3, 7)
     inputs_ref = weakref.ref(inputs)
     with contextlib.suppress(ExperimentError), VmapOverrides([]):

@@ -35,7 +35,7 @@ def test_all_that_can_be_less_is_named_with_its_number(prepared):
     assert what_would_fit(task, 1) == "cpu has no memory left; only a smaller model would fit"
 
 
-def test_it_is_told_once_and_other_errors_pass(prepared):
+def test_it_is_reported_once_and_other_errors_pass(prepared):
     task, _ = prepared(local={"batch_size": 64})
     with pytest.raises(torch.OutOfMemoryError) as caught, explain_oom(task, 4), explain_oom(task, 2, 8):
         raise torch.OutOfMemoryError(SAID)

@@ -21,7 +21,7 @@ from tests.textbook import small_two_nn
 MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"name": "virtual", "samples": 30}}
 
 
-def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
+def test_a_run_on_virtual_shards_matches_the_textbook_loop(tiny_experiment):
     """In each round: sample a cohort, copy the model, train each copy with torch.optim.SGD on its shard, average."""
     skewed = {"name": "virtual", "samples": 30, "alpha": 0.5}
     result = fedsim.run({**tiny_experiment, **MILLION, "partition": skewed, "precision": "float64"})

@@ -5,7 +5,7 @@ import torch
 from fedsim.engines.distributed.preflight import difference_of, digest
 
 
-def test_a_difference_is_told_in_one_line_with_rank_and_both_values():
+def test_a_difference_is_reported_in_one_line_with_rank_and_both_values():
     same = {"versions": {"torch": "2.6"}, "the experiment": {"rounds": 3, "local.lr": 0.1}}
     assert difference_of([same, same, same]) == []
     changed = {**same, "the experiment": {"rounds": 3, "local.lr": 0.2}}
@@ -17,7 +17,7 @@ def test_a_difference_is_told_in_one_line_with_rank_and_both_values():
     ]
 
 
-def test_of_many_differences_the_first_are_told():
+def test_of_many_differences_the_first_ones_are_reported():
     claims = [{"the experiment": dict.fromkeys("abcde", value)} for value in (1, 2)]
     assert difference_of(claims)[0].endswith("c = 1 on rank 0 and 2 on rank 1 (and 2 more)")
 

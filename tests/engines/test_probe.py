@@ -144,14 +144,14 @@ class Replacing(Normalised):
     ("algorithm", "reason"),
     [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "a step of local.algorithm fails")],
 )
-def test_a_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
+def test_an_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
     tables = {**experiment("convolution"), "local": {"algorithm": f"{__name__}:{algorithm}", "batch_size": 4}}
     with pytest.raises(fedsim.ExperimentError, match=re.escape(reason)):
         dry_run(tables)
 
 
 @pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and members picked by an index
-def test_a_algorithm_may_replace_what_it_keeps(kind):
+def test_an_algorithm_may_replace_what_it_keeps(kind):
     tables = {**experiment(kind), "local": {"algorithm": f"{__name__}:Replacing", "batch_size": 4}}
     serial = fedsim.run({**tables, "engine": "serial"})
     assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)

@@ -73,7 +73,7 @@ def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, ti
     assert alive_at_release == [[True], [False]], "before the processes begin, and when all is done"
 
 
-def test_releasing_memory_is_no_failure_on_a_failed_device_and_does_nothing_on_a_cpu(monkeypatch):
+def test_releasing_memory_is_not_a_failure_on_a_failed_device_and_does_nothing_on_a_cpu(monkeypatch):
     asked = []
 
     def fail():

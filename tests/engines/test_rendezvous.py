@@ -124,7 +124,7 @@ def impostor(greet, contacts):
 
 
 @pytest.mark.parametrize("greet", [silence, garbage, socket.socket.close])
-def test_a_program_that_is_not_rank_0_is_no_store(greet):
+def test_a_program_that_is_not_rank_0_is_not_accepted_as_the_store(greet):
     place = RankInfo(1, 2, 0, (LOOPBACK, int(impostor(greet, queue.SimpleQueue()))))
     with pytest.raises(OSError, match="what listens there"):
         open_store("env://", place, 0.5)

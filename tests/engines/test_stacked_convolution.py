@@ -55,7 +55,7 @@ def convolved(way, case, leaves):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("case", "channels_last"), [*((case, False) for case in CASES), *((c, True) for c in IMAGES)])
-def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way):
+def test_values_and_gradients_equal_those_of_each_row_by_itself(case, channels_last, way):
     leaves = tensors(case, channels_last)
     actual, expected = convolved(WAYS[way], case, leaves), row_by_row(case, *leaves)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -68,7 +68,7 @@ def test_the_figures_of_a_distribution():
     assert describe([0.5])["worst10"] == 0.5
 
 
-def test_they_are_those_of_plain_pytorch(tables, tmp_path):
+def test_they_equal_those_of_plain_pytorch(tables, tmp_path):
     tables = {**tables, "rounds": 1, "worker_evaluation": {"fine_tune": 2}, "workers": 4}
     result = fedsim.run(tables, out=tmp_path / "run")
     train, _ = fedsim.load_dataset("tests.components:tiny")
@@ -222,7 +222,7 @@ def test_the_terminal_shows_them(tables, capsys):
     assert "after local training" in lines[0]
 
 
-def test_a_damaged_table_is_one_line(tables, tmp_path):
+def test_a_damaged_table_gives_a_one_line_error(tables, tmp_path):
     fedsim.run(tables, out=tmp_path / "run")
     for line in ("1,x", "1\r2,3", "1" * 200_000):
         (tmp_path / "run" / "workers-00002.csv").write_text(f"worker,samples\n{line}\n", newline="")

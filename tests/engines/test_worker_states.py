@@ -85,13 +85,13 @@ def test_above_the_limit_the_rows_lie_in_a_file_without_a_name(tmp_path):
     assert torch.equal(worker_states.tensors()["rows.x"], rows[:3])
 
 
-def test_a_file_that_cannot_grow_is_one_line(tmp_path):
+def test_a_file_that_cannot_grow_gives_a_one_line_error(tmp_path):
     with pytest.raises(fedsim.ExperimentError, match=r"^worker_state_memory = 8: .* cannot grow to 48 B: "):
         WorkerStates({"x": torch.zeros(4)}, 8, str(tmp_path / "none")).reserve([1, 2, 3])
 
 
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
-def test_a_run_with_its_worker_state_in_a_file_has_the_same_bits(engine, tmp_path, tiny_experiment):
+def test_a_run_with_its_worker_state_in_a_file_is_bit_identical(engine, tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "engine": engine, "local": COUNTING, "workers": 9, "cohort": 3, "rounds": 5}
     tables |= {"model": "tests.models:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
     tables |= {"processes": 2} if engine != "serial" else {}

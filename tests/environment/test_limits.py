@@ -53,7 +53,7 @@ def test_as_many_files_as_the_error_asks_for_are_enough_as_a_hard_limit(tmp_path
 
 
 @pytest.mark.slow
-def test_too_few_processes_are_one_line(tmp_path):
+def test_too_few_processes_give_a_one_line_error(tmp_path):
     tmp_path.chmod(0o777)
     before = as_somebody_else()
     words = [*SPAWN, "processes=4", "--out", "x"]
@@ -92,7 +92,7 @@ def test_a_limit_is_reported_with_its_value():
     assert limits.limit_hint(OSError(errno.ENOENT, "No such file")) == ""
 
 
-def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
+def test_an_unexpected_error_of_the_system_gives_a_one_line_error(cli, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error", "/some/where")
 

@@ -44,7 +44,7 @@ def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}])
-def test_memory_that_runs_out_in_a_round_is_one_line(engine):
+def test_memory_that_runs_out_in_a_round_gives_a_one_line_error(engine):
     with pytest.raises(WorkerError) as caught:
         fedsim.run({**SERIAL, "model": "tests.models:Greedy", **engine})
     assert "worker 0 in round 1 failed" in str(caught.value)

@@ -86,7 +86,7 @@ def test_without_files_in_memory_shared_memory_is_asked_for_its_room(monkeypatch
     devices.require_shared_memory(10**18)
 
 
-def test_a_filter_of_system_calls_is_no_error(monkeypatch):
+def test_a_filter_of_system_calls_is_not_an_error(monkeypatch):
     def refused(name):
         raise PermissionError(1, "Operation not permitted")
 
@@ -95,7 +95,7 @@ def test_a_filter_of_system_calls_is_no_error(monkeypatch):
 
 
 @needs_files_in_memory
-def test_a_failed_allocation_is_one_line():
+def test_a_failed_allocation_gives_a_one_line_error():
     with limited(resource.RLIMIT_FSIZE, 4096):
         message = r"shared memory: 40 kB cannot be had: File too large; files may have at most 4.1 kB \(ulimit -f"
         with pytest.raises(ExperimentError, match=message):

@@ -72,7 +72,7 @@ def test_a_link_to_nowhere_in_place_of_runs_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "a\0b", "a" * 5000, "\x1b[2J", "/proc/self/mem"])
-def test_a_path_that_is_no_experiment_is_one_short_line(path):
+def test_a_path_that_is_not_an_experiment_gives_a_one_line_error(path):
     with pytest.raises(ExperimentError) as caught:
         fedsim.load_experiment(path)
     (line,) = caught.value.lines
@@ -94,7 +94,7 @@ def test_a_path_that_is_no_experiment_is_one_short_line(path):
     ],
     ids=lambda words: " ".join(words),
 )
-def test_a_name_that_no_file_can_have_is_one_short_line(cli, name, words):
+def test_a_name_that_no_file_can_have_gives_a_one_line_error(cli, name, words):
     done = cli(*(word.replace("NAME", name) for word in words))
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()

@@ -130,7 +130,7 @@ def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
         ({"processors": ["clop"]}, 'did you mean "clip"?'),
     ],
 )
-def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):
+def test_a_chain_that_cannot_be_applied_gives_a_one_line_error(tables, error):
     with pytest.raises(ExperimentError) as raised:
         fedsim.Experiment(**tables)
     (line,) = str(raised.value).splitlines()

@@ -84,7 +84,7 @@ def test_the_row_of_a_loaded_run_stays_if_its_model_is_trained_further(run_folde
     assert result.global_row.abs().max() > 0
 
 
-def test_a_run_without_a_model_is_loaded_and_its_model_is_one_line(tiny_experiment, tmp_path):
+def test_a_run_without_a_model_is_loaded_and_its_model_gives_a_one_line_error(tiny_experiment, tmp_path):
     result = fedsim.run({**tiny_experiment, "records.model": False}, tmp_path / "run")
     loaded = load_run(tmp_path / "run")
     assert loaded.test_accuracy == result.test_accuracy
@@ -101,7 +101,7 @@ def test_import_paths_in_a_folder_need_to_be_allowed(tiny_experiment, tmp_path):
 
 
 @pytest.mark.parametrize("load", [fedsim.load_run, fedsim.load_model, fedsim.load_comparison])
-def test_a_folder_that_holds_nothing_is_one_line(tmp_path, load):
+def test_a_folder_that_holds_nothing_gives_a_one_line_error(tmp_path, load):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RecordError, match=r"^\S+: is not (a run folder|the folder of a comparison) \(no \S+\)$"):
             load(folder)
@@ -190,7 +190,7 @@ def test_frames_always_have_the_losses():
     assert json.dumps(row) == '{"round": 1, "test_accuracy": NaN, "test_loss": NaN, "train_loss": NaN}'
 
 
-def test_a_frame_without_pandas_is_one_line(tiny_experiment, monkeypatch):
+def test_a_frame_without_pandas_gives_a_one_line_error(tiny_experiment, monkeypatch):
     result = fedsim.run(tiny_experiment)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackageError, match=r"^Result\.to_dataframe needs the package pandas, .*\[pandas\]'$"):

@@ -122,12 +122,12 @@ def test_the_command_shows_a_table_or_json(run):
         ("fltrust", r"needs root \[d\]"),
     ],
 )
-def test_a_rule_that_cannot_be_applied_is_one_clear_line(run, rule, message):
+def test_a_rule_that_cannot_be_applied_gives_a_one_line_error(run, rule, message):
     with pytest.raises(ExperimentError, match=message):
         replay(load_round(run.folder, allow_imports=True), [rule])
 
 
-def test_a_folder_without_stored_updates_is_one_line(run, tables, tmp_path):
+def test_a_folder_without_stored_updates_gives_a_one_line_error(run, tables, tmp_path):
     fedsim.run({**tables, "records": {}}, tmp_path / "bare")
     (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
     for folder, round, message in [

@@ -128,7 +128,7 @@ FEW = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), FEW)
-def test_a_round_in_which_too_few_workers_report_is_one_line(changes, reason, tables):
+def test_a_round_in_which_too_few_workers_report_gives_a_one_line_error(changes, reason, tables):
     line = rf"^round \d+: sampling.client_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
     with pytest.raises(fedsim.ExperimentError, match=line):
         fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "sampling.client_dropout": 0.5})

@@ -36,7 +36,7 @@ def shards():
     return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 3, "iid", seed=0)
 
 
-def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
+def test_model_averaging_matches_the_textbook_loop(tiny_experiment, shards):
     """In each round: copy the model, train each worker with torch.optim.SGD, average weighted by sample counts."""
     result = fedsim.run({**tiny_experiment, "precision": "float64"})
     model = start_of(small_two_nn)
@@ -92,7 +92,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     assert result.test_accuracy == result.history[-1]["test_accuracy"]
 
 
-def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
+def test_losses_and_accuracy_equal_those_of_the_returned_model(tiny_experiment):
     result = fedsim.run(tiny_experiment)
     _, test = components.tiny(None)
     metrics = fedsim.test(result.model, fedsim.CustomSubset(test, range(len(test))).batches(1000))
@@ -188,7 +188,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ),
     ],
 )
-def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message):
+def test_a_wrong_component_or_size_gives_a_one_line_error(tiny_experiment, change, message):
     with pytest.raises(fedsim.ExperimentError, match=message):
         fedsim.run({**tiny_experiment, "workers": 3, **change})
 
@@ -201,7 +201,7 @@ def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message)
         ("tests.components:int32_labels", "targets must be int64"),
     ],
 )
-def test_wrong_data_are_one_line(tiny_experiment, data, message):
+def test_wrong_data_give_a_one_line_error(tiny_experiment, data, message):
     with pytest.raises(fedsim.DataError, match=f'data.name = "{data}": .*{message}'):
         fedsim.run({**tiny_experiment, "data": data})
 

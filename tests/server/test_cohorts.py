@@ -41,7 +41,7 @@ def assert_probabilities(observed, expected):
     assert (np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
 
 
-def test_uniform_cohorts_are_those_of_earlier_versions():
+def test_uniform_cohorts_equal_those_of_earlier_versions():
     draw = sampler(3, name="uniform")
     assert [draw(round).workers for round in (1, 2, 9)] == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 9)]
 

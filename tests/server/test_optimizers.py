@@ -125,7 +125,7 @@ PLAIN = {
 
 
 @every_variant
-def test_every_optimizer_is_its_definition(name, params, case):
+def test_every_optimizer_matches_its_definition(name, params, case):
     row, updates = case
     meaning = server_optimizer.get(name).check(params)
     if meaning.get("v0") == "tau^2":

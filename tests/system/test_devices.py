@@ -13,7 +13,7 @@ def test_the_cpu_is_always_there_and_auto_is_the_accelerator_where_there_is_one(
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "cupy", "gpu", "mps" if not torch.backends.mps.is_available() else "xpu"])
-def test_a_device_that_is_not_there_is_one_clear_line(name):
+def test_a_device_that_is_not_there_gives_a_one_line_error(name):
     with pytest.raises(ExperimentError, match=f'device = "{name}": .*available here: auto, cpu'):
         devices.resolve_device(name)
 

@@ -25,7 +25,7 @@ from tests.asynchronous.simulated import (
 
 
 @pytest.mark.parametrize(("period", "alpha", "momentum"), [(1, None, 0.0), (3, 0.3, 0.9), (1, 0.3, 0.9)])
-def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
+def test_synchronous_elastic_averaging_matches_a_loop(period, alpha, momentum):
     """Compare with a loop in which all elastic differences use the old centre, which then moves by their sum."""
     n, algorithm = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
     chosen = policy_of("easgd", alpha=alpha, period=period, synchronous=True)
@@ -46,7 +46,7 @@ def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
     assert same(run.server.replicas, torch.stack(models))
 
 
-def test_asynchronous_elastic_averaging_is_a_loop():
+def test_asynchronous_elastic_averaging_matches_a_loop():
     speeds = [1.0, 1.618, 2.718]
     run = simulate(policy_of("easgd", alpha=0.4, period=2), delays_of(speeds)).advance(40)
     models, centre, steps, at = [START] * 3, START, [0] * 3, list(speeds)
@@ -105,7 +105,7 @@ def test_graphs_by_hand():
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
-def test_pairwise_averaging_is_a_loop(name, graph):
+def test_pairwise_averaging_matches_a_loop(name, graph):
     """Compare with a loop in which the gradient is computed at the start model and applied to the current model."""
     speeds = [1.0, 1.618, 2.718, 3.1416]
     run = simulate(policy_of(name, graph=graph), delays_of(speeds), seed=4).advance(50)

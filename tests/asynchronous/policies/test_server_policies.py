@@ -65,7 +65,7 @@ RULES = {
 
 @pytest.mark.parametrize("kind", ["constant", "lognormal"])
 @pytest.mark.parametrize("case", RULES)
-def test_a_policy_is_its_formula(case, kind):
+def test_a_policy_matches_its_formula(case, kind):
     name, params, rule = RULES[case]
     run = simulate(policy_of(name, **params), delays_of(SPEEDS, kind)).advance(60)
     assert same(run.row, replayed(run, rule))
@@ -93,7 +93,7 @@ def downpour(speeds, n_fetch, n_push, arrivals):
 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (5, 5)])
-def test_downpour_is_the_loop_of_the_paper(n_fetch, n_push):
+def test_downpour_matches_the_loop_of_the_paper(n_fetch, n_push):
     speeds = [1.0, 1.234567, 1.718281]
     run = simulate(policy_of("asgd", n_fetch=n_fetch, n_push=n_push), delays_of(speeds)).advance(90)
     assert same(run.row, downpour(speeds, n_fetch, n_push, 90))
@@ -172,7 +172,7 @@ def k_sync_by_hand(delays, n, k, updates):
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("speeds", [[1.0] * 5, [1.0, 1.0, 1.5, 1.6, 5.0]])
 @pytest.mark.parametrize("kind", ["constant", "shifted_exponential"])
-def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
+def test_k_sync_and_backup_match_the_loop_of_the_paper(k, speeds, kind):
     row, times = k_sync_by_hand(delays_of(speeds, kind), 5, k, 12)
     for chosen in (policy_of("k_sync", k=k), policy_of("backup_workers", backups=5 - k)):
         run = simulate(chosen, delays_of(speeds, kind)).advance(12 * k)
@@ -206,7 +206,7 @@ def test_k_async_by_hand():
 
 
 @pytest.mark.parametrize("kind", WEIGHTINGS)
-def test_fedasync_is_its_formula(kind):
+def test_fedasync_matches_its_formula(kind):
     parameters = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
     run = simulate(
         policy_of("fedasync", alpha=0.6, staleness=kind, **parameters), delays_of([1.0, 1.7123, 7.3219])
@@ -225,7 +225,7 @@ def test_fedasync_is_its_formula(kind):
 
 
 @pytest.mark.parametrize(("k", "exponent"), [(1, 0.5), (3, 0.5), (3, 0.0), (5, 1.0)])
-def test_fedbuff_is_its_formula(k, exponent):
+def test_fedbuff_matches_its_formula(k, exponent):
     run = simulate(policy_of("fedbuff", k=k, exponent=exponent), delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(50)
     deltas = []
 

@@ -56,7 +56,7 @@ def test_natural_assigns_whole_ids_to_the_least_loaded_worker():
     assert all(np.array_equal(shard, np.sort(shard)) for shard in shards)
 
 
-def test_shards_is_its_definition():
+def test_shards_matches_its_definition():
     labels = np.array([2, 0, 1, 0, 2, 1, 0, 1, 2, 0, 1, 2, 0])
     shards = fedsim.partition(labels, 3, "shards", seed=6)
     order = sorted(range(13), key=lambda index: labels[index])  # Python's sort is stable
@@ -67,7 +67,7 @@ def test_shards_is_its_definition():
 
 
 @pytest.mark.parametrize("workers", [12, 3])
-def test_label_k_is_its_definition(workers):
+def test_label_k_matches_its_definition(workers):
     labels, classes, k = np.arange(200) % 5, 5, 3
     shards = fedsim.partition(labels, workers, "classes_per_worker", seed=8, k=k)
     rng = numpy_generator(8, "partition")
@@ -92,7 +92,7 @@ def test_label_k_is_its_definition(workers):
 
 @pytest.mark.parametrize("gamma", [0.0, 0.1, 0.37, 0.5, 1.0])
 @pytest.mark.parametrize(("n", "workers"), [(100, 10), (103, 7), (10, 10)])
-def test_similarity_is_its_definition(gamma, n, workers):
+def test_similarity_matches_its_definition(gamma, n, workers):
     labels = np.random.default_rng(1).integers(0, 5, n)
     shards = fedsim.partition(labels, workers, "similarity", seed=3, gamma=gamma)
     drawn = numpy_generator(3, "partition").permutation(n).tolist()
@@ -139,7 +139,7 @@ def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("alpha", [0.2, 50.0])
 @pytest.mark.parametrize("min_size", [1, 40])
-def test_dirichlet_is_its_definition(alpha, min_size, balanced):
+def test_dirichlet_matches_its_definition(alpha, min_size, balanced):
     for seed in range(2):
         params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
         shards = fedsim.partition(LABELS, 8, "dirichlet", seed, **params)
@@ -171,7 +171,7 @@ def one_at_a_time(mixture, left, wanted, rng):
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("workers", [1, 7, 50])
-def test_dirichlet_workers_is_its_definition(alpha, workers):
+def test_dirichlet_workers_matches_its_definition(alpha, workers):
     for seed in range(2):
         shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
         rng = numpy_generator(seed, "partition")
@@ -213,7 +213,7 @@ def plain_shard(labels, worker, seed, samples, alpha):
 
 @pytest.mark.parametrize("alpha", [None, 100.0, 1.0, 0.05])
 @pytest.mark.parametrize("samples", [1, 60, 500])
-def test_virtual_is_its_definition(alpha, samples):
+def test_virtual_matches_its_definition(alpha, samples):
     """With 500 of 500 samples, classes run out."""
     parameters = {} if alpha is None else {"alpha": alpha}
     shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **parameters)
@@ -230,7 +230,7 @@ def test_a_shard_depends_only_on_seed_and_worker():
     assert not np.array_equal(few.of(0), partition_shards(FEW_LABELS, 10, "virtual", seed=2, alpha=0.5).of(0))
 
 
-def test_an_infinite_alpha_is_no_skew():
+def test_an_infinite_alpha_means_no_skew():
     first, second = (fedsim.partition(FEW_LABELS, 3, "virtual", **skew) for skew in ({}, {"alpha": float("inf")}))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     experiment = fedsim.Experiment(workers=10**6, cohort=2, partition={"name": "virtual", "alpha": float("inf")})

@@ -68,7 +68,7 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
         ("tests.components:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
     ],
 )
-def test_errors_of_virtual_strategies_are_one_line(strategy, message):
+def test_errors_of_virtual_strategies_give_a_one_line_error(strategy, message):
     with pytest.raises(ExperimentError, match=f'^partition.name = "{strategy}": {message}'):
         partition_shards(LABELS, 10**6, strategy).of(4)
 
