@@ -206,7 +206,9 @@ def test_huge_rows_in_float32_give_the_result_of_float64(registration):
     assert close(result, exact, 1e-5) or (registration.name in VANISHING and float(result.abs().max()) < 1e-9)
 
 
-@pytest.mark.skipif(np.finfo(np.longdouble).max == np.finfo(float).max, reason="no extended precision here")
+@pytest.mark.skipif(
+    np.finfo(np.longdouble).max == np.finfo(float).max, reason="this platform has no extended precision"
+)
 @pytest.mark.parametrize("size", [1e3, 1e15, 1e30, 1e150])
 @pytest.mark.parametrize("shift", [0.0, 1e4])
 def test_geometric_median_is_exact_beside_distant_outliers(size, shift):

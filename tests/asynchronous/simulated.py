@@ -115,11 +115,11 @@ def simulate(
     models: float = 0.0,
     total_items: float = math.inf,
 ) -> SimulatedRun:
-    """A policy on the clock, with all workers of `delays`.
+    """Return a run of a policy on the virtual clock, with all workers of `delays`.
 
     Args:
-        train: the result of a work item.
-        models: bytes of a model.
+        train: function that returns the result of a work item.
+        models: size of a model in bytes.
     """
     n, optimizer, wide = len(delays.slowdowns), ServerSGD(), torch.float64
     row, of_model = START.clone(), torch.tensor(global_buffers, dtype=wide)

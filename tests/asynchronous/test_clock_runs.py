@@ -126,7 +126,7 @@ def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
     ],
 )
 def test_one_worker_and_neutral_settings_equal_plain_sgd_bit_for_bit(name, precision, servers):
-    assert name in NEUTRAL, f"{name}: say in NEUTRAL under which settings it is plain SGD with one worker"
+    assert name in NEUTRAL, f"{name}: add settings to NEUTRAL under which one worker is plain SGD"
     registration = policy.get(name)
     chosen = registration.bind(registration.check(NEUTRAL[name]))
     by_step = chosen.in_rounds or chosen.work == "gradient"

@@ -71,7 +71,7 @@ def test_a_test_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
     child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 5
     while (running := lives(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running, "it is killed with its process group"
+    assert not running, "the child is killed with its process group"
     assert not results.complete
 
 

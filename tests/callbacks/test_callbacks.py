@@ -64,7 +64,7 @@ def test_an_exception_of_a_callback_leaves_a_run_that_can_be_resumed(tiny_experi
     tables, failing = {**tiny_experiment, "rounds": 4, "checkpoint.every": 1}, Noting(fails=3)
     with pytest.raises(ZeroDivisionError):
         fedsim.run(tables, tmp_path / "run", callbacks=[failing])
-    assert failing.calls[-1] == 3, "a run that fails has no end"
+    assert failing.calls[-1] == 3, "on_end is not called if the run fails"
     resumed = Noting()
     result = fedsim.run(tables, tmp_path / "run", resume=True, callbacks=[resumed])
     assert resumed.calls[-4:] == [("start", 2, 2), 3, 4, ("end", 4, None)]

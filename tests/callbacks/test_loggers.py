@@ -104,7 +104,7 @@ def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tm
     line = r'^records.loggers: "tests.\S+:noted" cannot begin: OSError: no connection to the server$'
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 7}, failing), tmp_path / "run")
-    assert isinstance(CALLS[-1], ExperimentError), "the logger before it has ended"
+    assert isinstance(CALLS[-1], ExperimentError), "the previous logger has ended"
     assert not (tmp_path / "run").exists()
 
 
@@ -180,7 +180,7 @@ def test_the_event_file_holds_each_round_as_soon_as_it_is_over_and_the_settings(
     settings = parse_session_start_info_plugin_data(content).hparams
     assert (settings["workers"].number_value, settings["engine"].string_value) == (3, "serial")
     assert settings["aggregate.rule"].string_value == "nnm + median"
-    assert "cohort" not in settings, "it is not set"
+    assert "cohort" not in settings, "an unset key is not logged"
 
 
 @pytest.mark.parametrize(("every", "stops_after"), [(0, 2), (None, 1)])

@@ -48,7 +48,7 @@ def test_a_run_shows_what_is_run_a_curve_and_its_end(shown, tiny_experiment):
     first = []
     fedsim.run(tiny_experiment, on_round=lambda record: first.extend(shown[:1]))
     (page,) = shown
-    assert "1 of 2 rounds" in first[0], "callbacks of the user come after the display"
+    assert "1 of 2 rounds" in first[0], "the user's callbacks run after the display"
     assert "<progress" in first[0]
     assert "<progress" not in page
     assert "<img" in page

@@ -115,7 +115,7 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
     assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
     files = re.findall(r'^  File "(.+)", line', done.stderr, re.M)
     assert files
-    assert all(file.endswith("/tests/models.py") for file in files), "frames of fedsim and PyTorch are left out"
+    assert all(file.endswith("/tests/models.py") for file in files), "frames of fedsim and PyTorch are omitted"
 
 
 @pytest.mark.parametrize("words", ["aggregate=mine:fail", "attack=mine:fail attack.workers=[0]", "partition=mine:fail"])
@@ -168,7 +168,7 @@ def test_list_takes_one_component_and_shows_its_parameters_and_all_of_its_docstr
     assert 'did you mean "krum"?' in wrong.stderr
     unknown = cli("list", "xyzxyz").stderr
     assert "policies" in unknown
-    assert "krum" not in unknown, "the names of all components would be no hint"
+    assert "krum" not in unknown, "a list of all components would not help"
 
 
 def test_list_imports_a_component_by_its_path(cli):
@@ -184,7 +184,7 @@ def test_list_searches_names_and_documentation(cli):
     done = cli("list", "--search", "median CLIPPED").stdout
     assert "signguard" in done
     assert "krum" not in done
-    assert "partitions" not in done, "kinds without such a component are left out"
+    assert "partitions" not in done, "kinds without a match are omitted"
     lines = cli("list", "--search", "counts as lost").stdout.splitlines()
     assert any(line.startswith("  timeout = ") for line in lines)
     assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
@@ -226,7 +226,7 @@ def test_all_entry_points_are_one_program(tmp_path):
 def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
     words = [*QUICK, "model=logistic", "rounds=40", "records.curve=false"]
     out, shown = run_on_a_terminal(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    assert len(out.splitlines()) == 3 + 40 + 2, "the table goes to stdout, whole"
+    assert len(out.splitlines()) == 3 + 40 + 2, "stdout has the whole table"
     assert re.search(r"\d+ of 40 rounds, \d\d:\d\d left, accuracy 0\.\d{4}", shown)
 
 

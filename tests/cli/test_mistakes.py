@@ -100,7 +100,7 @@ def line_of(done, code=2):
 def test_a_mistake_on_the_command_line_is_one_line_that_helps(cli, words, hint):
     line = line_of(cli("run", *words.split(), "--dry-run"))
     assert hint in line
-    assert ALLOWED in hint or ALLOWED not in line, "a list only where there is no better hint"
+    assert ALLOWED in hint or ALLOWED not in line, "the allowed values are listed only if there is no better hint"
 
 
 @pytest.mark.parametrize(("text", "hint"), FILES, ids=lambda value: value[:40])

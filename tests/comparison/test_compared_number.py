@@ -134,7 +134,7 @@ def test_every_number_of_a_component_says_which_value_is_better():
     unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'
     modules = [path.name for path, text in sources.items() if re.search(unseen, text)]
     assert modules == ["evaluation.py"], (
-        "components write metrics[NAME] = ...; only the metrics of tests are added together"
+        "components write metrics[NAME] = ...; only evaluation.py merges dicts of metrics"
     )
     assert {name: metric_called(f"metrics.{name}").better for name in recorded} == OF_COMPONENTS
 

@@ -23,8 +23,8 @@ AXES = {
     "attack.fraction": [0.2, 0.4],
     "seed": [0, 1, 2],
 }
-# By alpha and fraction, under the attack none: the accuracy of each seed. In the first cell the median leads the mean
-# by 0.0167 ± 0.0143, in the second all are tied.
+# Accuracy of each seed without an attack, by (alpha, fraction). In the first cell the median leads the mean by
+# 0.0167 ± 0.0143, in the second all rules are tied.
 FINAL = {
     (0.1, 0.2): {"mean": [0.5, 0.6, 0.7], "median": [0.51, 0.62, 0.72], "krum": [0.3, 0.3, 0.3]},
     (0.1, 0.4): {"mean": [0.4, 0.5, 0.6], "median": [0.39, 0.51, 0.60], "krum": [0.40, 0.49, 0.60]},

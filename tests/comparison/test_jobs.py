@@ -89,7 +89,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
         )
     assert not comparison.failed
     assert 1 <= len(observer.retried) == len(warned) <= 2
-    assert not observer.processes[-1] & set(killed), "other processes take their place"
+    assert not observer.processes[-1] & set(killed), "other processes replace them"
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 20}, {"seed": [0, 1, 2]}))
 
 

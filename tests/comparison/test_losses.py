@@ -21,7 +21,7 @@ AXES = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0
 
 
 def losses(point):
-    """Return losses of which the median's at the smaller learning rate is lowest for all seeds; seeds differ more."""
+    """Return losses that are lowest for the median at the smaller learning rate, with larger seed differences."""
     start = 3.0 + point["seed"] + (point["aggregate.rule"] == "mean") * (0.5 - 2 * point["local.lr"])
     return [start, start / 2, start / 1000]
 

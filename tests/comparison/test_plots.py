@@ -197,8 +197,8 @@ def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_v
     mean, first_of_mean, _, median, *_ = panel.lines
     assert list(mean.get_xdata()) == [1, 10, 100]
     assert list(mean.get_ydata()) == pytest.approx([0.91, 0.1, 0.019])
-    assert list(first_of_mean.get_ydata()) == pytest.approx([0.9, 0.09, 0.009]), "a thin line for each of two seeds"
-    assert list(median.get_xdata()) == [1, 100], "a value of which a run failed has no mark"
+    assert list(first_of_mean.get_ydata()) == pytest.approx([0.9, 0.09, 0.009]), "each of the two seeds has a thin line"
+    assert list(median.get_xdata()) == [1, 100], "a value with a failed run has no mark"
     assert panel.get_xscale() == "log"
     assert [text.get_text() for text in panel.get_xticklabels()] == ["10", "1", "100"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["mean", "median"]

@@ -140,7 +140,7 @@ def test_a_spreadsheet_runs_no_text_of_a_csv_file():
     for table in (results_csv, curves_csv, summary_csv):
         cells = [row["variant"] for row in read(table(comparison))]
         assert not [cell for cell in cells if cell.startswith(("=", "+", "@", "\t")) or cell[:2] == "-x"]
-        assert [cell.removeprefix("'") for cell in cells] == labels, "one apostrophe at the beginning is no part of it"
+        assert [cell.removeprefix("'") for cell in cells] == labels, "the leading apostrophe is not part of the value"
 
 
 def test_attack_success_and_the_metrics_of_components_are_reported():

@@ -241,7 +241,7 @@ def test_what_an_object_keeps_belongs_to_one_run(short, engine):
     assert (rule.last, metric.calls) == (None, 0)
     assert [record.metrics["calls"] for record in (*first.history, *second.history)] == [1, 2, 1, 2]
     fedsim.run({**short, "aggregate": noted})
-    assert seen == [(3, first.global_row.numel())], "only with the rows of the run"
+    assert seen == [(3, first.global_row.numel())], "the rule is only called with the rows of the run"
 
 
 def test_an_object_that_cannot_be_copied_gives_a_one_line_error(short):

@@ -97,7 +97,7 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
         drawn = [call(draws), call(draws)]
         assert all(map(torch.equal, drawn, expected(step, 2)))
         seen += drawn[: 1 + (step != 0)]
-    assert len({numbers.numpy().tobytes() for numbers in seen}) == len(seen) - 1, "step 0 came twice"
+    assert len({numbers.numpy().tobytes() for numbers in seen}) == len(seen) - 1, "only step 0 was drawn twice"
 
 
 def test_types_and_shapes_equal_those_of_pytorch():

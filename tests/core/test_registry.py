@@ -180,8 +180,8 @@ def test_wrong_keys_of_a_component_table_give_a_one_line_error(keys, line):
 
 
 def hasty(*, minutes: int = 1):
-    """Its parameter is called as a key of the table is."""
+    """A component whose parameter has the name of a key of the table."""
 
 
 def vague(*, turns: int | None = 2):
-    """Its parameter may be None, but is not so by itself."""
+    """A component whose parameter may be None but has another default."""

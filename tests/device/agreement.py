@@ -56,7 +56,7 @@ def settings_of(registration: Any, **more: Any) -> dict[str, Any]:
     required = [name for name, field in registration.parameters.model_fields.items() if field.is_required()]
     unknown = [name for name in required if name not in VALUES | more]
     if unknown:
-        pytest.fail(f"{registration.name} requires {', '.join(unknown)}: give a value in {__name__}.VALUES")
+        pytest.fail(f"{registration.name} requires {', '.join(unknown)}: add values to {__name__}.VALUES")
     values = {name: VALUES[name] for name in required if name in VALUES}
     return {"name": registration.name, **values, **FITTING.get(registration.name, {}), **more}
 

@@ -24,7 +24,7 @@ def seen(monkeypatch):
     for switch in switches:
         switch.allow_tf32 = True
     yield []
-    assert all(switch.allow_tf32 for switch in switches), "the user's choice has been put back"
+    assert all(switch.allow_tf32 for switch in switches), "the user's setting has been restored"
     for switch, value in zip(switches, before, strict=True):
         switch.allow_tf32 = value
 

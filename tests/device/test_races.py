@@ -62,5 +62,5 @@ def test_operations_of_this_process_are_synchronised_before_calls_of_others(chan
     fedsim.run({**tables, **changes, "rounds": 1})
     calls = [place for place, event in enumerate(events) if event == "call"]
     assert len(calls) > 3
-    assert events[calls.pop() - 1] == "call", "at the end processes let go of the task, whatever the device does"
+    assert events[calls.pop() - 1] == "call", "at the end processes release the task, on any device"
     assert {events[place - 1] for place in calls} == {"synchronize"}

@@ -107,7 +107,7 @@ def test_a_server_optimizer(registration):
     assert_agrees_with_the_cpu({**TINY, "rounds": 3, "server": {"name": settings.pop("name"), **settings}}, "serial")
 
 
-@pytest.mark.skipif(not REAL, reason="the pretend GPU computes as the CPU does")
+@pytest.mark.skipif(not REAL, reason="the pretend GPU computes like the CPU")
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 @pytest.mark.parametrize(
     "registration", [*client_algorithm, *server_optimizer] if REAL else [], ids=lambda registration: registration.name

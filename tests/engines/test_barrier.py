@@ -33,7 +33,7 @@ def test_no_process_passes_before_all_have_arrived(count):
         assert process.exitcode == 0
     if count == 1:
         Barrier(table, 0).wait()
-        assert table.read(0, ARRIVALS) == 1001, "a second barrier of a process continues its count"
+        assert table.read(0, ARRIVALS) == 1001, "a second barrier of a process continues the count"
 
 
 def test_an_abort_ends_waits_and_heartbeats_also_if_a_process_was_killed_as_it_waited():

@@ -44,7 +44,7 @@ def test_positions_are_the_shard_in_a_new_order_for_each_epoch(worker, prepared)
     steps = len(expected) // 3
     for epoch in range(3):
         seen = [position for batch in positions[epoch * steps : (epoch + 1) * steps] for position in batch]
-        assert sorted(seen) == sorted(shared.data.shards.of(worker).tolist()), "each sample once"
+        assert sorted(seen) == sorted(shared.data.shards.of(worker).tolist()), "each sample is used exactly once"
 
 
 def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
@@ -149,7 +149,7 @@ def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepa
 def test_altered_images_lie_in_memory_as_the_others_do(prepared):
     plain, altered = (BatchSource(*prepared(**change)) for change in ({}, {"data": AUGMENT}))
     strides = {next(batch_source.batches(3, 1))[0].stride() for batch_source in (plain, altered)}
-    assert strides == {(128, 1, 16, 2)}, "channels_last"
+    assert strides == {(128, 1, 16, 2)}, "the inputs are not in channels_last order"
 
 
 def test_the_server_sees_its_samples_augmented_but_through_no_worker_s_view(prepared):

@@ -282,7 +282,7 @@ def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
         assert not torch.equal(ranks[0][name]["row"], plain["row"])
     wire = {name: sum(left[name]["wire"] for left in ranks) for name in HOOKS}
     if not plain["wire"]:
-        pytest.skip("this system does not count what a connection has sent")
+        pytest.skip("this system does not count the bytes sent by a connection")
     once = wire["hook allreduce"] - steps * 2 * d * 4  # sent once at the start, with any hook
     assert 0 < once < 0.1 * wire["hook allreduce"]
     low_rank = 4 * (784 + 200 + 200 + 200 + 200 + 10) + 200 + 200 + 10  # low-rank factors of three matrices, and biases
@@ -319,7 +319,7 @@ def test_ranks_send_the_bytes_of_the_formulas(count, groups):
         return sum(left[name]["wire"] for left in ranks) / 8 / d - (count - 1)  # without the initial row
 
     if not ranks[0]["uneven shards"]["wire"]:
-        pytest.skip("this system does not count what a connection has sent")
+        pytest.skip("this system does not count the bytes sent by a connection")
     by_columns = rounds * (5 * (count - 1) / count + (count - 1))
     assert sent("uneven shards") == pytest.approx(rounds * 2 * (count - 1), rel=0.1)
     assert sent("an adaptive server") == pytest.approx(3 * 2 * (count - 1), rel=0.1)

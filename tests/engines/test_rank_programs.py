@@ -126,7 +126,7 @@ def test_ranks_that_differ_say_so_and_stop(words, words_by_rank, lines, tmp_path
     words = ["engine=distributed", "data=tests.components:tiny", "model=logistic", "rounds=1", *words]
     codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, words_by_rank=words_by_rank))
     assert codes == [2, 2]
-    assert [out.count("\n") for out in outs] == [1, 0], "rank 0 has said what it would run"
+    assert [out.count("\n") for out in outs] == [1, 0], "only rank 0 prints, one line about the run"
     for text, expected in zip(errors, lines * (2 // len(lines)), strict=True):
         [line] = error_lines(text)
         assert line.startswith(f"error: {expected}")
@@ -221,7 +221,7 @@ def two_machines():
     try:
         for made in (*(ip("netns", "add", name) for name in names), ip(*link)):
             if made.returncode:
-                pytest.skip(f"this system joins no network namespaces: {made.stderr.strip()}")
+                pytest.skip(f"this system cannot connect network namespaces: {made.stderr.strip()}")
         for side, (name, end) in enumerate(zip(names, ends, strict=True), 1):
             assert ip("-n", name, "address", "add", f"10.213.77.{side}/24", "dev", end).returncode == 0
             assert all(ip("-n", name, "link", "set", device, "up").returncode == 0 for device in ("lo", end))

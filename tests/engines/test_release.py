@@ -70,7 +70,7 @@ def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, ti
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     monkeypatch.setattr(pool_backend, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, **changes})
-    assert alive_at_release == [[True], [False]], "before the processes begin, and when all is done"
+    assert alive_at_release == [[True], [False]], "before the processes start, and after the run"
 
 
 def test_releasing_memory_is_not_a_failure_on_a_failed_device_and_does_nothing_on_a_cpu(monkeypatch):

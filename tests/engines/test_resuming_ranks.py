@@ -63,7 +63,7 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
         assert run.keys() == whole.keys() == {"global", "personal", "fine_tuned"}
         assert all(run[model] == pytest.approx(whole[model], abs=1e-9) for model in run)
     out, _ = ranks(2, *words, "worker_state_memory=10000", cwd=tmp_path)
-    assert "after 5 rounds, 0 of them in this session" in out, "all rounds are on record, by the first rank"
+    assert "after 5 rounds, 0 of them in this session" in out, "rank 0 has already recorded all rounds"
 
 
 @pytest.mark.slow

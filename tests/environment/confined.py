@@ -47,7 +47,7 @@ def outcomes(*commands, mounts, cwd):
     """
     prefix = _namespace()
     if prefix is None:
-        pytest.skip("needs a table of mounts of its own (unshare --mount), which this system does not give")
+        pytest.skip("needs a mount namespace (unshare --mount), which this system does not allow")
     for folder, _ in mounts:
         folder.mkdir(exist_ok=True)
     command_lines = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
@@ -89,7 +89,7 @@ def as_somebody_else():
     words = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     words += [f"--inh-caps={privileges}", f"--ambient-caps={privileges}", f"--bounding-set={privileges}"]
     if subprocess.run([*words, sys.executable, "-c", ""], capture_output=True).returncode:
-        pytest.skip("needs the right to become another user, which root has")
+        pytest.skip("needs the right to become another user (run as root)")
     return words
 
 

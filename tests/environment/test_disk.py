@@ -77,12 +77,12 @@ def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
         code, out, error = results[name]
         assert code == 2, code
         assert re.fullmatch(rf"error: \S+/x{line}{remedy}", error), error
-    assert "    1 " not in results["model"][1], "told before the first of 100,000 rounds"
-    assert list((copies / "model").iterdir()) == [], "what never began leaves nothing"
-    assert (copies / "curve" / "x" / "model.safetensors").is_file(), "the model comes before its picture"
+    assert "    1 " not in results["model"][1], "the error comes before the first of 100,000 rounds"
+    assert list((copies / "model").iterdir()) == [], "a run that never started leaves no files"
+    assert (copies / "curve" / "x" / "model.safetensors").is_file(), "the model is written before the picture"
     text = (copies / "metrics" / "x" / "metrics.jsonl").read_text()
     rounds = [json.loads(line)["round"] for line in text.splitlines()]  # fails unless every line is complete
-    assert rounds == list(range(1, len(rounds) + 1)), "what was recorded before is there"
+    assert rounds == list(range(1, len(rounds) + 1)), "earlier records are complete"
     assert 1 < len(rounds) < 200
     assert text.endswith("\n")
     assert not list((copies / "metrics" / "x").glob(".*.part"))

@@ -14,7 +14,7 @@ from fedsim.system import devices
 def one_core():
     """Restrict this process, and the processes that it starts, to one core."""
     if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this system does not say which cores a process may use")
+        pytest.skip("this system does not report the cores that a process may use")
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield

@@ -58,7 +58,7 @@ def test_too_few_processes_give_a_one_line_error(tmp_path):
     before = as_somebody_else()
     words = [*SPAWN, "processes=4", "--out", "x"]
     if os.geteuid():
-        pytest.skip("needs a user who has no processes, whom root can become")
+        pytest.skip("needs root, to become a user without processes")
     done = run("run", *words, before=["prlimit", "--nproc=3", *before], cwd=tmp_path)
     message = (
         "error: a process cannot be started: Resource temporarily unavailable; this user may have at most 3 "

@@ -14,7 +14,7 @@ from fedsim.errors import ExperimentError
 from fedsim.system import devices
 from tests.environment.confined import QUICK, limited, outcomes
 
-needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
 
 
 @pytest.mark.slow
@@ -49,12 +49,12 @@ def test_what_is_shared_keeps_its_values_views_and_order(tmp_path):
     assert rows.is_shared()
     assert flags.is_shared()
     rows[1, 0] = -1.0
-    assert second_row[0] == -1.0, "views of one storage stay so"
-    assert base[1, 0] == 6.0, "what was not given stays where it is"
+    assert second_row[0] == -1.0, "views of the same storage still share it"
+    assert base[1, 0] == 6.0, "tensors that were not passed are not moved"
     assert all(each.data_ptr() % 64 == 0 for each in (rows, flags))
     place = rows.data_ptr()
     share([rows])
-    assert rows.data_ptr() == place, "what is shared already is not moved"
+    assert rows.data_ptr() == place, "shared tensors are not moved again"
 
 
 @needs_files_in_memory

@@ -59,7 +59,7 @@ def test_events_are_written_to_their_own_file(finished, tmp_path):
         {"event": "worker replaced", "round": 3, "process": 1, "worker": None, "why": "was killed", "attempt": 1},
         {"event": "worker replaced", "round": 4, "process": 0},
     ]
-    assert not (tmp_path / "b").exists(), "no round is on record"
+    assert not (tmp_path / "b").exists(), "no round is recorded"
 
 
 def test_the_environment_names_versions_device_and_commit(finished):

@@ -125,9 +125,9 @@ def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, ses
     assert "was killed by SIGKILL (exit code -9) while it held a lock" in said[0]
     assert len(said) == 1
     updates = [record["asynchronous"]["updates"] for record in result.history]
-    assert updates == [updates[0], 2 * updates[0], 3 * updates[0]], "none is lost, and none is there twice"
+    assert updates == [updates[0], 2 * updates[0], 3 * updates[0]], "no round is missing or recorded twice"
     half_written = result.global_row[: len(result.global_row) // 2]
-    assert abs(float(half_written.mean())) < 0.1, "1, to which it had been moved when the process died, is gone again"
+    assert abs(float(half_written.mean())) < 0.1, "the value 1 from the interrupted update has been undone"
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
             warnings.simplefilter("ignore", FedsimWarning)
             result = fedsim.run(tables, session=session, on_round=on_round)
         after = open_things()
-    assert len(killed) >= 4, "some of the ten may find no process"
+    assert len(killed) >= 4, "some of the ten kills may hit no process"
     assert torch.equal(result.global_row, whole.global_row)
     assert untimed(result.history) == untimed(whole.history)
     assert after[0] <= before[0] + 1

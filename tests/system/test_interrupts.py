@@ -130,5 +130,10 @@ def test_many_signals_are_one_word(seed, tmp_path):
             time.sleep(rng.choice([0.001, 0.01, 0.1]))
         _, error = process.communicate(timeout=30)
         assert error in {"interrupted\n", "terminated\n", ""}
-        assert process.returncode in {130, 143, -signal.SIGTERM, -signal.SIGINT}  # the last two in Python's own exit
+        assert process.returncode in {
+            130,
+            143,
+            -signal.SIGTERM,
+            -signal.SIGINT,
+        }  # the last two during the exit of the interpreter
         assert_none_left(process.pid)

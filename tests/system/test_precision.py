@@ -37,7 +37,7 @@ def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, swit
     assert switches() == before
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has the older switches only")
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch only has the older switches")
 @pytest.mark.parametrize("allowed", [True, False])
 def test_where_the_older_switches_cannot_be_read_the_newer_ones_are_used(allowed):
     newer = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn

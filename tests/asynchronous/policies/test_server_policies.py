@@ -278,7 +278,7 @@ def test_async_local_sgd_is_the_algorithm_of_the_paper(n, c):
         return row - 0.6 * (share * 0.8 * momentum + gathered[-1] / n)
 
     assert same(run.row, replayed(run, rule))
-    assert run.server.policy.buffered(run.server) == 0, "each has moved the row when it came"
+    assert run.server.policy.buffered(run.server) == 0, "each result moves the row on arrival"
 
 
 def test_dylu_steps_are_proportional_to_speed():
@@ -292,7 +292,9 @@ def test_dylu_steps_are_proportional_to_speed():
     run = simulate(policy_of("async_local_sgd", dylu=True), delays_of([0.7, 2.1, 1.4]), size=10)
     run.server.step_seconds.copy_(torch.tensor([0.7, 2.1, 1.4]))
     run.advance(1)
-    assert {item.worker: item.steps for item in run.trained[0]} == {0: 3, 1: 1, 2: 1}, "though 3 x 0.7 / 0.7 < 3"
+    assert {item.worker: item.steps for item in run.trained[0]} == {0: 3, 1: 1, 2: 1}, (
+        "3 x 0.7 / 0.7 is below 3 as a float"
+    )
     without = simulate(policy_of("async_local_sgd"), delays_of([0.7, 1.4]), size=48).advance(2)
     assert {item.worker: without.scheduler.steps(item) for item in without.trained[0]} == {0: 12, 1: 12}
 

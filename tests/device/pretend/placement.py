@@ -23,7 +23,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor lies on the pretend GPU."""
+    """Whether a tensor is on the pretend GPU."""
     return getattr(storage_of(tensor), "on_gpu", False) is True
 
 
