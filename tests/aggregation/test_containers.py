@@ -1,4 +1,4 @@
-"""Arrays, lists of tensors and state_dicts, aggregated as they are."""
+"""Aggregation of NumPy arrays, lists of tensors and state_dicts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_state_dicts_keep_the_first_counters(models):
         name: (value.dtype, value.shape) for name, value in states[0].items()
     }
     assert mean["1.num_batches_tracked"] == 7
-    assert mean._metadata == states[0]._metadata  # the versions of modules
+    assert mean._metadata == states[0]._metadata  # version numbers of the modules
     expected = sum((place + 1) * state["0.weight"] for place, state in enumerate(states)) / 15
     assert torch.allclose(mean["0.weight"], expected)
     models[0].load_state_dict(mean)
@@ -104,7 +104,7 @@ def test_tied_weights_count_once_and_stay_tied(models):
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
-def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
+def test_a_dict_of_stacked_tensors_equals_that_of_its_updates(models, kind):
     states = [model.state_dict() for model in models]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     if kind is np.ndarray:

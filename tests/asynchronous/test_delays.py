@@ -1,4 +1,4 @@
-"""Slowdowns of workers, noise of work items, also from a trace file, and the delays made of them."""
+"""Slowdowns of workers, noise of work items (also from a trace file), and the delays computed from both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def delays_of(n_workers, name, seed=0, **params):
 
 
 def test_seconds_are_the_formula():
-    """Twice as slow, 10 steps of 0.25 s, latency 0.5 s, 3,000 bytes at 1,000 a second."""
+    """A worker is twice as slow: 10 steps of 0.25 s, latency 0.5 s, 3,000 bytes at 1,000 bytes per second."""
     delays = Delays(np.array([1.0, 2.0]), noise_of("constant"), base=0.25, latency=0.5, bandwidth=1000.0)
     assert delays.seconds(0, 0, 10) == 2.5  # nothing is sent
     assert delays.seconds(1, 0, 10, 0) == 5.0

@@ -30,7 +30,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def session():
-    """A session that keeps three processes."""
+    """Yield a session that keeps three processes."""
     with fedsim.Session() as session:
         yield session
 
@@ -40,13 +40,13 @@ def race(session, out, policy):
 
 
 def again(log, on_start=None, **changes):
-    """The race on the clock, in one process."""
+    """Replay a logged race on the virtual clock in one process."""
     tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"replay_log": str(log)}}
     return fedsim.run({**tables, **changes}, on_start=on_start)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
+def test_the_clock_repeats_a_race_bit_for_bit(session, tmp_path, name):
     policy = {"name": name, **POLICIES[name]}
     raced = race(session, tmp_path / "run", policy)
     replayed = again(tmp_path / "run", policy=policy)
@@ -60,7 +60,7 @@ def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def logged(session, tmp_path_factory):
-    """The run folder of a race of asgd."""
+    """Return the run folder of an `asgd` race."""
     folder = tmp_path_factory.mktemp("races") / "run"
     race(session, folder, "asgd")
     return folder
@@ -119,9 +119,9 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     path = altered(logged, tmp_path, change)
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(path)
-    (raised,) = caught.value.lines
+    (error_line,) = caught.value.lines
     place = f"clock.replay_log = {re.escape(show(str(path)))}: the log does not match this experiment"
-    assert re.fullmatch(f"{place}: {line}", raised), raised
+    assert re.fullmatch(f"{place}: {line}", error_line), error_line
 
 
 @pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])

@@ -1,4 +1,4 @@
-"""`fedsim doctor`: what it reports, and the problems that it finds."""
+"""`fedsim doctor`: what it reports, and the problems that it detects."""
 
 from __future__ import annotations
 
@@ -112,5 +112,5 @@ def test_without_pytorch_the_report_says_so(tmp_path):
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_the_packages_of_an_extra_are_those_that_pip_installs(extra):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    given = [re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"][extra]]
-    assert tuple(given) == EXTRAS[extra]
+    packages = [re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"][extra]]
+    assert tuple(packages) == EXTRAS[extra]

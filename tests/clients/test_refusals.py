@@ -1,4 +1,4 @@
-"""Keys of [local] and of schedules that have no meaning in an experiment are refused by one line."""
+"""Keys of [local] and of schedules that have no meaning in an experiment give a one-line error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ REFUSED = [
         of_local(algorithm="fedprox", keep_state=True),
         "local.keep_state = true: is for client algorithms such as sgd and adam only",
     ),
-    # momentum at the workers
+    # momentum of the workers
     (of_local(**AT_WORKER), 'local.momentum_at = "worker": is only used with sync=gradients, not with sync=parameters'),
     ({**of_local(**AT_WORKER), **CLOCK}, 'needs sync=gradients, which policy.name = "asgd" does not support'),
     (

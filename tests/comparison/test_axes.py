@@ -166,5 +166,5 @@ def test_ids_are_readable_folder_names(point, name):
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a\n", "/etc"])
-def test_a_path_to_another_folder_is_no_id(name):
+def test_a_path_to_another_folder_is_not_an_id(name):
     assert not re.fullmatch(ID, name)

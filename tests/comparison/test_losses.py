@@ -1,4 +1,4 @@
-"""Comparisons of a task without accuracy: by its test loss, of which a lower one is better."""
+"""Comparisons of a task without accuracy, by its test loss (lower is better)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXES = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0
 
 
 def losses(point):
-    """The median is best with the smaller learning rate, in all seeds; losses differ more between seeds."""
+    """Return losses that are lowest for the median at the smaller learning rate, with larger seed differences."""
     start = 3.0 + point["seed"] + (point["aggregate.rule"] == "mean") * (0.5 - 2 * point["local.lr"])
     return [start, start / 2, start / 1000]
 
@@ -36,8 +36,8 @@ def made_up(axes=AXES, target=None):
 
 def test_the_lowest_loss_is_the_best():
     rows = {(row.point["aggregate.rule"], row.point["local.lr"]): row for row in made_up().summary}
-    best, other = rows["median", 0.1], rows["mean", 0.1]
-    assert (best.mark, other.mark) == ("*", "")
+    best, second = rows["median", 0.1], rows["mean", 0.1]
+    assert (best.mark, second.mark) == ("*", "")
     assert best.score.mean == pytest.approx(4e-3)
     assert best.accuracy is None
     assert best.difference.mean == pytest.approx(-0.3e-3)

@@ -1,4 +1,4 @@
-"""A comparison that is split into shards gives the results of one that is not."""
+"""A comparison that is split into shards has the results of an unsplit one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_merged_shards_have_the_results_and_the_settings_of_one_comparison(cli, 
     page = (tmp_path / "sweep" / "report.html").read_text()
     assert "tuned variant" in page
     assert "Best rule by workers and learning rate" in page
-    again = cli(*compare, "sweep")  # all runs are finished
+    again = cli(*compare, "sweep")  # all runs are finished already
     assert (again.exit_code, again.stdout.split()) == (0, ["sweep"])
 
 

@@ -79,7 +79,7 @@ def test_words_and_axes_replace_those_of_the_source(file):
 
 @pytest.mark.parametrize("key", ["local.algorithm", "local.name"])
 def test_a_word_replaces_the_axis_of_the_component_that_it_names(key):
-    """Before PyTorch is imported, too; and so does a key given in Python."""
+    """Also before PyTorch is imported, and for a key given in Python."""
     tables = {"comparison": {key: ["sgd", "adamm"], "seed": [0, 1]}}
     for word in ("local.algorithm", "local.name"):
         by_word, by_change = (
@@ -161,7 +161,7 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
 
 
 def test_each_run_is_the_experiment_that_its_point_describes():
-    """Although the runs of a combination are checked once."""
+    """The runs of a combination are checked only once."""
     base = {"data": "tests.components:tiny", "records": {"model": False, "curve": False}}
     for run in plan_comparison(
         base, {"seed": [3, 1, 2], "local.lr": [0.1, 0.2], "aggregate.rule": ["mean", "krum"]}
@@ -312,7 +312,7 @@ def test_an_axis_can_be_a_tuple_of_objects():
     ],
 )
 def test_a_comparison_is_planned_again_from_its_base_and_axes(variants):
-    """Also if only some values of an axis set a key, or name another component."""
+    """Also if only some values of an axis set a key or name another component."""
     tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"name": "momentum"}}
     tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.components:tiny"}
     plan = plan_comparison(tables, {"variant": variants, "seed": [0, 1]})

@@ -19,7 +19,7 @@ def idx_bytes(array):
 
 
 def write_mnist(root, class_name="MNIST"):
-    """A data set in torchvision's layout, 6 training and 4 test images; returns its folder."""
+    """Write a data set of 6 training and 4 test images in torchvision's layout, and return its folder."""
     folder = root / class_name / "raw"
     folder.mkdir(parents=True)
     for images, labels, n in ((*sources.FILES[:2], 6), (*sources.FILES[2:], 4)):

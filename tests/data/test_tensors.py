@@ -1,4 +1,4 @@
-"""Data sets in tensors, and workers' subsets of them."""
+"""Data sets in tensors, and subsets of them for workers."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ DICTS = [{"input_ids": [1, 2, 3], "mask": [1, 1, 0], "label": 1}]
 
 
 class Frame:
-    """Like a data frame of pandas: its items are columns."""
+    """A stand-in for a pandas data frame, whose items are columns."""
 
-    def __repr__(self):  # in the names of tests
+    def __repr__(self):  # shown in the test IDs
         return "Frame()"
 
     def __len__(self):
@@ -149,7 +149,7 @@ class Frame:
     ],
     ids=str,
 )
-def test_what_is_no_data_set_of_pairs_is_one_line_with_the_way(data, line):
+def test_what_is_not_a_data_set_of_pairs_is_one_line_with_the_way(data, line):
     with pytest.raises(DataError, match=line) as caught:
         as_tensor_data(data)
     assert "\n" not in str(caught.value)
@@ -171,7 +171,7 @@ def test_the_ways_of_these_lines_work():
 
 
 class Plain(Dataset):
-    """A map-style data set without tensors, batched fetch or labels."""
+    """A map-style data set without tensors, batched fetching or labels."""
 
     def __len__(self):
         return 10

@@ -1,4 +1,4 @@
-"""What is said where a device has no memory left; the device is made up, as is its error."""
+"""Messages for a device without free memory (the device and its error are simulated)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class TooLarge(nn.Module):
-    """Trains as if it were on a GPU that is full."""
+    """A model that raises the error of a full GPU in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def test_all_that_can_be_less_is_named_with_its_number(prepared):
     assert what_would_fit(task, 1) == "cpu is out of memory; use a smaller model"
 
 
-def test_it_is_told_once_and_other_errors_pass(prepared):
+def test_it_is_reported_once_and_other_errors_pass(prepared):
     task, _ = prepared(local={"batch_size": 64})
     with pytest.raises(torch.OutOfMemoryError) as caught, explain_oom(task, 4), explain_oom(task, 2, 8):
         raise torch.OutOfMemoryError(SAID)

@@ -38,7 +38,7 @@ from tests.leftovers import SHARED
 
 @pytest.fixture(scope="module")
 def session():
-    """A pool without failures. (By this name the fixture that looks for leftovers lets its processes stay.)"""
+    """Yield a pool without failures. (The name `session` exempts its processes from the check for leftovers.)"""
     with ProcessPool(3, threads=2) as pool:
         yield pool
 
@@ -91,7 +91,7 @@ FAILURES = {
     ],
 )
 def test_a_failure_ends_the_call_and_names_worker_and_cause(how, others_wait, tmp_path):
-    """Survivors release their state: a CUDA allocation that a killed process had open would never be freed."""
+    """The survivors release their state: CUDA memory that a killed process had open is never freed."""
     with ProcessPool(2) as pool:
         pool.call(leave_a_note_at_the_end, tmp_path)
         assert FAILURES[how] in failure_of(pool, misbehave, how, 1, others_wait)
@@ -155,7 +155,7 @@ def open_things():
 
 
 def test_a_closed_pool_keeps_no_descriptors_and_no_shared_memory():
-    """Whether it is closed once, twice, or after a failure."""
+    """The pool is closed once, twice, or after a failure."""
     counts = []
     for how in ("close", "close", "exit"):
         tensor = torch.zeros(2).share_memory_()
@@ -221,7 +221,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("signals", "stopped"),
     [
-        ([signal.SIGKILL], True),  # the other one is not
+        ([signal.SIGKILL], True),  # the other process is not stopped
         # the second interrupt comes while the pool is being closed
         pytest.param([signal.SIGINT, signal.SIGINT], True, marks=pytest.mark.slow),
         pytest.param([signal.SIGTERM], True, marks=pytest.mark.slow),

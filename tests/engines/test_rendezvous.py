@@ -88,7 +88,7 @@ def test_the_store_listens_on_loopback_alone():
         socket.create_connection(("127.0.0.2", port), timeout=2)  # another address of this machine
     assert meeting_address("tcp://host:12", place) == ("host", 12)
     with pytest.raises(OSError, match="already in use"):
-        open_store("env://", place, 0.2)  # it is taken
+        open_store("env://", place, 0.2)  # the port is taken
 
 
 def silence(connection):
@@ -100,7 +100,7 @@ def garbage(connection):
 
 
 def ping(connection):
-    """Greet like rank 0; then PyTorch's own client waits without a timeout for its answer."""
+    """Greet like rank 0, after which PyTorch's own client waits for an answer without a timeout."""
     connection.sendall(connection.recv(100)[-4:])
 
 
@@ -108,7 +108,7 @@ GREETINGS = silence, garbage, ping, socket.socket.close
 
 
 def impostor(greet, contacts):
-    """The port of a program that greets its first connection, and answers no other one."""
+    """Return the port of a program that greets its first connection and does not answer later ones."""
     listener = socket.create_server((LOOPBACK, 0))
 
     def serve():
@@ -124,7 +124,7 @@ def impostor(greet, contacts):
 
 
 @pytest.mark.parametrize("greet", [silence, garbage, socket.socket.close])
-def test_a_program_that_is_not_rank_0_is_no_store(greet):
+def test_a_program_that_is_not_rank_0_is_not_accepted_as_the_store(greet):
     place = RankInfo(1, 2, 0, (LOOPBACK, int(impostor(greet, queue.SimpleQueue()))))
     with pytest.raises(OSError, match="the process at this address"):
         open_store("env://", place, 0.5)

@@ -1,4 +1,4 @@
-"""Work that would fill the memory or take very long is refused before it begins, in a line that names the sizes."""
+"""Work that would fill the memory or take very long is refused in advance, with a line that states the sizes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_page_does_not_grow_with_workers_times_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["environment.json", "partition.json", "comparison.json", "metrics.jsonl"])
-def test_deep_json_is_one_clear_line(tmp_path, name):
+def test_deep_json_gives_a_one_line_error(tmp_path, name):
     folder = invent_run(tmp_path / "run", [0.5])
     (folder / name).write_text('{"round": 1, "a": ' + "[" * 100_000)
     with pytest.raises(RecordError):

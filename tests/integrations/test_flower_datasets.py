@@ -1,4 +1,4 @@
-"""Partitioners of Flower Datasets as partitions of fedsim, and the reverse, with the real package."""
+"""Partitioners of the package Flower Datasets as partitions of fedsim, and the reverse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flwr_datasets.partitioner import DirichletPartitioner
 from fedsim.integrations.flower_datasets import FedsimPartitioner, flower_partition
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Specifying null_placement"),  # of pyarrow, by datasets
+    pytest.mark.filterwarnings("ignore:Specifying null_placement"),  # from pyarrow, through datasets
     pytest.mark.filterwarnings("ignore:The sum of partition sizes"),
     pytest.mark.filterwarnings("ignore:feature_"),
 ]

@@ -12,7 +12,7 @@ from fedsim.system.packages import import_torchvision
 from tests.commands import ended, start_ranks
 from tests.integrations.test_ddp import in_one_process
 
-import_torchvision()  # Lightning imports it, also one that does not fit the build of PyTorch
+import_torchvision()  # Lightning imports torchvision, even if it does not fit this PyTorch build
 pytest.importorskip("lightning", reason="needs the package lightning")
 PROGRAM = Path(__file__).parent / "lightning_program.py"
 

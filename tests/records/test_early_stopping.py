@@ -1,4 +1,4 @@
-"""Early stopping: when a run ends, what it records, and what resuming and comparing do with it."""
+"""Early stopping: when a run ends, what it records, and its effect on resuming and comparing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 
 SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
-# No step of this size changes a float32 parameter, so nothing improves after round 1.
+# A step of this size changes no float32 parameter, so the result does not improve after round 1.
 STANDING = {**SMALL, "model": "2nn", "local": {"lr": 1e-30}, "data.validation_fraction": 0.2, "stop": {"patience": 2}}
 
 
@@ -44,7 +44,7 @@ def test_a_run_ends_after_the_round_that_decides_it(settings, losses, ends):
 
 @pytest.mark.parametrize("nothing", [None, math.nan])
 def test_rounds_without_a_cohort_have_no_train_loss_and_do_not_count(nothing):
-    """A round with a cohort counts, though its loss is not finite: a file has null for NaN."""
+    """A round with a cohort counts even if its loss is not finite (null in the file)."""
     rounds = [(1.0, [0]), (nothing, []), (nothing, []), (1.0, [0]), (nothing, []), (nothing, [0])]
     history = [RoundRecord(round=k, train_loss=loss, cohort=cohort) for k, (loss, cohort) in enumerate(rounds, start=1)]
     stop = Stop(metric="train_loss", patience=2)
@@ -84,7 +84,7 @@ def test_a_comparison_has_runs_of_different_lengths(tiny_experiment, tmp_path):
     compared = fedsim.compare(tables, plan, tmp_path)
     assert [len(run.history) for run in compared.runs][:2] == [3, 3]
     assert all(run.error is None for run in compared.runs)
-    assert len(fedsim.compare(tables, plan, tmp_path).runs) == 4  # all of them are found finished
+    assert len(fedsim.compare(tables, plan, tmp_path).runs) == 4  # all runs are finished already
 
 
 def test_a_run_can_stop_on_a_metric(tiny_experiment):

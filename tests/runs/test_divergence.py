@@ -1,4 +1,4 @@
-"""Runs that end because updates or the global model hold NaN or infinity: `aggregate.nonfinite = "stop"`."""
+"""Runs that end because updates or the global model contain NaN or infinity (`aggregate.nonfinite = "stop"`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cohort strategies: which workers they draw and how often, and the weights by inverse probability."""
+"""Cohort strategies: which workers they draw and how often, and weights by inverse probability."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def frequencies(draw, n_workers):
     return counts / ROUNDS
 
 
-def assert_probabilities(found, expected):
-    """Frequencies are within five standard deviations of the probabilities."""
+def assert_probabilities(observed, expected):
+    """Check that frequencies are within five standard deviations of their probabilities."""
     expected = np.asarray(expected)
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
+    assert (np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
 
 
-def test_uniform_cohorts_are_those_of_earlier_versions():
+def test_uniform_cohorts_equal_those_of_earlier_versions():
     draw = sampler(3, name="uniform")
     assert [draw(round).workers for round in (1, 2, 9)] == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 9)]
 
@@ -130,7 +130,7 @@ def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
     totals = np.zeros((ROUNDS, 6))
     for round in range(ROUNDS):
         for worker, weight in draw(round + 1).weights.items():
-            totals[round, worker] = weight * (1 - dropout)  # drops out independently of all else
+            totals[round, worker] = weight * (1 - dropout)  # a worker drops out independently of everything else
     share = np.array(SIZES) / 60
     assert (np.abs(totals.mean(0) - share) <= 5 * totals.std(0) / np.sqrt(ROUNDS) + 1e-9).all()
 

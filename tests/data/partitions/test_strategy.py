@@ -8,7 +8,7 @@ from fedsim.data.partitions import partition_strategy, transforms_of_workers
 from fedsim.errors import ExperimentError
 
 STRATEGIES = [registration.name for registration in partition_strategy if registration.name != "given"]
-COVERS = sorted(set(STRATEGIES) - {"virtual"})  # the others are disjoint covers
+COVERS = sorted(set(STRATEGIES) - {"virtual"})  # each of these assigns every sample to exactly one worker
 
 
 @pytest.mark.parametrize("strategy", COVERS)
@@ -76,6 +76,6 @@ def test_targets_of_several_numbers_cannot_be_sorted():
 def test_strategies_without_transforms_change_nothing():
     assert fedsim.partition_transforms(3, "dirichlet", alpha=0.1) == [None] * 3
     assert fedsim.partition_transforms(3, "tests.components:uneven") == [None] * 3
-    assert transforms_of_workers(10**9, "virtual") is None  # and nothing is made for every worker
+    assert transforms_of_workers(10**9, "virtual") is None  # no list over all workers is built
     with pytest.raises(ExperimentError, match=r"partition.sigma = 1: unknown key"):
         fedsim.partition_transforms(3, "iid", sigma=1)
