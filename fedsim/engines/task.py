@@ -134,7 +134,7 @@ class RunTask:
 
         All modules of a process share the parameters that `local.train` or `model.lora` freezes.
 
-        Raises ExperimentError if the model has complex parameters or buffers, or does not fit `model` and `local.train`.
+        Raises ExperimentError if the model has complex tensors, or does not fit `model` and `local.train`.
         """
         model, train = self.experiment.model, self.experiment.local.train
         with preserve_random_state(torch.device("cpu")):
