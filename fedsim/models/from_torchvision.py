@@ -28,7 +28,16 @@ def torchvision_model(name: str) -> Any:
         raise LookupError(f"torchvision has no such classification model; {nearest(name, names)}")
     component = functools.partial(build, name)
     component.__doc__ = build.__doc__
+    component.stacked = _stacked(name)
     return component
+
+
+def _stacked(name: str) -> str:
+    """Return the trait `stacked` of a model of torchvision; see `fedsim.models.base`."""
+    if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
+        return "it draws random numbers outside of torch.nn.functional.dropout"
+    has_batch_norm = not name.startswith(("alexnet", "squeezenet", "vgg", "vit")) or name.endswith("_bn")
+    return "vmap" if has_batch_norm else "merged"
 
 
 def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **params: Any) -> nn.Module:
