@@ -36,8 +36,8 @@ def _stacked(name: str) -> str:
     """Return the trait `stacked` of a model of torchvision; see `fedsim.models.base`."""
     if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
         return "it draws random numbers outside of torch.nn.functional.dropout"
-    has_batch_norm = not name.startswith(("alexnet", "squeezenet", "vgg", "vit")) or name.endswith("_bn")
-    return "vmap" if has_batch_norm else "merged"
+    plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")
+    return "merged" if plain else "vmap"  # the others have BatchNorm or torch.nn.MultiheadAttention
 
 
 def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **params: Any) -> nn.Module:

@@ -41,9 +41,9 @@ def gpt_logits(p, tokens):
 
     def normalised(name, x):
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"] + p[
-            f"{name}.bias"
-        ]
+        return (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"] + p[f"{name}.bias"]
+        )
 
     def layer(name, x):
         return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
@@ -53,10 +53,10 @@ def gpt_logits(p, tokens):
     for block in ("blocks.0", "blocks.1"):
         q, k, v = layer(f"{block}.attention", normalised(f"{block}.norm1", x)).chunk(3, 2)
         mixed = []
-        for q, k, v in zip(q.chunk(heads, 2), k.chunk(heads, 2), v.chunk(heads, 2), strict=True):
-            scores = q @ k.mT / math.sqrt(q.shape[2])
+        for q_head, k_head, v_head in zip(*(part.chunk(heads, 2) for part in (q, k, v)), strict=True):
+            scores = q_head @ k_head.mT / math.sqrt(q_head.shape[2])
             future = torch.ones(length, length, dtype=torch.bool).triu(1)
-            mixed.append(scores.masked_fill(future, -math.inf).softmax(2) @ v)
+            mixed.append(scores.masked_fill(future, -math.inf).softmax(2) @ v_head)
         x = x + layer(f"{block}.attention_out", torch.cat(mixed, 2))
         x = x + layer(f"{block}.contract", F.gelu(layer(f"{block}.expand", normalised(f"{block}.norm2", x))))
     return normalised("norm", x) @ p["tokens.weight"].T
