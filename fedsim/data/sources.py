@@ -17,8 +17,6 @@ import torch
 from fedsim.core.registry import Registry
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
-from fedsim.system import packages
-from fedsim.system.files import is_file
 
 dataset = Registry(
     "data set",
@@ -28,9 +26,7 @@ dataset = Registry(
 
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
 MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test
-CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # in torchvision
-FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.3530,))}  # mean and deviation of pixels
+MNIST_STATISTICS = (0.1307,), (0.3081,)  # mean and standard deviation of the pixels
 
 
 def default_root() -> Path:
@@ -108,12 +104,6 @@ def _read(data: Any, name: str) -> TensorData:
         raise DataError(f"data.name = {show(name)}: {error}") from None
 
 
-def lacks_files(name: str, root: str | Path) -> bool:
-    """Whether the data set called `name` would download files to this folder."""
-    folder = Path(os.path.expanduser(root)) / CLASS_NAMES.get(name, "") / "raw"
-    return name in CLASS_NAMES and not all(is_file(folder / file) for file in FILES)
-
-
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     """5,000 real MNIST images that come with fedsim: 4,000 to train and 1,000 to test, equal classes.
@@ -128,69 +118,5 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     with np.load(MNIST5K_FILE) as file:
         images, labels = torch.from_numpy(file["images"]).unsqueeze(1), torch.from_numpy(file["labels"]).long()
     parts = slice(MNIST5K_TRAIN), slice(MNIST5K_TRAIN, None)
-    train, test = (TensorData.of_images(images[part], labels[part], *STATISTICS["MNIST"]) for part in parts)
-    return train, test
-
-
-@dataset("mnist")
-def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
-
-    Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
-
-    Args:
-        root: the folder that holds MNIST/raw, as in torchvision.
-
-    Raises DataError if a file can be neither found nor downloaded, or is damaged.
-
-    >>> train, test = fedsim.load_dataset("mnist", "~/data")  # doctest: +SKIP
-    """
-    return _mnist_files("mnist", root)
-
-
-@dataset("fashion_mnist")
-def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
-
-    Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
-
-    >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data")  # doctest: +SKIP
-    """
-    return _mnist_files("fashion_mnist", root)
-
-
-def _read_idx(path: Path) -> torch.Tensor:
-    """Return the numbers in a file of MNIST: uint8 of any shape.
-
-    Importing torchvision to read it would take a second.
-    """
-    content = np.fromfile(path, np.uint8)
-    if content[:3].tolist() != [0, 0, 8]:  # 8: uint8
-        raise ValueError(f"{path.name} is not in the format of MNIST")
-    start = 4 + 4 * int(content[3])
-    return torch.from_numpy(content[start:].reshape(content[4:start].view(">u4").tolist()))
-
-
-def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
-    class_name = CLASS_NAMES[name]
-    folder = root / class_name / "raw"
-    if lacks_files(name, root):
-        try:
-            packages.download(class_name, root)
-        except DataError as error:
-            raise DataError(
-                f"data.name: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
-                f"folder that holds {class_name}/raw, or use the embedded data set: data.name=mnist5k"
-            ) from error
-    try:
-        train, test = (
-            TensorData.of_images(
-                _read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
-                _read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
-                *STATISTICS[class_name],
-            )
-            for part in ("train", "t10k")
-        )
-    except Exception as error:
-        raise DataError(f"{folder}: cannot be read: {one_line(error)}; remove it to download it again") from error
+    train, test = (TensorData.of_images(images[part], labels[part], *MNIST_STATISTICS) for part in parts)
     return train, test
