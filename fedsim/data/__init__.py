@@ -15,6 +15,7 @@ from fedsim.data.partitions import (
 from fedsim.data.sources import dataset, load_dataset
 from fedsim.data.subsets import CustomSubset, dataset_split
 from fedsim.data.tensors import TensorData, as_tensor_data
+from fedsim.data.torchvision_transforms import torchvision_transform as torchvision_transform  # registers a family
 
 __all__ = [
     "CustomSubset",

@@ -113,6 +113,13 @@ class TensorData(Dataset):
         # With zero dimensions, float32 inputs would be normalised in float32 for every dtype.
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
 
+    @property
+    def normalisation(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of pixels: samples * deviation + mean is in [0, 1] for uint8 images."""
+        scale, shift = self._scale_and_shift
+        deviation = 1 / (scale * (255 if self.inputs.dtype == torch.uint8 else 1))
+        return -shift * deviation, deviation
+
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
         """Return the same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)

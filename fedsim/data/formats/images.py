@@ -55,7 +55,7 @@ STATISTICS = {  # published mean and standard deviation of the training pixels p
 }
 TEST_SPLITS = dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette", "Places365"), "val")  # others: "test"
 WITHOUT_LABELS = "CelebA", "Cityscapes", "Kitti", "LFWPairs", "WIDERFace"  # one integer label per image
-SET_BY_FEDSIM = "self", "root", "download", "loader", "transform", "target_transform", "transforms"
+SET_BY_FEDSIM = "root", "download", "loader", "transform", "target_transform", "transforms"
 COLOURS = 1, 3  # channels
 
 Parts = tuple[dict[str, Any], dict[str, Any]]  # arguments of a torchvision class for the training and the test images
@@ -258,7 +258,7 @@ def _described(name: str) -> tuple[Any, dict[str, inspect.Parameter], Parts]:
         raise LookupError("no such class in torchvision.datasets" + "".join(hints[:1]))
     class_, parameters = classes[name], dict[str, inspect.Parameter]()
     for base in class_.__mro__[:-1]:
-        theirs = inspect.signature(base.__init__, eval_str=True).parameters
+        theirs = inspect.signature(base, eval_str=True).parameters
         parameters = {**{key: p for key, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD}, **parameters}
         if all(p.kind is not p.VAR_KEYWORD for p in theirs.values()):
             break
