@@ -10,9 +10,11 @@ import torch
 
 import fedsim
 from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.models import model as models
 from fedsim.runs.setup import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
 from tests.engines.zoo import PICTURES, REFUSED, TEXTS, experiment
+from tests.real_models import CHAR_LSTM, GPT, RESNET
 
 
 @pytest.fixture
@@ -59,6 +61,53 @@ def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_ex
     )
     with pytest.raises(fedsim.ExperimentError, match=f"{line}; use engine=spawn$"):
         dry_run(tables)
+
+
+SMALL = {  # parameters that leave the layers of a model as they are, and make trials fast
+    "char_lstm": CHAR_LSTM["model"],
+    "gpt": {**GPT["model"], "dropout": 0.1},
+    "torchvision:googlenet": {"aux_logits": False},
+}
+FROM_TORCHVISION = ["torchvision:squeezenet1_1"]
+FROM_TORCHVISION += [
+    pytest.param(f"torchvision:{name}", marks=pytest.mark.slow)
+    for name in (
+        *("convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "mnasnet0_5"),
+        *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnext50_32x4d"),
+        *("shufflenet_v2_x0_5", "swin_t", "swin_v2_t", "vgg11", "vgg11_bn", "wide_resnet50_2"),
+    )
+]
+
+
+@pytest.mark.parametrize("name", [*models.names(), *FROM_TORCHVISION])
+def test_every_model_is_stacked_as_it_declares(name, dry_run):
+    pixels = 8 if name.startswith("resnet") else 64 if ":" in name else 28
+    data = {"name": "tests.real_models:noise", "shape": [3 if pixels != 28 else 1, pixels, pixels]}
+    task = {"data": "tests.real_models:text", "task": "next_token"} if name in ("char_lstm", "gpt") else {"data": data}
+    task |= {"task": "regression", "data": "tests.other_tasks:planes"} if name == "linear" else {}
+    params = {"inputs": 5} if name == "linear" else SMALL.get(name, {})
+    tables = {**task, "model": {"name": name, **params}, "workers": 3, "local": {"batch_size": 4}}
+    declared = models.get(name).target.stacked
+    if declared not in ("merged", "vmap"):
+        with pytest.raises(fedsim.ExperimentError, match=f"cannot be stacked: {declared}; use engine=spawn$"):
+            dry_run({**tables, "precision": "float64"})
+        return
+    probe = dry_run({**tables, "precision": "float64"})
+    assert declared == ("merged" if probe.merged else "vmap")
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_a_resnet_without_batch_norm_is_merged(norm, dry_run):
+    assert dry_run({**RESNET, "model": {"name": "resnet20", "norm": norm}, "workers": 3, "precision": "float64"}).merged
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for attention
+def test_functions_of_partial_arguments_in_a_module_are_compared_by_value(dry_run):
+    """A vision transformer, whose deep copy holds other objects of functools.partial."""
+    data = {"name": "tests.real_models:noise", "shape": [3, 8, 8]}
+    tables = {"model": "tests.real_models:small_vit", "data": data, "workers": 3, "precision": "float64"}
+    assert not dry_run(tables).merged
+    assert models.get("torchvision:vit_b_32").target.stacked == "vmap"
 
 
 COUPLED = {

@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ def _equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):  # nn.LSTM has weak references to its parameters
         return _equal(a(), b())
+    if isinstance(a, partial) and isinstance(b, partial):  # equal only if identical
+        return _equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     try:
