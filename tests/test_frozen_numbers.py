@@ -39,7 +39,10 @@ SMALL = {
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
-NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow or too new
+# too slow, too new, or of another library
+NOT_FROZEN = {
+    *("a large model", "worker state and messages", "worker state of rows left out", "transforms of torchvision")
+}
 SLOW = {  # cases whose components have an experiment of their own
     *("case: fedprox", "case: scaffold", "case: scaffold with full gradients", "case: fednova", "case: feddyn"),
     *("case: adam", "case: adamw", "case: adagrad", "case: augmentation", "case: a rule with a state"),

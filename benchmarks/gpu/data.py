@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from fedsim import TensorData
-from fedsim.data.sources import default_root, lacks_files
+from fedsim.data.formats.images import lacks_files
+from fedsim.data.sources import default_root
 
 
 def has_mnist() -> bool:

@@ -3,11 +3,14 @@
 An augmentation is a function that maps a batch of images to a batch of the same shape. Its positional parameters may
 have these names:
 
-    images     [batch, channels, height, width]
-    draws      Draws (a random number source) on the images' device, seeded by (seed, round, worker, step)
-    generator  a torch.Generator on the CPU with the same seed, for functions that need one
+    images         [batch, channels, height, width], normalised as the data set says
+    draws          Draws (a random number source) on the images' device, seeded by (seed, round, worker, step)
+    generator      a torch.Generator on the CPU with the same seed, for functions that need one
+    normalisation  mean and standard deviation per channel: images * deviation + mean are pixels in [0, 1]
 
-A partition's transform has the same parameters, but accepts inputs of any shape [batch, ...].
+A partition's transform has the same parameters except `normalisation`, but accepts inputs of any shape [batch, ...].
+
+No augmentation normalises, because augmentations change the training images only: see the data set's mean and std.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from fedsim.errors import ExperimentError
 
 GIVEN = "images", "draws", "generator"
 
-augmentation = Registry("augmentation", inputs=GIVEN)
+augmentation = Registry("augmentation", inputs=(*GIVEN, "normalisation"))
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -93,10 +96,61 @@ def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
     >>> fedsim.data.augmentation.shift(torch.rand(4, 1, 8, 8), fedsim.Draws.of(0, "example")).shape
     torch.Size([4, 1, 8, 8])
     """
+    return _moved(images, draws, pixels, "replicate")
+
+
+@augmentation("crop")
+def crop(images: Tensor, draws: Draws, *, padding: PositiveInt = 4) -> Tensor:
+    """Pad each image with zeros on all sides and cut out its own random window of the original size.
+
+    Zeros are the mean colour, because images are normalised. He et al. 2016, section 4.2, for CIFAR-10.
+
+    Args:
+        images: [batch, channels, height, width].
+        draws: draws the windows.
+        padding: width of the border, >= 1.
+
+    Cost: two copies of the batch.
+
+    >>> fedsim.data.augmentation.crop(torch.rand(4, 3, 32, 32), fedsim.Draws.of(0, "example")).shape
+    torch.Size([4, 3, 32, 32])
+    """
+    return _moved(images, draws, padding, "constant")
+
+
+@augmentation("cutout")
+def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
+    """Set a square of each image to zero, with its own random centre. DeVries and Taylor 2017.
+
+    All pixels are equally likely centres, so part of a square can lie outside. Zero is the mean colour.
+
+    Args:
+        images: [batch, channels, height, width].
+        draws: draws the centres.
+        size: height and width of the square, >= 1.
+
+    Cost: a copy of the batch.
+
+    >>> cutout = fedsim.data.augmentation.cutout
+    >>> cutout(torch.ones(1, 1, 2, 2), fedsim.Draws.of(0, "example"), size=4)
+    tensor([[[[0., 0.],
+              [0., 0.]]]])
+    """
+    batch, _, height, width = images.shape
+    inside = []
+    for length, shape in ((height, (batch, 1, -1, 1)), (width, (batch, 1, 1, -1))):
+        start = draws.integers(length, batch, 1) - size // 2
+        places = torch.arange(length, device=images.device)
+        inside.append(((places >= start) & (places < start + size)).view(shape))
+    return images.masked_fill(inside[0] & inside[1], 0)
+
+
+def _moved(images: Tensor, draws: Draws, most: int, mode: str) -> Tensor:
+    """Move each image by up to `most` pixels vertically and horizontally, and fill as `F.pad` with this mode."""
     batch, channels, height, width = images.shape
-    offsets = draws.integers(2 * pixels + 1, 2, batch, 1)
+    offsets = draws.integers(2 * most + 1, 2, batch, 1)
     rows = offsets[0] + torch.arange(height, device=images.device)  # [batch, height]
     columns = offsets[1] + torch.arange(width, device=images.device)  # [batch, width]
-    padded = F.pad(images, [pixels] * 4, mode="replicate").flatten(2)  # [batch, channels, positions]
-    positions = (rows.unsqueeze(2) * (width + 2 * pixels) + columns.unsqueeze(1)).view(batch, 1, -1)
+    padded = F.pad(images, [most] * 4, mode=mode).flatten(2)  # [batch, channels, positions]
+    positions = (rows.unsqueeze(2) * (width + 2 * most) + columns.unsqueeze(1)).view(batch, 1, -1)
     return padded.gather(2, positions.expand(-1, channels, -1)).view(batch, channels, height, width)

@@ -17,8 +17,6 @@ import torch
 from fedsim.core.registry import Registry
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
-from fedsim.system import packages
-from fedsim.system.files import is_file
 
 dataset = Registry(
     "data set",
@@ -28,9 +26,7 @@ dataset = Registry(
 
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
 MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
-CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # class names in torchvision.datasets
-FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.3530,))}  # mean, standard deviation
+MNIST_STATISTICS = (0.1307,), (0.3081,)  # mean and standard deviation of the pixels
 
 
 def default_root() -> Path:
@@ -111,12 +107,6 @@ def _read(data: Any, name: str) -> TensorData:
         raise DataError(f"data.name = {show(name)}: {error}") from None
 
 
-def lacks_files(name: str, root: str | Path) -> bool:
-    """Whether loading the data set `name` would download files to the folder `root`."""
-    folder = Path(os.path.expanduser(root)) / CLASS_NAMES.get(name, "") / "raw"
-    return name in CLASS_NAMES and not all(is_file(folder / file) for file in FILES)
-
-
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
@@ -132,68 +122,5 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     with np.load(MNIST5K_FILE) as file:
         images, labels = torch.from_numpy(file["images"]).unsqueeze(1), torch.from_numpy(file["labels"]).long()
     parts = slice(MNIST5K_TRAIN), slice(MNIST5K_TRAIN, None)
-    train, test = (TensorData.of_images(images[part], labels[part], *STATISTICS["MNIST"]) for part in parts)
-    return train, test
-
-
-@dataset("mnist")
-def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
-
-    Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
-
-    Args:
-        root: the folder that contains MNIST/raw, as in torchvision.
-
-    Raises DataError if a file can be neither found nor downloaded, or is damaged.
-
-    >>> train, test = fedsim.load_dataset("mnist", "~/data")  # doctest: +SKIP
-    """
-    return _mnist_files("mnist", root)
-
-
-@dataset("fashion_mnist")
-def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
-
-    Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
-
-    >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data")  # doctest: +SKIP
-    """
-    return _mnist_files("fashion_mnist", root)
-
-
-def _read_idx(path: Path) -> torch.Tensor:
-    """Read an MNIST file (IDX format) without importing torchvision, and return its uint8 tensor."""
-    content = np.fromfile(path, np.uint8)
-    if content[:3].tolist() != [0, 0, 8]:  # 8: uint8
-        raise ValueError(f"{path.name} is not a uint8 IDX file, the format of MNIST")
-    start = 4 + 4 * int(content[3])
-    return torch.from_numpy(content[start:].reshape(content[4:start].view(">u4").tolist()))
-
-
-def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
-    class_name = CLASS_NAMES[name]
-    folder = root / class_name / "raw"
-    if lacks_files(name, root):
-        try:
-            packages.download(class_name, root)
-        except DataError as error:
-            raise DataError(
-                f"data.name: files are missing in {folder}, and {error}. Set data.root or $FEDSIM_DATA to the "
-                f"folder that contains {class_name}/raw, or use the included data set: data.name=mnist5k"
-            ) from error
-    try:
-        train, test = (
-            TensorData.of_images(
-                _read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
-                _read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
-                *STATISTICS[class_name],
-            )
-            for part in ("train", "t10k")
-        )
-    except Exception as error:
-        raise DataError(
-            f"{folder}: cannot be read: {one_line(error)}; remove the folder to download its files again"
-        ) from error
+    train, test = (TensorData.of_images(images[part], labels[part], *MNIST_STATISTICS) for part in parts)
     return train, test

@@ -123,6 +123,13 @@ class TensorData(Dataset):
         # At least one dimension, since zero-dimensional tensors do not take part in type promotion.
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in tensors]
 
+    @property
+    def normalisation(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of pixels: samples * deviation + mean is in [0, 1] for uint8 images."""
+        scale, shift = self._scale_and_shift
+        deviation = 1 / (scale * (255 if self.inputs.dtype == torch.uint8 else 1))
+        return -shift * deviation, deviation
+
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
         """Return the data set on `device`, with floating-point inputs and targets in `dtype`; integers are kept."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)

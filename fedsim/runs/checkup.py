@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 
 from fedsim.config.experiment import Experiment
-from fedsim.data.sources import CLASS_NAMES, default_root, lacks_files
+from fedsim.data.formats.images import CLASS_NAMES, lacks_files
+from fedsim.data.sources import default_root
 from fedsim.engines import engine as engines
 from fedsim.engines.auto import AutoEngine
 from fedsim.engines.engine import Engine

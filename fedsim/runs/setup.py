@@ -17,7 +17,8 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.data import Shards, TensorData
-from fedsim.data.sources import default_root, lacks_files
+from fedsim.data.formats.images import lacks_files
+from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
@@ -90,7 +91,7 @@ def check_run(experiment: Experiment) -> None:
     """
     cpu, data = torch.device("cpu"), experiment.data
     task = task_of(experiment, cpu)
-    if not lacks_files(data.name, data.root or default_root()):
+    if not lacks_files(data.name, data.root or default_root(), **data.params):
         with Session() as session:
             _with_data(experiment, task, session, cpu, lambda step: None)
 

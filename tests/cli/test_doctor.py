@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.data import sources
+from fedsim.data import images
 from fedsim.engines import engine
 from fedsim.errors import ExperimentError
 from fedsim.runs import checkup
@@ -88,7 +88,7 @@ def test_data_sets_that_cannot_be_downloaded_are_a_problem(monkeypatch, tmp_path
     assert "set FEDSIM_DATA" in problems_of(checkup._data)[0]
     monkeypatch.setattr(checkup, "lacks_files", lambda name, root: False)
     assert problems_of(checkup._data) == []
-    assert set(sources.CLASS_NAMES) == set(re.findall(r"(\w+) is there", checkup._data().found))
+    assert set(images.CLASS_NAMES) == set(re.findall(r"(\w+) is there", checkup._data().found))
 
 
 def test_a_default_experiment_that_cannot_run_is_exit_code_1(cli, monkeypatch):

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-
-import fedsim
-from fedsim import ExperimentError
-from fedsim.config.load import load_experiment
-from fedsim.system.packages import import_torchvision
 
 ALLOWED = "allowed: "
 QUICK = ["engine=serial", "model=logistic", "data=tests.components:tiny", "rounds=1"]
@@ -134,20 +127,3 @@ def test_a_word_that_is_not_a_command_is_one_line_that_helps(cli, words, hint):
 def test_a_mistake_in_a_folder_is_one_line_that_helps(cli, tmp_path, words, hint):
     (tmp_path / "afile").write_text("")
     assert hint in line_of(cli("run", *QUICK, *words.split()))
-
-
-@pytest.mark.slow
-def test_the_recipe_for_cifar10_and_resnet18_works(tmp_path, monkeypatch):
-    import_torchvision()
-    datasets = pytest.importorskip("torchvision.datasets", exc_type=ImportError)
-    with pytest.raises(ExperimentError) as caught:
-        fedsim.Experiment(data="cifar10")
-    (line,) = caught.value.lines
-    (tmp_path / "my_data.py").write_text("\n".join(re.findall(r'"((?:from|def) .*?)"', line)))
-    words = re.search("then (data=.*)$", line)[1].split()
-    with pytest.raises(ExperimentError, match=" ".join(words[1:])):
-        fedsim.Experiment(model="resnet18")
-    monkeypatch.setattr(datasets, "CIFAR10", lambda root, train, download: datasets.FakeData(8, (3, 32, 32), 10))
-    monkeypatch.syspath_prepend(tmp_path)
-    result = fedsim.run(load_experiment(None, [*words, "rounds=1", "workers=2", "engine=serial"]))
-    assert result.history[-1].samples == [4, 4]

@@ -255,10 +255,12 @@ class BatchSource:
             return None
         taken = {name for transform in transforms for name in transform.takes}
         for_transforms = self._random(taken, purposes[0], round, worker)
+        normalisation = self._shared.data.train.normalisation if "normalisation" in taken else None
         for_poison = self._random(attack.poison_accepts if poison else (), purposes[1], round, worker)
 
         def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
             arguments: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
+            arguments["normalisation"] = normalisation
             for transform in transforms:
                 inputs = transform(inputs, arguments)
             if poison is not None:
