@@ -20,6 +20,7 @@ from fedsim.errors import DataError, ExperimentError, one_line
 
 Reduction = Literal["mean", "none"]
 
+TOKENS = "next_token model=char_lstm for tokens"
 REDUCTION = "reduction"
 REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's deprecated names
 
@@ -51,8 +52,10 @@ class LearningTask(Protocol):
     independently, so it can be applied to the batches of several workers at once. Methods compute on the device of
     their inputs and do not synchronize with it.
 
-    Two more methods are optional:
+    Three more methods are optional:
 
+        check_targets(targets)     Raise DataError if the task cannot use the targets. It is called before the model is
+                                   tried.
         correct(outputs, targets)  Return a Boolean tensor that marks the correct answers. A task without this method
                                    has no accuracy, and runs are compared by test loss.
         counts(targets)            Return the number of answers per sample [batch]. Mean losses weight samples by this
@@ -87,10 +90,10 @@ def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
         labels = "targets.long()" if targets.ndim == 1 else "targets.argmax(1) of one-hot targets"
-        alternative = "regression for numerical targets" if targets.is_floating_point() else "next_token for tokens"
+        other = "regression model=linear for numbers" if targets.is_floating_point() else TOKENS
         raise DataError(
             f"the task {task} needs one class label per sample, int64 [batch], not {described(targets)}; "
-            f"pass {labels}, or use task={alternative}"
+            f"use task={other}, or pass {labels}"
         )
 
 
@@ -136,9 +139,12 @@ class Classification:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.argmax(1) == targets
 
+    def check_targets(self, targets: Tensor) -> None:
+        require_labels("classification", targets)
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for outputs with a wrong shape, probabilities, or too few classes."""
-        require_labels("classification", targets)
+        self.check_targets(targets)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(targets):
             raise ExperimentError(
                 f"must return a tensor [batch, classes]; for {len(targets)} inputs it returned {shape_of(outputs)}"
@@ -174,9 +180,12 @@ class Binary:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs.reshape(targets.shape) > 0) == (targets > 0)
 
+    def check_targets(self, targets: Tensor) -> None:
+        require_labels("binary", targets)
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for outputs with a wrong shape, and for labels other than 0 and 1."""
-        require_labels("binary", targets)
+        self.check_targets(targets)
         shape, samples = shape_of(outputs), len(targets)
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}")
@@ -236,13 +245,19 @@ def regression(
     return Regression(loss, delta)
 
 
+def predictions_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the outputs that have targets: for targets [batch, 1], those of the last position, [batch, 1, classes]."""
+    return outputs[:, -1:] if targets.ndim == 2 and targets.shape[1] == 1 and outputs.ndim == 3 else outputs
+
+
 @learning_task("next_token")
 @dataclass(frozen=True)
 class NextToken:
     """Next-token prediction: mean cross entropy and accuracy over all tokens (Bengio et al. 2003).
 
     Outputs are logits [batch, length, classes] for targets [batch, length]. The targets in the data set are the inputs
-    shifted by one position. The test loss is the mean over all tokens. The train loss of a round weights each batch by
+    shifted by one position. For targets [batch, 1], the last position counts, as in LEAF (Caldas et al. 2018). The test
+    loss is the mean over all tokens. The train loss of a round weights each batch by
     its number of samples, as for all tasks. Cost: a few passes over the outputs.
 
     Args:
@@ -257,24 +272,34 @@ class NextToken:
     ignore: int = -100
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=self.ignore, reduction="none")
+        logits = predictions_of(outputs, targets).flatten(0, 1)
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=self.ignore, reduction="none")
         sums, counts = losses.view(targets.shape).sum(1), self.counts(targets)
         return sums.sum() / counts.sum().clamp(min=1) if reduction == "mean" else sums / counts.clamp(min=1)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.argmax(-1) == targets) & (targets != self.ignore)
+        return (predictions_of(outputs, targets).argmax(-1) == targets) & (targets != self.ignore)
 
     def counts(self, targets: Tensor) -> Tensor:
         return (targets != self.ignore).sum(1)
 
+    def check_targets(self, targets: Tensor) -> None:
+        if targets.ndim != 2 or targets.is_floating_point():
+            other = "regression for numbers" if targets.is_floating_point() else "classification for class labels"
+            raise DataError(
+                f"the task next_token needs one token per position, int64 [batch, length], not {described(targets)}; "
+                f"use task={other}"
+            )
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise DataError for unsuitable targets, and ExperimentError for a wrong output shape or too few classes."""
-        if targets.ndim != 2 or targets.is_floating_point():
-            raise DataError(
-                f"the task next_token needs one token per position, int64 [batch, length], not {described(targets)}"
-            )
+        self.check_targets(targets)
         shape, wanted = shape_of(outputs), list(targets.shape)
-        if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
+        if (
+            not isinstance(outputs, Tensor)
+            or outputs.ndim != 3
+            or predictions_of(outputs, targets).shape[:2] != targets.shape
+        ):
             raise ExperimentError(
                 f"must return logits [batch, length, classes]; for targets of shape {wanted} it returned {shape}"
             )

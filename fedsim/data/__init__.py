@@ -1,5 +1,6 @@
 """Data sets as tensors, workers' subsets of them, and partition strategies."""
 
+from fedsim.data.formats import text  # noqa: F401  (registers its data sets)
 from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (
     ListedShards,

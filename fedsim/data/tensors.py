@@ -32,6 +32,9 @@ class TensorData(Dataset):
         dtype: of the samples.
         ids: owners of the samples, such as {"writer": array [n]}, for the partition `natural`; several columns are
             possible; empty: unknown.
+        rows: int64 [n], for samples that overlap, such as windows of a text: sample i is row rows[i] of `inputs` and
+            `targets`, which may be views of one small tensor, and targets may be of any integer type. None: sample i is
+            row i.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -44,11 +47,13 @@ class TensorData(Dataset):
     shift: float | tuple[float, ...] = 0.0
     dtype: torch.dtype = torch.float32
     ids: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets")
-        if not (self.targets.dtype == torch.long or self.targets.is_floating_point()) or not self.targets.ndim:
+        known = self.targets.dtype == torch.long or self.targets.is_floating_point() or self.rows is not None
+        if not known or not self.targets.ndim:
             raise ValueError(f"targets must be int64 or floating, [n, ...], not {described(self.targets)}")
 
     @classmethod
@@ -61,7 +66,7 @@ class TensorData(Dataset):
         return cls(images, targets, scale, shift)
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.targets if self.rows is None else self.rows)
 
     @property
     def has_labels(self) -> bool:
@@ -71,7 +76,12 @@ class TensorData(Dataset):
     @property
     def classes(self) -> int:
         """One more than the highest class or token; 0 for floating targets."""
-        return 0 if self.targets.is_floating_point() else int(self.targets.max()) + 1
+        return 0 if self.targets.is_floating_point() else int(self.sample_targets.max()) + 1
+
+    @property
+    def sample_targets(self) -> Tensor:
+        """The targets of all samples, [n, ...]; a copy in int64 if the samples are `rows`."""
+        return self.targets if self.rows is None else self.targets.index_select(0, self.rows).long()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         return self.__getitems__([index])[0]
@@ -87,9 +97,11 @@ class TensorData(Dataset):
         Images on a CPU have channels_last memory order, on which convolutions run up to twice as fast.
         """
         indices = indices.to(self.inputs.device)
+        if self.rows is not None:
+            indices = self.rows.index_select(0, indices)
         raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
         targets = self.targets.index_select(0, indices)
-        return self._normalised(raw), targets
+        return self._normalised(raw), targets if targets.is_floating_point() else targets.long()
 
     def _normalised(self, raw: Tensor) -> Tensor:
         """Convert and normalise gathered samples, on a GPU in one kernel."""
@@ -115,21 +127,36 @@ class TensorData(Dataset):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
         """Return the same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
-        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)
+        targets = _moved(self.targets, device).to(dtype if self.targets.is_floating_point() else self.targets.dtype)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
-        return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
+        rows = None if self.rows is None else self.rows.to(device)
+        return replace(self, inputs=_moved(self.inputs, device), targets=targets, dtype=dtype, rows=rows)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """Return a new data set of the samples at these positions."""
+        """Return a new data set of the samples at these positions. Samples that are `rows` are not copied."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = {name: column[positions] for name, column in self.ids.items()}
-        inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
+        if self.rows is not None:
+            return replace(self, rows=self.rows.index_select(0, index), ids=ids)
+        inputs, targets = (tensor.index_select(0, index) for tensor in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, ids=ids)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the data set holds."""
-        return self.inputs, self.targets
+        return (self.inputs, self.targets) if self.rows is None else (self.inputs, self.targets, self.rows)
+
+
+def compact(values: Tensor) -> Tensor:
+    """Return the elements [m] under an overlapping view, such as windows of a text. Return other values unchanged."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    return values if elements >= values.numel() else values.as_strided((elements,), (1,))
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device. An overlapping view remains one."""
+    moved = compact(values).to(device)
+    return moved if moved.shape == values.shape else moved.as_strided(values.size(), values.stride())
 
 
 def in_order(inputs: Tensor) -> Tensor:

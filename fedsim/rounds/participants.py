@@ -28,7 +28,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
     """Return the samples that each worker trains on, and those that it tests on, if workers are evaluated."""
-    chosen, labels = experiment.partition, train.targets.cpu()
+    chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
     fraction = experiment.data.local_test_fraction
     return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)

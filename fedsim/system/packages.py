@@ -21,6 +21,7 @@ EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the version
     "mlflow": ("mlflow",),
     "flower": ("flwr", "flwr-datasets"),
     "lightning": ("lightning",),
+    "text": ("tokenizers",),
 }
 DOWNLOAD_TIMEOUT = 30.0  # seconds without receiving data
 
