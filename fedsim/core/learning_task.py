@@ -190,7 +190,7 @@ class Binary:
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}")
         if classes > 2:
-            raise ExperimentError(f"has two classes, but the labels go up to {classes - 1}")
+            raise ExperimentError(f"has two classes, but the labels go up to {classes - 1}; use task=classification")
 
 
 CLASSIFICATION = Classification()
@@ -245,19 +245,13 @@ def regression(
     return Regression(loss, delta)
 
 
-def predictions_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the outputs that have targets: for targets [batch, 1], those of the last position, [batch, 1, classes]."""
-    return outputs[:, -1:] if targets.ndim == 2 and targets.shape[1] == 1 and outputs.ndim == 3 else outputs
-
-
 @learning_task("next_token")
 @dataclass(frozen=True)
 class NextToken:
     """Next-token prediction: mean cross entropy and accuracy over all tokens (Bengio et al. 2003).
 
     Outputs are logits [batch, length, classes] for targets [batch, length]. The targets in the data set are the inputs
-    shifted by one position. For targets [batch, 1], the last position counts, as in LEAF (Caldas et al. 2018). The test
-    loss is the mean over all tokens. The train loss of a round weights each batch by
+    shifted by one position. The test loss is the mean over all tokens. The train loss of a round weights each batch by
     its number of samples, as for all tasks. Cost: a few passes over the outputs.
 
     Args:
@@ -272,13 +266,12 @@ class NextToken:
     ignore: int = -100
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        logits = predictions_of(outputs, targets).flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=self.ignore, reduction="none")
+        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=self.ignore, reduction="none")
         sums, counts = losses.view(targets.shape).sum(1), self.counts(targets)
         return sums.sum() / counts.sum().clamp(min=1) if reduction == "mean" else sums / counts.clamp(min=1)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (predictions_of(outputs, targets).argmax(-1) == targets) & (targets != self.ignore)
+        return (outputs.argmax(-1) == targets) & (targets != self.ignore)
 
     def counts(self, targets: Tensor) -> Tensor:
         return (targets != self.ignore).sum(1)
@@ -295,11 +288,7 @@ class NextToken:
         """Raise DataError for unsuitable targets, and ExperimentError for a wrong output shape or too few classes."""
         self.check_targets(targets)
         shape, wanted = shape_of(outputs), list(targets.shape)
-        if (
-            not isinstance(outputs, Tensor)
-            or outputs.ndim != 3
-            or predictions_of(outputs, targets).shape[:2] != targets.shape
-        ):
+        if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
             raise ExperimentError(
                 f"must return logits [batch, length, classes]; for targets of shape {wanted} it returned {shape}"
             )

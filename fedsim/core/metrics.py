@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.core.learning_task import predictions_of
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.errors import ExperimentError, first_line, show
 
@@ -215,7 +214,6 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
     """Return the outputs [m, classes] and the targets [m] without ignored targets."""
-    outputs = predictions_of(outputs, targets)
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise ExperimentError(
             f"needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} and targets "

@@ -43,7 +43,7 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
     count, fixed = attack.count(workers), experiment.byzantine
     drawn = (experiment.seed, workers, count) if attack.resample and count else None
     if attack.by_class is not None and count:
-        place, labels = f"attack.by_class = {attack.by_class}", train.targets.cpu().numpy()
+        place, labels = f"attack.by_class = {attack.by_class}", train.sample_targets.cpu().numpy()
         if not train.has_labels:
             raise ExperimentError(
                 f"{place}: needs class labels, one for each sample, and the targets are {described(train.targets)}; "

@@ -45,15 +45,15 @@ def shakespeare(
 
     Each role of a play is an owner, so `partition = "natural"` makes 622 workers, and
     `partition = {name = "natural", by = "play"}` makes 37. The first 80 percent of the characters of each role are
-    training data, and the rest are test data. No window contains characters of both. Inputs and targets are
-    [n, length]. There are 78 tokens: 0 is unused, and 1 to 77 are the characters that occur, in the order of their code
-    points. McMahan et al. 2017, Caldas et al. 2018 (LEAF).
+    training data, and the rest are test data. No window contains characters of both. Inputs are [n, length]. There are
+    78 tokens: 0 is unused, and 1 to 77 are the characters that occur, in the order of their code points. McMahan et al.
+    2017, Caldas et al. 2018 (LEAF).
 
     Args:
         length: characters in a window.
         stride: distance between the starts of two windows of a role; unset: `length`, so that windows do not overlap.
         targets: "all": the next character at each position, [n, length] (McMahan et al.). "last": only the character
-            after the window, [n, 1] (LEAF, with stride = 1).
+            after the window, [n], for the task classification and `model.last_only` (LEAF, with stride = 1).
         min_characters: roles with fewer characters are left out. 1 keeps all 1,385 roles, of which those without a
             whole window have no samples.
         test_fraction: fraction of each role's characters for tests, between 0 and 1.
@@ -161,7 +161,7 @@ def windows(
     if len(stream) <= length:
         raise DataError(f"data.length = {length}: must be less than {len(stream)}, the number of tokens")
     inputs = stream.unfold(0, length, 1)[:-1]
-    following = stream[1:].unfold(0, length, 1) if targets == "all" else stream[length:].unfold(0, 1, 1)
+    following = stream[1:].unfold(0, length, 1) if targets == "all" else stream[length:]
     ends = np.cumsum([len(tokens) for tokens in arrays])
     starts = [
         np.arange(end - len(tokens), end - length, stride or length) for end, tokens in zip(ends, arrays, strict=True)
