@@ -5,7 +5,24 @@ whatever the learning task expects. The parameters of the factory are its config
 `model = {name = "net", dropout = 0.0}`.
 """
 
+from fedsim.models import from_torchvision  # noqa: F401  (registers the family torchvision:NAME)
 from fedsim.models.base import model
-from fedsim.models.classic import Net, cnn, logistic, two_nn, two_nn_bn
+from fedsim.models.classic import Net, cnn, linear, logistic, mlp, two_nn, two_nn_bn
+from fedsim.models.resnet import resnet20, resnet32, resnet56
+from fedsim.models.text import GPT, CharLSTM
 
-__all__ = ["Net", "cnn", "logistic", "model", "two_nn", "two_nn_bn"]
+__all__ = [
+    "GPT",
+    "CharLSTM",
+    "Net",
+    "cnn",
+    "linear",
+    "logistic",
+    "mlp",
+    "model",
+    "resnet20",
+    "resnet32",
+    "resnet56",
+    "two_nn",
+    "two_nn_bn",
+]

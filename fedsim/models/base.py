@@ -1,7 +1,34 @@
-"""The registry of models."""
+"""The registry of models, and the layers that several models share."""
 
 from __future__ import annotations
 
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import nn
+
 from fedsim.core.registry import Registry
 
-model = Registry("model")
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Norm = Literal["batch", "group", "none"]
+
+# The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: a key of
+# `STACKED`, or else the reason why it refuses the model, as `fedsim.engines.stacking.probe` finds it.
+model = Registry("model", traits=("stacked",))
+
+STACKED = {
+    "merged": "stacks rows, on the merged batch of all rows",
+    "vmap": "stacks rows, with torch.func.vmap",
+}
+
+
+def norm_layer(norm: Norm, channels: int) -> nn.Module:
+    """Return the normalisation of images [batch, channels, height, width].
+
+    "group" is GroupNorm with 16 channels per group (Wu & He 2018, table 3). If 16 does not divide `channels`, a group
+    has as many channels as the largest power of two that does.
+    """
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(channels // math.gcd(channels, 16), channels) if norm == "group" else nn.Identity()

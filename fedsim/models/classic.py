@@ -1,19 +1,18 @@
-"""Small models for MNIST: convolutional networks, perceptrons and logistic regression."""
+"""Convolutional networks, perceptrons and linear models."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from itertools import pairwise
 
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from fedsim.models.base import model
+from fedsim.errors import ExperimentError
+from fedsim.models.base import Probability, model
 
-Probability = Annotated[float, Field(ge=0, lt=1)]
 
-
-@model("net")
+@model("net", stacked="merged")
 class Net(nn.Module):
     """Small convolutional network with dropout, from PyTorch's Hogwild example (21,840 parameters).
 
@@ -45,29 +44,64 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(hidden), dim=1)
 
 
-@model("cnn")
-def cnn(*, channels: PositiveInt = 1, classes: PositiveInt = 10) -> nn.Module:
+@model("cnn", stacked="merged")
+def cnn(
+    *,
+    channels: PositiveInt = 1,
+    classes: PositiveInt = 10,
+    size: PositiveInt = 28,
+    widths: tuple[PositiveInt, ...] = (32, 64),
+    hidden: PositiveInt = 512,
+) -> nn.Module:
     """Convolutional network of McMahan et al. 2017 (FedAvg): 1,663,370 parameters on MNIST.
 
-    Two 5x5 convolutions ("same" padding, 32 and 64 channels), each with 2x2 max pooling, are followed by two fully
-    connected layers (512 and 10 units). The output is logits.
+    5x5 convolutions ("same" padding), each with 2x2 max pooling, are followed by two fully connected layers. The output
+    is logits.
 
     Args:
-        channels: number of channels of the images [batch, channels, 28, 28].
+        channels: number of channels of the images [batch, channels, size, size].
         classes: number of classes.
+        size: height and width of the images. Each pooling halves them.
+        widths: number of channels after each convolution.
+        hidden: width of the hidden fully connected layer.
 
     >>> fedsim.models.cnn()(torch.zeros(3, 1, 28, 28)).shape
     torch.Size([3, 10])
+    >>> fedsim.models.cnn(channels=3, size=32, widths=(8, 16, 32), hidden=64)(torch.zeros(3, 3, 32, 32)).shape
+    torch.Size([3, 10])
     """
-    # Pooling before the ReLU gives the same values and gradients as the reverse order, with a quarter of the ReLUs.
-    return nn.Sequential(
-        *(nn.Conv2d(channels, 32, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Conv2d(32, 64, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, classes)),
-    )
+    pooled = size >> len(widths)
+    if not pooled:
+        raise ExperimentError(f"model.widths has {len(widths)} convolutions: too many for images of {size} pixels")
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((channels, *widths)):
+        # Pooling before the ReLU gives the same values and gradients as the reverse order, with a quarter of the ReLUs.
+        layers += [nn.Conv2d(inputs, outputs, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
+    features = (channels, *widths)[-1] * pooled**2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
 
 
-@model("2nn")
+@model("mlp", stacked="merged")
+def mlp(
+    *, inputs: PositiveInt = 784, hidden: tuple[PositiveInt, ...] = (200, 200), classes: PositiveInt = 10
+) -> nn.Sequential:
+    """Multilayer perceptron with ReLU that outputs logits (Goodfellow et al. 2016, chapter 6).
+
+    Args:
+        inputs: number of values per sample. Inputs [batch, ...] are flattened.
+        hidden: width of each hidden layer; an empty list gives a linear model.
+        classes: number of classes.
+
+    >>> fedsim.models.mlp(inputs=12, hidden=(32, 16))(torch.zeros(3, 12)).shape
+    torch.Size([3, 10])
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise((inputs, *hidden)):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear((inputs, *hidden)[-1], classes))
+
+
+@model("2nn", stacked="merged")
 def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Sequential:
     """Multilayer perceptron of McMahan et al. 2017 (784-200-200-10, 199,210 parameters) that outputs logits.
 
@@ -79,14 +113,10 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
     >>> fedsim.models.two_nn(inputs=12)(torch.zeros(3, 12)).shape
     torch.Size([3, 10])
     """
-    return nn.Sequential(
-        *(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU()),
-        *(nn.Linear(hidden, hidden), nn.ReLU()),
-        nn.Linear(hidden, classes),
-    )
+    return mlp(inputs=inputs, hidden=(hidden, hidden), classes=classes)
 
 
-@model("2nn_bn")
+@model("2nn_bn", stacked="vmap")
 def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
     """`2nn` with batch normalisation after each hidden linear layer (200,010 parameters on MNIST).
 
@@ -104,7 +134,7 @@ def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: 
     return nn.Sequential(flatten, first, nn.BatchNorm1d(hidden), relu, second, nn.BatchNorm1d(hidden), relu_2, last)
 
 
-@model("logistic")
+@model("logistic", stacked="merged")
 def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Module:
     """Multinomial logistic regression, initialised with zeros (7,850 parameters on MNIST).
 
@@ -115,7 +145,21 @@ def logistic(*, inputs: PositiveInt = 784, classes: PositiveInt = 10) -> nn.Modu
     >>> fedsim.models.logistic(inputs=2, classes=3)(torch.ones(1, 2))
     tensor([[0., 0., 0.]], grad_fn=<AddmmBackward0>)
     """
-    linear = nn.Linear(inputs, classes)
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(nn.Flatten(), linear)
+    return linear(inputs=inputs, outputs=classes)
+
+
+@model("linear", stacked="merged")
+def linear(*, inputs: PositiveInt = 784, outputs: PositiveInt = 1) -> nn.Module:
+    """Linear regression, initialised with zeros (Goodfellow et al. 2016, section 5.1.4).
+
+    Args:
+        inputs: number of values per sample. Inputs [batch, ...] are flattened.
+        outputs: number of targets per sample.
+
+    >>> fedsim.models.linear(inputs=2)(torch.ones(3, 2)).shape
+    torch.Size([3, 1])
+    """
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(nn.Flatten(), layer)

@@ -377,12 +377,28 @@ def _normalized(
     return normal
 
 
-OPERATIONS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+def _lstm(
+    batch: MergedBatch, input: Tensor, state: Sequence[Tensor], parameters: Sequence[Tensor], *args: Any
+) -> tuple[Tensor, ...]:
+    """Run the LSTM row by row: its weights stay in a CPU's cache over all time steps, and oneDNN computes the loop."""
+    *_, dropout, _, _, batch_first = args
+    batch.require(not dropout and batch_first)
+    stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]
+    batch.require_stacks(input, *stacks)
+    k = len(stacks[0])
+    of_rows = zip(*(p.unbind() if batch.is_stack(p) else [p] * k for p in parameters), strict=True)
+    parts = zip(input.chunk(k), *(tensor.chunk(k, 1) for tensor in state), of_rows, strict=True)
+    outputs = [torch.lstm(x, (hidden, cell), row, *args) for x, hidden, cell, row in parts]
+    return tuple(torch.cat(tensors, dim) for tensors, dim in zip(zip(*outputs, strict=True), (0, 1, 1), strict=True))
+
+
+OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.conv1d: partial(_convolution, F.conv1d),
     F.conv2d: partial(_convolution, F.conv2d),
     F.conv3d: partial(_convolution, F.conv3d),
     F.embedding: _embedding,
+    torch.lstm: _lstm,
     F.layer_norm: partial(_normalized, F.layer_norm),
     F.group_norm: partial(_normalized, F.group_norm),
 }

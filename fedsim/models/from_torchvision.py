@@ -1,0 +1,49 @@
+"""Classification models of torchvision."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pydantic import PositiveInt
+from torch import nn
+
+from fedsim.core.suggestions import nearest
+from fedsim.models.base import Norm, model, norm_layer
+from fedsim.system.packages import import_torchvision
+
+
+@model.family("torchvision")
+def torchvision_model(name: str) -> Any:
+    """Classification model of torchvision, such as torchvision:resnet18, with random initial parameters.
+
+    Args:
+        name: name of a function of `torchvision.models`.
+
+    Raises LookupError for an unknown name.
+    """
+    models = import_torchvision().models
+    names = models.list_models(module=models)
+    if name not in names:
+        raise LookupError(f"torchvision has no such classification model; {nearest(name, names)}")
+    component = functools.partial(build, name)
+    component.__doc__ = build.__doc__
+    return component
+
+
+def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **params: Any) -> nn.Module:
+    """Classification model of torchvision with random initial parameters, for images with three channels.
+
+    Args:
+        classes: number of classes.
+        norm: "batch" keeps each BatchNorm2d; "group" replaces it by GroupNorm with 16 channels per group (Wu & He
+            2018); "none" removes it.
+        params: further arguments of the function of `torchvision.models`, such as `aux_logits = false`, without which
+            googlenet and inception_v3 do not return logits in training.
+    """
+    module = import_torchvision().models.get_model(name, weights=None, num_classes=classes, **params)
+    for parent in [*module.modules()] if norm != "batch" else ():
+        for place, layer in parent.named_children():
+            if isinstance(layer, nn.BatchNorm2d):
+                setattr(parent, place, norm_layer(norm, layer.num_features))
+    return module
