@@ -40,7 +40,7 @@ GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # of the records of an experiment
 NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or are of a machine
-NOT_KEPT = ("coefficients", "samples", "seconds")  # large, and on no figure
+NOT_KEPT = ("coefficients", "seconds")  # large, and on no figure
 DIGITS = 6  # of the numbers of a round
 MOST_WIDE = 3  # columns with intervals that fit the width of a page
 TABLE_COLUMNS = ("score", "difference", "best_accuracy", "to_target")
@@ -128,6 +128,7 @@ def _put(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 def _kept(line: str) -> str:
     record = {key: _rounded(value) for key, value in json.loads(line).items() if key not in NOT_KEPT}
+    record["samples"] = [sum(record.get("samples", []))]  # of all workers, for an axis of a figure
     return json.dumps({key: value for key, value in record.items() if value not in (None, [], {})}) + "\n"
 
 

@@ -51,8 +51,8 @@ def plot(
         metric: the number that is drawn, such as "test_loss" or "metrics.drift"; None: what the comparison compares, or
             the test accuracy, or of a task without accuracy the test loss. A sign says which value is better, as of
             `by` of `compare`; without it, the sign of the comparison's own number remains.
-        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (of computation) or "bytes" (in both
-            directions); or a compared key with three or more numbers, such as "attack.scale", against which the number
+        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (of computation), "bytes" (in both
+            directions) or "samples" (of all workers, repetitions counted); or a compared key with three or more numbers, such as "attack.scale", against which the number
             after the last round is drawn.
         kind: "curves", or "heatmap": the number after the last round over the first two compared keys, or over those
             that the comparison names.

@@ -1,6 +1,7 @@
 """Data sets as tensors, workers' subsets of them, and partition strategies."""
 
-from fedsim.data.formats import text  # noqa: F401  (registers its data sets)
+from fedsim.data import synthetic  # noqa: F401  (registers the data set)
+from fedsim.data.formats import arrays, huggingface, image_folder, leaf, tables, text  # noqa: F401  (registers data sets)
 from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (
     ListedShards,

@@ -249,4 +249,15 @@ def _what_plans_depend_on(task: RunTask, shared: SharedState) -> str:
         experiment.rule.accepts("root"),
     )
     where = task.precision, experiment.cuda_graphs, task.device, experiment.batched.max_rows, experiment.data.transforms
-    return repr((experiment.model.component, *how, *where, *sizes, inputs.shape[1:], inputs.dtype))
+    return repr(
+        (
+            experiment.model.component,
+            experiment.model.lora,
+            experiment.local.train,
+            *how,
+            *where,
+            *sizes,
+            inputs.shape[1:],
+            inputs.dtype,
+        )
+    )

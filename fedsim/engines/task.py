@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +18,8 @@ from fedsim.core.randomness import preserve_random_state, seed_everything
 from fedsim.core.training import Objective
 from fedsim.data.partitions import Transform
 from fedsim.engines.schedule import Amount, DrawnAmount, Schedule
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
+from fedsim.models.trainable import ADAPTERS, add_adapters, load_weights, share_frozen, train_only
 from fedsim.server import ServerStep
 from fedsim.system.precision import PRECISIONS, Precision
 
@@ -129,13 +131,34 @@ class RunTask:
     def new_module(self) -> nn.Module:
         """Return the model at its start, the same in every process; the global random state is left as it was.
 
-        Raises ExperimentError if it has complex parameters or buffers.
+        All modules of a process share the parameters that `local.train` or `model.lora` freezes.
+
+        Raises ExperimentError if it has complex parameters or buffers, or does not fit `model` and `local.train`.
         """
+        model, train = self.experiment.model, self.experiment.local.train
         with preserve_random_state(torch.device("cpu")):
             seed_everything(torch.device("cpu"), self.experiment.seed, "model")
-            module = self.experiment.model.component()
+            module = model.component()
+            if model.lora.rank:
+                add_adapters(module, model.lora.rank, model.lora.alpha, model.lora.targets)
         _require_real(module)
-        return module.to(self.device, self.dtype)
+        if model.weights is not None:
+            place = f"model.weights = {show(model.weights)}"
+            load_weights(module, Path(model.weights), place, ExperimentError, optional=ADAPTERS)
+        if train:
+            train_only(module, train)
+        module = module.to(self.device, self.dtype)
+        if train or model.lora.rank:
+            share_frozen(module, self._frozen)
+        return module
+
+    @cached_property
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not trained, by name; filled by the first module of a process."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}
 
 
 def _require_real(module: nn.Module) -> None:

@@ -21,10 +21,12 @@ SCALES = {  # of the x axis of a curve, with the texts beside it
     "arrivals": "arrivals at the server",
     "seconds": "seconds",
     "bytes": "bytes sent",
+    "samples": "training samples",
 }
 SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that add up a number of the rounds
     "seconds": lambda record: record.total_seconds,
     "bytes": lambda record: record.total_bytes,
+    "samples": lambda record: sum(record.samples) if record.samples else None,
 }
 
 # Numbers of the last record that are metrics of the run.

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor, nn
 
 from fedsim.callbacks.notebook import result_html
@@ -17,7 +15,8 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
 from fedsim.core.rows import Layout
-from fedsim.errors import RecordError, one_line, plural, show
+from fedsim.errors import RecordError, plural
+from fedsim.models.trainable import load_weights
 from fedsim.records.formatting import score_text
 from fedsim.records.history import with_nan_losses
 from fedsim.records.numbers import round_rows, to_frame
@@ -25,8 +24,7 @@ from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, MODEL
 from fedsim.runs.setup import task_of
-from fedsim.system.devices import free_memory
-from fedsim.system.files import is_file, read_bounded
+from fedsim.system.files import is_file
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -160,17 +158,7 @@ def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
     path = folder / MODEL
     if not is_file(path):
         raise RecordError(f"{path}: no such file; the run is not finished, or records.model is false")
-    try:
-        stored = load(read_bounded(path, int(free_memory() / 2), folder))
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, SafetensorError) as error:
-        raise RecordError(f"{path}: is damaged: {one_line(error)}") from None
-    module = task_of(experiment, torch.device("cpu")).new_module()
-    module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    for name in dict.fromkeys([*module_tensors, *stored]):
-        shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (stored, module_tensors)]
-        if shapes[0] != shapes[1]:
-            raise RecordError(f"{path}: {show(name)} is {shapes[0]} there, and {shapes[1]} in the model")
-    module.load_state_dict(stored, strict=False)
+    model = experiment.model.model_copy(update={"weights": None})  # this file replaces them
+    module = task_of(experiment.model_copy(update={"model": model}), torch.device("cpu")).new_module()
+    load_weights(module, path, str(path), RecordError)
     return module.eval()

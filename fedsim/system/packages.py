@@ -22,6 +22,8 @@ EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the version
     "flower": ("flwr", "flwr-datasets"),
     "lightning": ("lightning",),
     "text": ("tokenizers",),
+    "tables": ("pyarrow",),
+    "huggingface": ("datasets",),
 }
 DOWNLOAD_TIMEOUT = 30.0  # seconds without receiving data
 

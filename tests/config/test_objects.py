@@ -298,7 +298,7 @@ def test_an_object_that_does_not_fit_is_one_line(short, change, line):
 
 def test_defaults_that_no_file_can_hold_are_left_to_the_function(short):
     experiment = fedsim.Experiment(**{**short, "model": Perceptron})
-    assert experiment.resolved()["model"] == {"name": "tests.config.test_objects:Perceptron", "hidden": 8}
+    assert experiment.model.params == {"hidden": 8}
     assert "tests.config.test_objects:Perceptron" in to_toml(experiment)
 
 

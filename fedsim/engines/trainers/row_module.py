@@ -33,7 +33,7 @@ class RowModule:
         self._start = make()
         self.module = make()
         self.layout = Layout.of(self._start)
-        self._frozen = [name for name, p in self._start.named_parameters() if not p.requires_grad]
+        self._frozen = {name: p._version for name, p in self._start.named_parameters() if not p.requires_grad}
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
@@ -80,7 +80,11 @@ class RowModule:
                 "in forward)"
             )
         start, now = dict(self._start.named_parameters()), dict(self.module.named_parameters())
-        moved = [name for name in self._frozen if not torch.equal(start[name], now[name])]
+        moved = [
+            name
+            for name, version in self._frozen.items()
+            if (now[name]._version != version if now[name] is start[name] else not torch.equal(start[name], now[name]))
+        ]
         if moved:
             raise ExperimentError(
                 f"model: changes the frozen parameter {moved[0]} during training; make it a buffer "

@@ -15,7 +15,7 @@ COVERS = sorted(set(STRATEGIES) - {"virtual"})  # the others are disjoint covers
 @pytest.mark.parametrize(("n", "workers", "classes"), [(100, 5, 2), (1003, 13, 10), (5000, 100, 3)])
 def test_every_sample_goes_to_exactly_one_worker(strategy, n, workers, classes):
     rng = np.random.default_rng(n)
-    labels, ids = rng.integers(0, classes, n), rng.integers(0, 4 * workers, n)
+    labels, ids = rng.integers(0, classes, n), rng.permutation(n) % workers
     params = {"alpha": 2.0} if strategy == "dirichlet" else {"beta": 2.0} if strategy == "quantity" else {}
     shards = fedsim.partition(labels, workers, strategy, ids=ids, **params)
     assert len(shards) == workers
