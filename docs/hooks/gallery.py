@@ -128,7 +128,6 @@ def _put(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 def _kept(line: str) -> str:
     record = {key: _rounded(value) for key, value in json.loads(line).items() if key not in NOT_KEPT}
-    record["samples"] = [sum(record.get("samples", []))]  # of all workers, for an axis of a figure
     return json.dumps({key: value for key, value in record.items() if value not in (None, [], {})}) + "\n"
 
 

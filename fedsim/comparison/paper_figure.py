@@ -52,8 +52,8 @@ def plot(
             the test accuracy, or of a task without accuracy the test loss. A sign says which value is better, as of
             `by` of `compare`; without it, the sign of the comparison's own number remains.
         x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (of computation), "bytes" (in both
-            directions) or "samples" (of all workers, repetitions counted); or a compared key with three or more numbers, such as "attack.scale", against which the number
-            after the last round is drawn.
+            directions) or "samples" (of all workers, with repetitions); or a compared key with three or more numbers,
+            such as "attack.scale", against which the number after the last round is drawn.
         kind: "curves", or "heatmap": the number after the last round over the first two compared keys, or over those
             that the comparison names.
         only: for keys of a comparison, the values that are drawn, or one value: {"attack": ["none", "alie"]}.
