@@ -52,8 +52,8 @@ def plot(
         metric: the metric to draw, such as "test_loss" or "metrics.drift". None selects the metric of the comparison,
             or else the test accuracy (the test loss for a task without accuracy). A sign before the name says whether
             higher ("+") or lower ("-") is better, as for `metric` of `compare`.
-        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time) or "bytes" (sent
-            in both directions). A compared key with three or more numeric values, such as "attack.scale", plots the
+        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time), "bytes" (sent in
+            both directions) or "samples" (processed by all workers, with repetitions). A compared key with three or more numeric values, such as "attack.scale", plots the
             metric after the last round against these values.
         kind: "curves", or "heatmap" for a heat map of the metric after the last round. The heat map is drawn over the
             `heatmap` axes of the comparison (default: the first two compared keys).

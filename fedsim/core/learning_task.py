@@ -20,6 +20,7 @@ from fedsim.errors import DataError, ExperimentError, one_line
 
 Reduction = Literal["mean", "none"]
 
+TOKENS = "next_token model=char_lstm for tokens"
 REDUCTION = "reduction"
 REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's deprecated names
 
@@ -51,8 +52,10 @@ class LearningTask(Protocol):
     must treat samples independently, since it may be applied to the batches of several workers at once. Methods must
     compute on the device of their inputs and not synchronize with it.
 
-    Two more methods are optional:
+    Three more methods are optional:
 
+        check_targets(targets)     Raise DataError if the task cannot use the targets. It is called before the model is
+                                   tried.
         correct(outputs, targets)  Return a Boolean tensor that marks the correct answers. A task without this method
                                    has no accuracy, and runs are compared by test loss.
         counts(targets)            Return the number of answers per sample [batch]. Mean losses weight samples by this
@@ -87,10 +90,10 @@ def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
         labels = "targets.long()" if targets.ndim == 1 else "targets.argmax(1) of one-hot targets"
-        alternative = "regression for numerical targets" if targets.is_floating_point() else "next_token for tokens"
+        other = "regression model=linear for numbers" if targets.is_floating_point() else TOKENS
         raise DataError(
             f"the task {task} needs one class label per sample, int64 [batch], not {described(targets)}; "
-            f"pass {labels}, or use task={alternative}"
+            f"use task={other}, or pass {labels}"
         )
 
 
@@ -136,9 +139,12 @@ class Classification:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.argmax(1) == targets
 
+    def check_targets(self, targets: Tensor) -> None:
+        require_labels("classification", targets)
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for outputs with a wrong shape, probabilities, or too few classes."""
-        require_labels("classification", targets)
+        self.check_targets(targets)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(targets):
             raise ExperimentError(
                 f"must return a tensor [batch, classes]; for {len(targets)} inputs it returned {shape_of(outputs)}"
@@ -176,9 +182,12 @@ class Binary:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs.reshape(targets.shape) > 0) == (targets > 0)
 
+    def check_targets(self, targets: Tensor) -> None:
+        require_labels("binary", targets)
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for outputs with a wrong shape, and for labels other than 0 and 1."""
-        require_labels("binary", targets)
+        self.check_targets(targets)
         shape, samples = shape_of(outputs), len(targets)
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}")
@@ -271,12 +280,17 @@ class NextToken:
     def counts(self, targets: Tensor) -> Tensor:
         return (targets != self.ignore).sum(1)
 
+    def check_targets(self, targets: Tensor) -> None:
+        if targets.ndim != 2 or targets.is_floating_point():
+            other = "regression for numbers" if targets.is_floating_point() else "classification for class labels"
+            raise DataError(
+                f"the task next_token needs one token per position, int64 [batch, length], not {described(targets)}; "
+                f"use task={other}"
+            )
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise DataError for unsuitable targets, and ExperimentError for a wrong output shape or too few classes."""
-        if targets.ndim != 2 or targets.is_floating_point():
-            raise DataError(
-                f"the task next_token needs one token per position, int64 [batch, length], not {described(targets)}"
-            )
+        self.check_targets(targets)
         shape, wanted = shape_of(outputs), list(targets.shape)
         if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
             raise ExperimentError(

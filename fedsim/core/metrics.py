@@ -152,6 +152,28 @@ def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     return (2 * right / seen)[seen > 0].mean().float()
 
 
+@metric("auroc", higher_is_better=True)
+def auroc(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Area under the ROC curve of logits of label 1: the probability that they rank a sample of label 1 above one of 0.
+
+    Equal outputs count half. The value is 0.5 if all labels are equal (Hanley and McNeil 1982).
+
+    Args:
+        outputs: [n] or [n, 1].
+        targets: labels 0 and 1, [n].
+
+    >>> fedsim.core.metrics.auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
+    tensor(0.7500)
+    """
+    outputs, positive = _differences(outputs, torch.zeros_like(targets)), targets > 0
+    _, places, counts = outputs.unique(return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts - 1) / 2.0).double()[places]
+    ones, zeros = positive.sum(), (~positive).sum()
+    pairs = (ones * zeros).clamp(min=1)
+    above = ranks[positive].sum() - ones * (ones + 1) / 2
+    return torch.where(ones * zeros > 0, above / pairs, torch.full_like(above, 0.5)).float()
+
+
 @metric("perplexity", higher_is_better=False)
 def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     """Return the perplexity, the exponential of the mean cross entropy (Jelinek et al. 1977).

@@ -8,6 +8,7 @@ from fedsim.data.formats import (  # noqa: F401  (registers the data sets)
     images,
     leaf,
     tables,
+    text,
 )
 from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (

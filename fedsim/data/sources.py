@@ -79,7 +79,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
                 f"data.name = {show(name)}: the {part} set contains the label {int(data.targets.min())}; class labels "
                 "must be at least 0"
             )
-        if not data.targets.isfinite().all():
+        if data.targets.is_floating_point() and not data.targets.isfinite().all():
             raise DataError(f"data.name = {show(name)}: the {part} set contains a target that is not a finite number")
     return train, test
 

@@ -178,7 +178,7 @@ def targets_of(dataset: Any) -> np.ndarray:
         return targets_of(dataset.dataset)[np.asarray(dataset.indices)]
     if isinstance(dataset, TensorDataset):
         return _as_array(dataset.tensors[1])
-    for name in ("targets", "labels"):
+    for name in ("sample_targets", "targets", "labels"):
         targets = getattr(dataset, name, None)
         if targets is not None:
             return _as_array(targets)

@@ -32,6 +32,9 @@ class TensorData(Dataset):
         dtype: dtype of the normalised inputs.
         ids: owners of the samples for the partition `natural`, such as {"writer": array [n]}. Several columns are
             possible. Empty: unknown.
+        rows: for samples that overlap, such as windows of a text, int64 [n]. Sample i is row rows[i] of `inputs` and
+            `targets`, which may be views of one small tensor. Targets may then be of any integer type. None: sample i
+            is row i.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -44,13 +47,15 @@ class TensorData(Dataset):
     shift: float | tuple[float, ...] = 0.0
     dtype: torch.dtype = torch.float32
     ids: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
             raise ValueError(
-                f"there are {len(self.inputs)} inputs, but {len(self.targets)} targets; both must be equal in number"
+                f"there are {len(self.inputs)} inputs, but {len(self.targets)} targets; each input needs one target"
             )
-        if not (self.targets.dtype == torch.long or self.targets.is_floating_point()) or not self.targets.ndim:
+        known = self.targets.dtype == torch.long or self.targets.is_floating_point() or self.rows is not None
+        if not known or not self.targets.ndim:
             raise ValueError(
                 f"targets must be an int64 or floating-point tensor [n, ...], not {described(self.targets)}"
             )
@@ -71,7 +76,7 @@ class TensorData(Dataset):
         return cls(images, targets, scale, shift)
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.targets if self.rows is None else self.rows)
 
     @property
     def has_labels(self) -> bool:
@@ -81,7 +86,12 @@ class TensorData(Dataset):
     @property
     def classes(self) -> int:
         """The highest class label or token plus one; 0 for floating-point targets."""
-        return 0 if self.targets.is_floating_point() else int(self.targets.max()) + 1
+        return 0 if self.targets.is_floating_point() else int(self.sample_targets.max()) + 1
+
+    @property
+    def sample_targets(self) -> Tensor:
+        """The targets of all samples, [n, ...]. If the samples are `rows`, a copy in int64."""
+        return self.targets if self.rows is None else self.targets.index_select(0, self.rows).long()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         return self.__getitems__([index])[0]
@@ -97,9 +107,11 @@ class TensorData(Dataset):
         On a CPU, images are returned in channels_last memory format, which makes convolutions up to twice as fast.
         """
         indices = indices.to(self.inputs.device)
+        if self.rows is not None:
+            indices = self.rows.index_select(0, indices)
         raw = self.inputs.index_select(0, indices)  # many times faster than self.inputs[indices] on a CPU
         targets = self.targets.index_select(0, indices)
-        return self._normalised(raw), targets
+        return self._normalised(raw), targets if targets.is_floating_point() else targets.long()
 
     def _normalised(self, raw: Tensor) -> Tensor:
         """Return raw inputs converted to `dtype` and normalised. On a GPU this takes one kernel."""
@@ -132,21 +144,36 @@ class TensorData(Dataset):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
         """Return the data set on `device`, with floating-point inputs and targets in `dtype`; integers are kept."""
-        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)
+        targets = _moved(self.targets, device).to(dtype if self.targets.is_floating_point() else self.targets.dtype)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
-        return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
+        rows = None if self.rows is None else self.rows.to(device)
+        return replace(self, inputs=_moved(self.inputs, device), targets=targets, dtype=dtype, rows=rows)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """Return a new TensorData with copies of the samples at `positions`."""
+        """Return a new TensorData with copies of the samples at `positions`. Samples that are `rows` are not copied."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = {name: column[positions] for name, column in self.ids.items()}
-        inputs, targets = (tensor.index_select(0, index) for tensor in self.tensors)
+        if self.rows is not None:
+            return replace(self, rows=self.rows.index_select(0, index), ids=ids)
+        inputs, targets = (tensor.index_select(0, index) for tensor in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, ids=ids)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """The pair (inputs, targets) of raw tensors."""
-        return self.inputs, self.targets
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The raw tensors: inputs, targets, and `rows` if there are any."""
+        return (self.inputs, self.targets) if self.rows is None else (self.inputs, self.targets, self.rows)
+
+
+def compact(values: Tensor) -> Tensor:
+    """Return the elements [m] under an overlapping view, such as windows of a text. Return other values unchanged."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    return values if elements >= values.numel() else values.as_strided((elements,), (1,))
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device. An overlapping view remains a view of its elements."""
+    moved = compact(values).to(device)
+    return moved if moved.shape == values.shape else moved.as_strided(values.size(), values.stride())
 
 
 def in_order(inputs: Tensor) -> Tensor:

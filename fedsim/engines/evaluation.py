@@ -42,13 +42,13 @@ class EvaluationResult:
     def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
         """Return the metrics computed from the per-batch sums and the outputs that all processes wrote to `shared`."""
         data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
-        loss, accuracy, success = _means(task, test.sums, data.test.targets)
-        metrics = dict(_metrics(task, test.outputs, data.test.targets))
+        loss, accuracy, success = _means(task, test.sums, data.test.sample_targets)
+        metrics = dict(_metrics(task, test.outputs, data.test.sample_targets))
         if not len(data.validation):
             return cls(loss, accuracy, success, metrics=metrics)
-        of_validation = _metrics(task, validation.outputs, data.validation.targets)
+        of_validation = _metrics(task, validation.outputs, data.validation.sample_targets)
         metrics |= {f"validation_{label}": value for label, value in of_validation}
-        means = _means(task, validation.sums, data.validation.targets)[:2]
+        means = _means(task, validation.sums, data.validation.sample_targets)[:2]
         return cls(loss, accuracy, success, *means, metrics)
 
     @classmethod

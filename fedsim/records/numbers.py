@@ -21,10 +21,12 @@ SCALES = {  # quantities for the x axis of a curve, with their axis titles
     "arrivals": "arrivals at the server",
     "seconds": "seconds",
     "bytes": "bytes sent",
+    "samples": "training samples",
 }
 SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that are cumulative sums over the rounds
     "seconds": lambda record: record.total_seconds,
     "bytes": lambda record: record.total_bytes,
+    "samples": lambda record: sum(record.samples) if record.samples else None,
 }
 
 # Numbers of the last round that are also metrics of the whole run.

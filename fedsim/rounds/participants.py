@@ -37,7 +37,7 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
 
     The local test samples are None if workers are not evaluated.
     """
-    chosen, labels = experiment.partition, train.targets.cpu()
+    chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
     fraction = experiment.data.local_test_fraction
     return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
@@ -53,7 +53,7 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
     count, fixed = attack.count(workers), experiment.byzantine
     drawn = (experiment.seed, workers, count) if attack.resample and count else None
     if attack.by_class is not None and count:
-        place, labels = f"attack.by_class = {attack.by_class}", train.targets.cpu().numpy()
+        place, labels = f"attack.by_class = {attack.by_class}", train.sample_targets.cpu().numpy()
         if not train.has_labels:
             raise ExperimentError(
                 f"{place}: needs one class label per sample, but the targets are {described(train.targets)}; "

@@ -57,7 +57,7 @@ class RunFacts:
         shards = [shared.data.shards.of(worker).numpy() for worker in workers]
         counts = np.array([[len(shard)] for shard in shards])
         if shared.data.train.has_labels:
-            counts = label_counts(shared.data.train.targets.cpu().numpy(), shards, shared.data.classes)
+            counts = label_counts(shared.data.train.sample_targets.cpu().numpy(), shards, shared.data.classes)
         how = _how_it_runs(experiment, engine)
         return cls(
             device=describe_device(task.device),

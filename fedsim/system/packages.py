@@ -22,6 +22,7 @@ EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the version
     "mlflow": ("mlflow",),
     "flower": ("flwr", "flwr-datasets"),
     "lightning": ("lightning",),
+    "text": ("tokenizers",),
     "tables": ("pyarrow",),
     "huggingface": ("datasets",),
 }

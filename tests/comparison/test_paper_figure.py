@@ -11,7 +11,7 @@ from PIL import Image
 import fedsim
 from fedsim.core.plotting import COLOURS
 from fedsim.errors import ExperimentError, RecordError
-from tests.report.folders import invent_run, write_points
+from tests.report.folders import add_to_rounds, invent_run, write_points
 
 RULES = ["mean", "median"]
 ATTACKS = ["none", {"name": "alie", "z": 1.5}]
@@ -147,6 +147,14 @@ def test_the_axes_have_the_totals_since_the_start_and_the_metric(comparison, x, 
     assert list(panel.lines[0].get_xdata()) == pytest.approx(expected)
     assert panel.get_ylabel() == "train loss"
     assert panel.lines[0].get_ydata()[-1] == pytest.approx(2 - 0.71)
+
+
+def test_curves_are_drawn_against_the_samples_of_all_workers(tmp_path):
+    (folder,) = runs(tmp_path, a={"aggregate.rule": "mean"})
+    add_to_rounds(folder, lambda record: {"samples": [40, 2 * record["round"]]})
+    panel = fedsim.plot(folder, x="samples", metric="train_loss").axes[0]
+    assert list(panel.lines[0].get_xdata()) == [42, 86]
+    assert panel.get_xlabel() == "training samples"
 
 
 def test_against_an_axis_of_numbers_the_last_round_is_drawn_and_a_logarithmic_axis_begins_above_0(strengths):

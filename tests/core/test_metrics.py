@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score, r2_score
+from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
 import fedsim
 from fedsim import ExperimentError
@@ -101,6 +101,10 @@ def test_metrics_agree_with_references():
     logits, labels = torch.randn(40, 1), torch.randint(2, (40,))
     expected = f1_score(labels, (logits[:, 0] > 0).long(), average="macro")
     assert bound("macro_f1")(logits, labels) == pytest.approx(expected)
+    tied = logits.round(decimals=0)
+    for scores in (logits, tied):
+        assert bound("auroc")(scores, labels) == pytest.approx(roc_auc_score(labels, scores[:, 0]))
+    assert bound("auroc")(logits, torch.ones(40, dtype=torch.int64)) == 0.5
     # class 6 is never predicted
     outputs, labels = torch.randn(40, 7) - 9 * F.one_hot(torch.tensor(6)), torch.randint(6, (40,))
     assert bound("macro_f1")(outputs, labels) == pytest.approx(f1_score(labels, outputs.argmax(1), average="macro"))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim.core.input_limits import leaves_of
 from fedsim.data import TensorData
+from fedsim.data.tensors import compact
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.version import __version__
@@ -47,7 +48,7 @@ class Preflight:
         data = {
             f"{name} {part}": digest(tensor)
             for name, split in (("training", train), ("test", test))
-            for part, tensor in zip(("inputs", "targets"), split.tensors, strict=True)
+            for part, tensor in zip(("inputs", "targets", "rows"), split.tensors, strict=False)
         }
         self.settled = True
         answers = self._ranks.gather_objects((None, {**self._claims, "the data": data}))
@@ -81,7 +82,7 @@ def difference_of(claims: list[Claims]) -> list[str]:
 
 def digest(tensor: Tensor) -> str:
     """Return a hash (hexadecimal) of a tensor's values, shape and dtype."""
-    values = tensor.detach().cpu().contiguous()
+    values = compact(tensor.detach()).cpu().contiguous()
     state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     state.update(values.flatten().view(torch.uint8).numpy().data)
     return state.hexdigest()
