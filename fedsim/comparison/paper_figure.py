@@ -53,8 +53,8 @@ def plot(
             or else the test accuracy (the test loss for a task without accuracy). A sign before the name says whether
             higher ("+") or lower ("-") is better, as for `metric` of `compare`.
         x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time), "bytes" (sent in
-            both directions) or "samples" (processed by all workers, with repetitions). A compared key with three or more numeric values, such as "attack.scale", plots the
-            metric after the last round against these values.
+            both directions) or "samples" (processed by all workers, with repetitions). A compared key with three or
+            more numeric values, such as "attack.scale", plots the metric after the last round against these values.
         kind: "curves", or "heatmap" for a heat map of the metric after the last round. The heat map is drawn over the
             `heatmap` axes of the comparison (default: the first two compared keys).
         only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}.
