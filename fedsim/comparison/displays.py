@@ -137,7 +137,7 @@ def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
 
     Args:
         folder: folder that keeps the records, or None if the records are temporary.
-        progress: True prints lines, False prints nothing, and None shows a progress bar in notebooks only.
+        progress: True prints a line for each run, False prints nothing. None shows a progress bar in notebooks only.
     """
     if progress is None and in_notebook():
         return NotebookComparisonDisplay()

@@ -258,7 +258,10 @@ def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, 
 
 
 def heatmap_csv(comparison: Comparison, over: tuple[str, str]) -> str:
-    """Return the heat map over two axes as CSV text: per cell, the best value of the first axis and the tied values."""
+    """Return a CSV table with one row per cell of the heat map over two axes.
+
+    A row has the best value of the first axis, the mean and interval of its score, and the tied values.
+    """
     first, score = comparison.compared[0], comparison.metric.path[-1].removeprefix("test_")
     keys = [*(axis for axis in comparison.compared[1:] if axis not in over), *over]
     rows: list[list[Any]] = [[*keys, f"best {first}", score, f"{score}_ci95", "tied"]]

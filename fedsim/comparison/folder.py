@@ -100,7 +100,8 @@ class ComparisonRecords:
     def comparison(self, *, keeps_folder: bool = True) -> Comparison:
         """Return the results of all runs as a Comparison, without writing files.
 
-        The attributes `folder` of the comparison and its runs are None if `keeps_folder` is false (a temporary folder).
+        If `keeps_folder` is false (for a temporary folder), the attribute `folder` is None in the comparison and its
+        runs.
         """
         plan, runs = self.plan, [self.result(run, keeps_folder=keeps_folder) for run in self.plan.runs]
         if plan.settings.metric is not None:
@@ -143,7 +144,7 @@ class ComparisonFolder(ComparisonRecords):
             self._lock = stack.pop_all()
 
     def make_ready(self, run: PlannedRun) -> None:
-        """Remove the records of a run, unless the run was interrupted and can be resumed."""
+        """Remove the records of a run before it starts, but keep those of an interrupted run that can be resumed."""
         folder = self.run_folder(run)
         if result_in(folder, run).failure is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):
@@ -271,9 +272,13 @@ def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
 def _differences_of_axes(
     there: Axes, here: Axes, old: str = "the stored comparison", new: str = "the new comparison"
 ) -> list[str]:
-    """Return one line for each axis that only one comparison has, and for each value that only `there` has.
+    """Return one text line for each axis that only one comparison has, and for each value that only the first one has.
 
-    The lines call the comparisons with the axes `there` and `here` by the names `old` and `new`.
+    Args:
+        there: axes of the first comparison.
+        here: axes of the second comparison, which may have additional values.
+        old: name of the first comparison in the lines.
+        new: name of the second comparison in the lines.
     """
     lines = [f"{key}: is an axis of {old}, but not of {new}" for key in there if key not in here]
     lines += [f"{key}: is an axis of {new}, but not of {old}" for key in here if key not in there]

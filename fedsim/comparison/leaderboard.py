@@ -33,7 +33,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Standing:
-    """One candidate on the leaderboard.
+    """One candidate (value of the first axis) on the leaderboard. A cell is a combination of values on the other axes.
 
     Attributes:
         name: label of the candidate.
@@ -123,7 +123,7 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
 
 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
-    """Return the notes below the leaderboard: the test results, the critical difference and the limits."""
+    """Return the lines below the leaderboard: test results, critical difference, and limits such as unranked cells."""
     notes = [
         f"mean ranks over {board.cells} cells (1 is best); Friedman test: chi-square {board.chi_square:.1f}, "
         f"p = {board.p:.2g}; Iman and Davenport: F {board.f:.1f}, p = {board.p_of_f:.2g}",
@@ -177,7 +177,7 @@ def nemenyi(cells: int, candidates: int) -> float:
 
 
 def leaderboard_text(board: Leaderboard, first: str) -> str:
-    """Return the leaderboard as aligned text, with the tests of its ranks."""
+    """Return the leaderboard as aligned text, followed by the tests of its ranks. `first` is the first axis."""
     head = [first, "mean rank", "best in", "best or tied in", "worst in"]
     rows = [
         [

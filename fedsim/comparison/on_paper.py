@@ -316,8 +316,10 @@ def _draw_cells(
 def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     """Draw the final test accuracies of single workers, or their losses if the task has no accuracy.
 
-    The figure has one line for each combination and tested model, with the workers of all seeds. A stroke is a worker,
-    the bar spans the middle half of the workers, and the dot is their mean. Return None if no worker was tested.
+    The figure has one line for each combination of compared values and each tested model. A line shows the workers of
+    all seeds: a stroke is a worker, the bar spans the middle half of the workers, and the dot is their mean.
+
+    Return None if no worker was tested.
     """
     from matplotlib.figure import Figure
 
@@ -358,9 +360,11 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
 
 
 def draw_tuning(comparison: Comparison) -> Figure | None:
-    """Draw the validation result against the value of the axis `tune`, with one line for each combination.
+    """Draw the validation result against the value of the axis `tune`.
 
-    Larger markers show the chosen values. Values for which a run failed, diverged or has no result are not drawn.
+    The figure has one line for each combination of values on the other axes. Larger markers show the chosen values.
+    Values for which a run failed, diverged or has no result are not drawn.
+
     Return None if there is no validation result.
     """
     from matplotlib.figure import Figure
@@ -400,7 +404,7 @@ def draw_tuning(comparison: Comparison) -> Figure | None:
 
 
 def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
-    """Draw the mean ranks and a bar for each group of ranks without significant difference (Demsar 2006, figure 1)."""
+    """Draw the mean ranks, and a bar for each group of ranks without significant difference (Demsar 2006, figure 1)."""
     from matplotlib.figure import Figure
 
     count = len(board.standings)

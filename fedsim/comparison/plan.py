@@ -196,7 +196,7 @@ def _naming_key(key: str) -> str | None:
 
 
 def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
-    """Return the axes and the `SETTINGS` of several [comparison] tables. Later tables override earlier tables."""
+    """Merge several [comparison] tables. Return their axes and their `SETTINGS`. Later tables override earlier ones."""
     axes: Axes = {}
     settings: dict[str, Any] = {}
     for table in tables:
@@ -269,7 +269,10 @@ def _experiments(
 
 
 def _renamed(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of the experiment with a new default name. Later changes of the copy recompute the default name."""
+    """Return a copy of the experiment with a new default name.
+
+    If settings of the copy are changed later, its default name is computed from its settings again.
+    """
     renamed = experiment.model_copy(update={"name": name})
     renamed.model_fields_set.discard("name")
     return renamed

@@ -297,7 +297,7 @@ def merge(
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Return `folder` and the folders of its shards, as far as they hold a comparison.json."""
+    """Return the paths of `folder` and its shards that contain a comparison.json. Raises RecordError if none does."""
     sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not sources:
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")

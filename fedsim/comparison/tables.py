@@ -106,7 +106,7 @@ def columns(comparison: Comparison) -> dict[str, Column]:
 
 
 def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
-    """Return the cells of the named columns, without empty columns other than the score."""
+    """Return the cells of the columns `names`, by name. Columns without any text are left out, except the score."""
     cells = {name: [by_name[name].cell_of(row) for row in rows] for name in names if name in by_name}
     return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
 
@@ -169,7 +169,7 @@ def _to_target(row: Row, timed: bool) -> Cell:
 
 
 def _runs(row: Row) -> Cell:
-    """Return the cell of the number of counted and diverged runs, such as "3", "2 of 3" or "3, 1 diverged"."""
+    """Return a table cell that shows how many runs count and how many diverged: "3", "2 of 3" or "3, 1 diverged"."""
     text = str(len(row.runs)) if row.counted == len(row.runs) else f"{row.counted} of {len(row.runs)}"
     return Cell(f"{text}, {row.diverged} diverged" if row.diverged else text, row.counted)
 
@@ -415,7 +415,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
-    """Return one line for each of the first `MOST_LINES` breaking points along an axis."""
+    """Return one text line per breaking point of an axis, for the first `MOST_LINES`, and then the number of others."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
@@ -482,10 +482,10 @@ def breaking_points_csv(comparison: Comparison) -> str:
 
 
 def tuning_csv(comparison: Comparison) -> str:
-    """Return a CSV table with one row per combination and value of `tune`.
+    """Return a CSV table with one row for each combination of compared values and each value of `tune`.
 
-    Each row has the validation result and whether the value was chosen. With an axis `worst`, the row names the worst
-    case and has its validation result.
+    A row has the validation result, and whether the value of `tune` was chosen. With an axis `worst`, the row names the
+    worst case, and has the validation result of this case.
     """
     keys = [*comparison.compared, *comparison.settings.headings]
     rows: list[list[Any]] = [[*keys, "validation", "validation_ci95", "failed", "chosen"]]
@@ -499,5 +499,5 @@ def tuning_csv(comparison: Comparison) -> str:
 
 
 def mean_cells(value: Estimate | None) -> list[float | None]:
-    """Return the mean and the half width of its interval as two cells. None stands for an unknown number."""
+    """Return two CSV cells: a mean, and the half width of its 95 percent interval. None: the number is unknown."""
     return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]

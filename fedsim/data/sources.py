@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fedsim.core.registry import Registry
+from fedsim.data.columns import is_table, samples_of_tables
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
 
@@ -66,7 +67,10 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     try:
         folder = Path(root).expanduser() if root else default_root()
         train, test = registration.target(**registration.select_inputs(root=folder), **params)
-        train, test = (_read(part, name) for part in (train, test))
+        if is_table(train):
+            train, test = samples_of_tables(train, test)
+        else:
+            train, test = (_read(part, name) for part in (train, test))
     except FedsimError:
         raise
     except Exception as error:
