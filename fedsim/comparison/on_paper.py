@@ -74,8 +74,9 @@ def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle
 def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -> Figure | None:
     """Draw the compared metric after the last round against the values of the axis `key`.
 
-    Lines and panels are those of `draw_curves` for the remaining axes. Values for which a run has no result are not
-    drawn. Return None if no run is finished.
+    Each combination of values on the other axes has its own line. As in `draw_curves`, the first of these axes
+    distinguishes the lines of a panel, and the others distinguish the panels. Values for which a run has no result are
+    not drawn. Return None if no run is finished.
     """
     return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
 
@@ -161,7 +162,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
 
 
 def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
-    """Draw the mean curve in the style of line `index`, with a band, or with thin lines for two or three seeds."""
+    """Draw a mean curve in line style number `index`, with a band, or with thin lines for two or three seeds."""
     style = line_style(index, len(mean.x))
     panel.plot(mean.x, mean.means, **style)
     if len(mean.curves) >= FEWEST_FOR_BAND:
@@ -316,8 +317,10 @@ def _draw_cells(
 def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     """Draw the final test accuracies of single workers, or their losses if the task has no accuracy.
 
-    The figure has one line for each combination and tested model, with the workers of all seeds. A stroke is a worker,
-    the bar spans the middle half of the workers, and the dot is their mean. Return None if no worker was tested.
+    The figure has one line for each combination of compared values and each tested model. A line shows the workers of
+    all seeds: a stroke is a worker, the bar spans the middle half of the workers, and the dot is their mean.
+
+    Return None if no worker was tested.
     """
     from matplotlib.figure import Figure
 
@@ -358,9 +361,11 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
 
 
 def draw_tuning(comparison: Comparison) -> Figure | None:
-    """Draw the validation result against the value of the axis `tune`, with one line for each combination.
+    """Draw the validation result against the value of the axis `tune`.
 
-    Larger markers show the chosen values. Values for which a run failed, diverged or has no result are not drawn.
+    The figure has one line for each combination of values on the other axes. Larger markers show the chosen values.
+    Values for which a run failed, diverged or has no result are not drawn.
+
     Return None if there is no validation result.
     """
     from matplotlib.figure import Figure
@@ -400,7 +405,7 @@ def draw_tuning(comparison: Comparison) -> Figure | None:
 
 
 def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
-    """Draw the mean ranks and a bar for each group of ranks without significant difference (Demsar 2006, figure 1)."""
+    """Draw the mean ranks, and a bar for each group of ranks without significant difference (Demsar 2006, figure 1)."""
     from matplotlib.figure import Figure
 
     count = len(board.standings)

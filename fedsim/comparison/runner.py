@@ -150,7 +150,7 @@ def run_comparison(
 ) -> Comparison:
     """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
 
-    With `shard`, run only the runs of this part, and write no results of the comparison.
+    With `shard`, run only the runs of this part, and write no tables and figures of the comparison.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
@@ -181,7 +181,7 @@ def run_comparison(
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
-    """Return the results of the runs in a folder, and write tables and figures unless `painter` is None."""
+    """Return the results of all runs in a folder. Also write tables and figures, unless `painter` is None."""
     comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
@@ -189,7 +189,10 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 
 
 def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
-    """Issue the warnings about the runs, each of them once."""
+    """Issue warnings about the experiments, each distinct warning once.
+
+    `metric` is the metric to compare. None (the test result) also warns about algorithms with untrained global parts.
+    """
 
     def relevant(experiment: Experiment) -> list[Any]:
         tables = experiment.resolved()
@@ -297,7 +300,7 @@ def merge(
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Return `folder` and the folders of its shards, as far as they hold a comparison.json."""
+    """Return the paths of `folder` and its shards that contain a comparison.json. Raises RecordError if none does."""
     sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not sources:
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
@@ -305,7 +308,15 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
-    """Return a folder, other than `besides`, in which the run is finished, or else failed. None if there is none."""
+    """Return the folder in which a run is finished or, if there is none, in which it failed.
+
+    Args:
+        run: the run.
+        comparisons: the stored comparisons to search, by folder.
+        besides: folder of a run that is not considered.
+
+    Returns None if the run is neither finished nor failed anywhere.
+    """
     point = canonical(run.point)
     stored = [
         (source, planned)
