@@ -22,7 +22,10 @@ OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
 def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
-    """Return the axes in a [comparison] table, which maps keys, dotted or in nested tables, to lists of values."""
+    """Return the axes in a [comparison] table. The table maps keys (dotted, or as nested tables) to lists of values.
+
+    `place` is the name of the table in error messages.
+    """
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
@@ -68,10 +71,10 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
 
 
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
-    """Apply the words of a command line, and further changes, to the axes of a [comparison] table.
+    """Merge the axes of a [comparison] table, the `key=value` words of a command line, and further changes.
 
     Returns all axes, the axes from the words, and the changes to make in all runs. A change in all runs replaces an
-    axis with the same key.
+    axis of the table with the same key.
     """
     word_axes, others = split_words(words)
     in_all = [*map(parse_word, others), *changes]
@@ -98,7 +101,7 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def changes_of(key: str, value: Any) -> list[Change]:
-    """Return the changes to an experiment for the value `value` on the axis `key`.
+    """Return the changes that the value `value` on the axis `key` makes to an experiment.
 
     A table changes each of its keys. A table on the axis `variant` may change keys of several tables.
     """
@@ -142,7 +145,10 @@ def shape_of(axes: Axes) -> str:
 
 
 def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Return an error line preceded by the first point with this error, or the line alone if all points have it."""
+    """Return an error line, preceded by the first of the `points` (combinations of axis values) that have this error.
+
+    If all points of the comparison, `total` in number, have the error, no point is named.
+    """
     if len(points) == total:
         return line
     more = f" (and {len(points) - 1} more of {total} runs)" if len(points) > 1 else ""
@@ -195,7 +201,10 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
 
 
 def _is_json(value: Any, *, exact: bool = False) -> bool:
-    """Whether `value` consists of JSON types other than null. With `exact`, subclasses of these types do not count."""
+    """Whether `value` is made of strings, booleans, numbers, lists, and dicts with string keys.
+
+    With `exact`, subclasses of str, bool, int and float do not count.
+    """
     if isinstance(value, list):
         return all(_is_json(item, exact=exact) for item in value)
     if isinstance(value, dict):

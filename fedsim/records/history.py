@@ -115,7 +115,7 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
 
 
 def noted_stop(folder: Path, round: int) -> str | None:
-    """Return the reason in `events.jsonl` why the run ended early after this round, or None if there is none."""
+    """Return why the run ended early after this round, according to `events.jsonl`, or None if it did not."""
     if not is_file(folder / EVENTS):
         return None
     reason = None

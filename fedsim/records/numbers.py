@@ -142,7 +142,7 @@ def best_score(history: Sequence[RoundRecord]) -> float | None:
 
 
 def component_metrics(record: RoundRecord) -> dict[str, float | None]:
-    """Return the numbers that components added to a round, with keys such as "metrics.drift"."""
+    """Return the numbers that components, such as metrics, added to a record, by keys such as "metrics.drift"."""
     return {f"metrics.{name}": value for name, value in record.metrics.items()}
 
 

@@ -38,7 +38,7 @@ MOST_ERROR_BYTES = 2**24
 
 
 class LenientModel(BaseModel):
-    """Base class of models of JSON objects in files. Unknown keys are ignored."""
+    """Base class of pydantic models for the content of JSON files. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
@@ -148,9 +148,9 @@ class Run:
 
     @cached_property
     def stopped(self) -> str | None:
-        """Return the reason why the run ended before its last round, or None.
+        """Return the reason why the run ended before its last round, or None if it did not.
 
-        A run of a comparison that was ended by `StopRun` returns None, because the comparison continues the run.
+        Also None if the run belongs to a comparison and `StopRun` ended it, because the comparison continues the run.
         """
         reason = stop_reason(self.history, stored_stop(self.experiment))
         return reason if reason or self.id or not self.folder else noted_stop(self.folder, len(self.history))
@@ -238,7 +238,7 @@ class Run:
 
 
 def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
-    """Return, for each axis, a dict from the JSON text of a value to the index of the value on the axis."""
+    """Return, for each axis, a dict that maps the JSON text of each value to the value's index on the axis."""
     return {
         axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
         for axis, values in axes.items()
@@ -246,7 +246,7 @@ def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
 
 
 def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
-    """Return the content of a `comparison.json`, in which names of `objects` are replaced by the objects themselves."""
+    """Return the content of a `comparison.json`, with the `objects` themselves in place of their names."""
     file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
     if problem := problem_with_words(file.model_dump()):
         raise RecordError(f"{path}: {problem}")

@@ -90,7 +90,7 @@ class Metric:
         return value if value is not None and math.isfinite(value) else None
 
     def named(self, name: str) -> Metric:
-        """Return the metric for the key `name` of a field that is a dict of numbers."""
+        """Return the metric of the number `name` in a field that is a dict of numbers, such as `metrics`."""
         words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
         better = better_called(name) if self.better == "by name" else self.better
         return replace(self, **words, better=better, path=(*self.path, name))
@@ -136,7 +136,7 @@ record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, 
 
 @record_class
 class AsyncRecord(Record):
-    """Numbers that only rounds of asynchronous training have."""
+    """Numbers of a round that are recorded only in asynchronous training."""
 
     updates: Annotated[
         Count | None, Metric("Updates", None, decimals=0, column="updates", tag="asynchronous/updates")
@@ -154,10 +154,10 @@ class AsyncRecord(Record):
 
 @record_class
 class RaceRecord(Record):
-    """Measurements of a round in mode "race". Lists have one number per repetition, and counts are sums over them.
+    """Measurements of a round in mode "race". Lists have one number per repetition of the race.
 
-    Without a lock, half-written parameters and lost updates cannot be observed directly. The record contains estimates
-    instead (see docs/explanation/asynchronous.md).
+    Counts are summed over the repetitions. Without a lock, half-written parameters and lost updates cannot be observed
+    directly. The record contains estimates instead (see docs/explanation/asynchronous.md).
     """
 
     runs: Count | None = None
@@ -307,7 +307,10 @@ Declared = TypeVar("Declared", bound=type[Record])
 
 
 def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]:
-    """Return the metrics that the fields of a record class declare, with `path` as the path of the record."""
+    """Return the metrics that the fields of a record class declare.
+
+    `path` has the field names that lead to an object of this class in a RoundRecord.
+    """
     hints = get_type_hints(record_type, include_extras=True)
     return [
         replace(metric, path=(*path, name))
@@ -350,9 +353,9 @@ SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
 def metric_called(name: str) -> Metric:
-    """Return the metric with this key. A sign before the name says whether higher (+) or lower (-) is better.
+    """Return the metric with the key `name`. A sign before the key says whether higher (+) or lower (-) is better.
 
-    Unknown keys return a metric without a direction.
+    For an unknown key without a sign, neither higher nor lower is better.
 
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
     ('metrics.drift', 'lower', 'lower')

@@ -27,7 +27,10 @@ TEST, VALIDATION = "test_", "validation_"  # prefixes of the names of results
 
 
 def canonical(value: Any) -> str:
-    """Return JSON text that identifies an axis value or a point. 1, 1.0 and true are different."""
+    """Return JSON text that identifies an axis value, or a point (a combination of axis values).
+
+    The values 1, 1.0 and true have different texts.
+    """
     return json.dumps(value, sort_keys=True)
 
 
@@ -73,7 +76,7 @@ class Row:
 
     @cached_property
     def score(self) -> Estimate | None:
-        """Return the mean over the seeds of the compared metric after the last round, or None if no run has it."""
+        """Mean over the seeds of the compared metric after the last round, or None if no run has it."""
         return estimate(list(self._scores.values()))
 
     @property
@@ -99,7 +102,10 @@ class Row:
 
     @property
     def difference(self) -> Estimate | None:
-        """Mean paired difference to the row with the first value of the first axis, or None for this first row."""
+        """Mean paired difference from the baseline: the row of the same group with the first value of the first axis.
+
+        None for the baseline itself, and if the group has no baseline.
+        """
         baseline = self.group[0] if self.group else self
         return self.difference_to(baseline) if baseline is not self and baseline.place[0] == 0 else None
 
@@ -112,7 +118,7 @@ class Row:
         return "*" if self is group.best else "~" if self in group.tied else ""
 
     def is_complete(self, mean: Estimate | None) -> bool:
-        """Whether `mean` is finite and covers all runs of the row, none of which failed or diverged."""
+        """Whether `mean` is finite and includes every run of the row, and no run diverged."""
         return mean is not None and math.isfinite(mean.mean) and mean.n == len(self.runs) and not self.diverged
 
     def quality(self, mean: Estimate | None) -> float:
@@ -281,9 +287,9 @@ def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
 
 
 class BreakingPoint(NamedTuple):
-    """Values along a numeric axis at which the mean test result after the last round misses the target.
+    """Where along a numeric axis the mean test result after the last round begins to miss the target.
 
-    A value with a diverged run or without a finite result misses the target.
+    A value of the axis with a diverged run or without a finite result misses the target.
 
     Attributes:
         breaks_at: smallest value from which on all values miss the target, or None if the largest value reaches it.
@@ -310,9 +316,13 @@ class BreakingPoint(NamedTuple):
 
 
 def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) -> BreakingPoint:
-    """Return the values of the axis `key` at which the test result of a row misses `target`.
+    """Return where along the axis `key` the test result begins to miss the target.
 
-    `curve` has one row per value, and `test` is the metric of the target.
+    Args:
+        curve: one row for each value of the axis, which differ only in this value.
+        key: the axis.
+        test: metric to which the target applies.
+        target: the target.
     """
     reached, missed, unknown = list[float](), list[float](), list[float]()
     for row in curve:
@@ -330,7 +340,7 @@ def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) 
 
 @dataclass(frozen=True)
 class Choice:
-    """The value that was chosen along an axis for one combination of the compared values.
+    """A value that was chosen along the axis `tune` or `worst`, for one combination of compared values.
 
     Attributes:
         candidates: one row for each value of the axis, in the order of the runs.
@@ -379,7 +389,7 @@ class ComparisonSettings:
 
     @property
     def headings(self) -> dict[str, str]:
-        """Headings of the columns for the axes of `tune` and `worst`, by axis."""
+        """Column headings for the axes of `tune` and `worst`, such as "tuned local.lr", by axis."""
         texts = {self.tune: f"tuned {self.tune}", self.worst: f"worst {self.worst}"}
         return {axis: text for axis, text in texts.items() if axis is not None}
 
@@ -393,19 +403,22 @@ class ComparisonSettings:
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
-        """Return the two axes of `heatmap` (vertical, horizontal), or None unless both are compared after the first."""
+        """Return the vertical and the horizontal axis that the setting `heatmap` names.
+
+        None without this setting, and unless both are different compared axes other than the first one.
+        """
         down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Row]:
-        """Return the rows of the comparison, after values were chosen along the axes of `tune` and `worst`."""
+        """Return one row for each combination of compared values, with the values chosen along `tune` and `worst`."""
         return rows_of(self.of(runs, axes)[0], self.compared(axes), self.metric, self.headings)
 
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
         """Choose values along the axes of `tune` and `worst`.
 
-        Returns the runs with the chosen values, and the choices along the axis `tune`, one for each combination of
-        values on the other axes.
+        Returns the runs with the chosen values, and one choice for each combination of compared values along the axis
+        `tune` (none without this axis).
         """
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
@@ -417,7 +430,10 @@ class ComparisonSettings:
         return left, tuned
 
     def validated(self, candidate: Row) -> Row:
-        """Return the runs that decide about a value of `tune`: the worst case along the axis `worst`, or all runs."""
+        """Return those runs of a tuned value whose validation result decides whether the value is chosen.
+
+        With an axis `worst`, these are the runs of the worst case, else all runs.
+        """
         cases = rows_of(candidate.runs, [] if self.worst is None else [self.worst])
         return min(cases, key=validated_quality)
 
@@ -443,7 +459,11 @@ def _choices(
     value: Callable[[Row], float],
     by: str | None = None,
 ) -> list[Choice]:
-    """Choose, for each combination of compared values, the value of `axis` whose row has the highest `value(row)`."""
+    """Choose a value of `axis` for each combination of compared values: the value whose row maximizes `value(row)`.
+
+    If no row has a `value(row)` above -inf, the first value is chosen, and `decided` is false. `by` is the name of the
+    compared metric (see `score_of`).
+    """
     choices = []
     for row in rows_of(runs, compared):
         candidates = rows_of(row.runs, [axis], by)

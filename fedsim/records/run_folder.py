@@ -103,7 +103,10 @@ class RunFolder:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
-        """Write the experiment, the environment with additional `facts`, and the earlier rounds of a resumed run."""
+        """Write the experiment, the environment, and the earlier rounds of a resumed run (`history`).
+
+        `facts` are added to the environment.
+        """
         environment = {**describe_environment(), **facts}
         if self.resumes:
             environment = self._resumed_environment(environment, len(history))
@@ -120,7 +123,10 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the environment in which the run started, with an entry for each time the run was resumed."""
+        """Return the stored environment, in which the run started, with a list of the times it was resumed.
+
+        An item of the list has the number of finished rounds and the values of `environment` that have changed.
+        """
         first = self.environment()
         if not first:
             return environment
@@ -197,7 +203,7 @@ class RunFolder:
         self.write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def race_log(self, csv: bytes) -> None:
-        """Write the order of events in a race, for `clock.replay_log`."""
+        """Write the log of a race (its order of events), with which `clock.replay_log` can repeat the race."""
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:

@@ -24,9 +24,9 @@ LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": 
 
 
 def workers_csv(results: WorkerResults) -> str:
-    """Return a CSV table with one row per worker: worker ID, number of test samples, and loss and accuracy per model.
+    """Return a CSV table with one row per worker: its ID, its number of test samples, and loss and accuracy.
 
-    Accuracies are left out if the task has none.
+    Each tested model, such as the global model, has its own columns. Accuracies are left out if the task has none.
     """
     scores = {"loss": results.loss, "accuracy": results.accuracy}
     columns = {
@@ -57,7 +57,10 @@ def read_csv(path: Path) -> WorkerResults:
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
-    """Return the table of the latest round, at most round `most`, in a run folder, or None if there is none."""
+    """Return the path of the newest table of worker tests in a run folder, or None if there is none.
+
+    `most` is the last round to consider.
+    """
     tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
     usable = [path for path in tables if most is None or _round_of(path) <= most]
     return usable[-1] if usable else None
@@ -82,7 +85,7 @@ def workers_line(results: WorkerResults) -> str:
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """Return a figure of the workers' scores in ascending order, with one line per model and the mean in the legend."""
+    """Return a figure of the workers' scores in ascending order. Each model has a line, with its mean in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
