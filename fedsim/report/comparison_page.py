@@ -20,7 +20,7 @@ FEW_LINES = 4  # with at most this number of lines, the spread of curves is show
 
 
 def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML template, and the figures of each chart by its HTML id."""
+    """Return the variables of the HTML template, and for each chart, by its HTML id, the list of its figures."""
     compared, rows, score, test = comparison.compared, comparison.rows, comparison.metric, comparison.test
     labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
@@ -80,14 +80,18 @@ def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, A
 
 
 def _first(choices: Iterable[str], first: str) -> list[str]:
-    """Return the choices of a menu without duplicates, with the choice `first` in front."""
+    """Return the choices of a menu without duplicates. If `first` is among them, it is moved to the front."""
     return sorted(dict.fromkeys(choices), key=lambda choice: choice != first)
 
 
 def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[int, bool]]:
-    """Return the menus beside the charts over axis values: for each axis its index, and whether one value is selected.
+    """Return the menus beside the charts over axis values, one for each axis on which a reader can choose values.
 
-    The menu of the axis that is drawn first, and of the first remaining axis, shows all values by default.
+    Args:
+        compared: the compared axes.
+        against: the numeric axes, each of which has a chart. The chart of the first one is shown first.
+
+    A menu is a pair: the index of its axis, and whether it starts with a single value instead of all values.
     """
     if not against:
         return []
@@ -97,7 +101,7 @@ def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[
 
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return one heat map of worker weights for each run that recorded weights."""
+    """Return one heat map of the workers' aggregation weights for each run that recorded weights."""
     columns = on_page.columns_for(runs)
     figures = [on_page.weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
     return [figure for figure in figures if figure]
@@ -133,7 +137,10 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the breaking points as text: for each numeric axis, its name and pairs of line name and breaking point."""
+    """Return where the test result begins to miss the target, as text.
+
+    There is one pair for each numeric axis: the name of the axis, and a list of pairs (name of a line, breaking point).
+    """
     texts = []
     for key, points in breaking_points(comparison).items():
         lines = [(on_page.name_of_values(others.values()), point.text) for others, point in points]
@@ -148,7 +155,10 @@ def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def comparison_table(comparison: Comparison) -> dict[str, Any]:
-    """Return the summary table for the template: its head, and its rows group by group. The first axis comes last."""
+    """Return the summary table as variables of the HTML template, such as its head and its rows.
+
+    The column of the first axis follows those of the other axes, because the rows of a group differ only in it.
+    """
     rows, available, headings = comparison.summary, columns(comparison), comparison.settings.headings
     shown = filled(available, [name for name in available if name not in NOT_SHOWN], rows)
     keys, lines = [*comparison.compared[1:], *comparison.compared[:1]], []
@@ -167,7 +177,10 @@ def comparison_table(comparison: Comparison) -> dict[str, Any]:
 
 
 def _shown(name: str, cell: Cell, *, best: bool) -> Cell:
-    """Return a cell for the report: a star marks the best score, and a dash stands for a missing number."""
+    """Return the cell of column `name` as the report shows it.
+
+    A star marks the score of the best row, and a dash stands for a missing number.
+    """
     if name == "to_best":
         return cell._replace(text=cell.text.replace("-", MINUS), spread=cell.spread.replace("-", MINUS))
     return cell._replace(text=cell.text or fmt.MISSING, mark="★" if best and name == "score" else cell.mark)

@@ -109,18 +109,21 @@ def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
 
 
 def line_name(metric: Metric) -> str:
-    """Return the name of a metric within a sentence: its label in lower case, or the name that a component chose."""
+    """Return the name of a metric as it is used within a sentence: the label in lower case.
+
+    The name of a metric that a component chose is not changed.
+    """
     return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
 
 
 def run_curves(run: Run) -> list[dict[str, Any]]:
-    """Return one figure of a run for each chart and x axis."""
+    """Return the figures of a run's curves: one for each metric in the menu and each x axis, such as rounds."""
     comparison = Comparison(run.name, {}, [run])
     return _all_curves(comparison, charts_of([run], parts=True), lambda chart, line: line_name(line.metric))
 
 
 def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one figure of a comparison for each chart and x axis.
+    """Return the figures of a comparison's curves: one for each metric in the menu and each x axis, such as rounds.
 
     A figure shows the mean and the spread over the seeds for each combination of compared values.
     """
@@ -133,7 +136,7 @@ def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def name_of_values(values: Iterable[Any]) -> str:
-    """Return the name of a line, made of its axis values."""
+    """Return the name of a line from its axis values, such as "krum · 0.1", or "all runs" without values."""
     return " · ".join(map(fmt.label, values)) or "all runs"
 
 
@@ -164,7 +167,10 @@ def _all_curves(
 
 
 def value_charts(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one figure for each numeric axis, with a line for each combination of values on the other axes."""
+    """Return one figure for each numeric axis: the final result plotted against the values of the axis.
+
+    A figure has one line for each combination of values on the other axes.
+    """
     figures = []
     for key in numeric_axes(comparison.axes, comparison.compared):
         shown, title = curves_along(comparison, key), fmt.key_name(key)
@@ -242,7 +248,10 @@ def _points(x: np.ndarray, y: np.ndarray, unit: str) -> dict[str, Any]:
 
 
 def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
-    """Return the outline of a band. If the means are positive, so is the band, because log axes cannot show 0."""
+    """Return the x and y values of a band's outline.
+
+    If no mean is negative, the band is cut off above 0, because log axes cannot show 0.
+    """
     low, high = line.band
     if mean.means.min() >= 0:
         low = np.maximum(low, mean.means.min() / 100)
@@ -250,7 +259,7 @@ def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
 
 
 def _spread_texts(mean: MeanCurve) -> list[str]:
-    """Return the spread over the seeds at each point as text."""
+    """Return one text per x value that describes the spread over the seeds, such as " ± 0.0100 (5 seeds)"."""
     if len(mean.values) == 1:
         return [""] * mean.values.shape[1]
     if len(mean.values) == 2:
@@ -310,7 +319,16 @@ def _heat_figures(
     means: Sequence[float],
     **when: Any,
 ) -> list[dict[str, Any]]:
-    """Return plotly figures of heat maps over the first two `keys`. All maps share a colour scale with this `title`."""
+    """Return one plotly figure for each heat map.
+
+    Args:
+        comparison: the comparison.
+        keys: the vertical axis, the horizontal axis, and the remaining axes.
+        maps: the heat maps.
+        title: title of the colour scale, which all maps share.
+        means: all numbers that the colour scale has to cover.
+        when: the choices in the menus for which the report shows the figures.
+    """
     limits = {"cmin": min(means), "cmax": max(means)} if means else {}
     rows, columns = ([fmt.label(value) for value in comparison.axes[key]] for key in keys[:2])
     figures = []
@@ -352,7 +370,10 @@ def _hover(cell: HeatCell) -> str:
 
 
 def columns_for(runs: Sequence[Run]) -> int:
-    """Return the number of columns per heat map for which all runs together have at most `MOST_CELLS` cells."""
+    """Return the number of columns of a weights heat map, so that the maps of all runs have at most `MOST_CELLS` cells.
+
+    It is never less than `FEWEST_COLUMNS` or greater than `MOST_COLUMNS`.
+    """
     rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
@@ -466,7 +487,7 @@ def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
 
 
 def run_time(run: Run) -> dict[str, Any]:
-    """Return a stacked chart of the seconds that each phase takes, over the rounds."""
+    """Return a stacked chart over the rounds that shows how many seconds each phase of a round takes."""
     traces: list[dict[str, Any]] = []
     for phase in _phases_of(run.history):
         seconds = [rounded(record.seconds.get(phase), "s") for record in run.history]
@@ -479,7 +500,7 @@ def run_time(run: Run) -> dict[str, Any]:
 
 
 def time_by_run(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a stacked bar chart of the mean seconds per phase, with one bar for each combination."""
+    """Return a stacked bar chart of the mean seconds per phase of a round, with one bar for each row of the table."""
     traces, names = [], [name_of_values(row.point.values()) for row in rows]
     records = [records_of(row.runs) for row in rows]
     for phase in _phases_of([record for of_row in records for record in of_row]):
@@ -538,7 +559,14 @@ def figure(data: list[dict[str, Any]], layout: dict[str, Any], min_width: int = 
 
 
 def template(text: str, lines: str, background: str, ramp: Sequence[str]) -> dict[str, Any]:
-    """Return a plotly template with these colours. `ramp` is the colour scale of heat maps."""
+    """Return a plotly template with the given colours.
+
+    Args:
+        text: colour of texts.
+        lines: colour of axes, grid lines and borders.
+        background: background colour of the text that appears under the mouse.
+        ramp: colour scale of heat maps, from low to high values.
+    """
     axis = {"automargin": True, "gridcolor": lines, "linecolor": lines, "zerolinecolor": lines}
     clear = "rgba(0, 0, 0, 0)"
     place = {"orientation": "h", "len": 0.4, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "ypad": 4}
@@ -565,7 +593,7 @@ TEMPLATES = {
 
 
 def plain(text: object) -> str:
-    """Return the text with escapes, so that plotly does not interpret tags, entities and formulas in the text."""
+    """Return the text with escapes, so that plotly does not interpret tags, entities and formulas."""
     return html.escape(str(text), quote=False).replace("$", "&#36;")
 
 
@@ -575,7 +603,7 @@ def tick_text(text: str) -> str:
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return plotly settings of an axis with a title."""
+    """Return plotly settings of an axis with a title, and with the additional settings `more`."""
     return {"title": {"text": plain(title), "standoff": 8}, **more}
 
 
@@ -602,7 +630,14 @@ def label_axis(title: str, labels: Iterable[str], **more: Any) -> dict[str, Any]
 
 
 def cell_trace(z: Sequence[Sequence[float | None]], hover: str, gap: int, **more: Any) -> dict[str, Any]:
-    """Return the plotly trace of a heat map with values `z`, indexed [row][column]. None leaves a cell empty."""
+    """Return the plotly trace of a heat map.
+
+    Args:
+        z: values of the cells, indexed [row][column]. None leaves a cell empty.
+        hover: plotly template of the text that appears when the mouse is over a cell.
+        gap: pixels between two cells.
+        more: additional plotly settings.
+    """
     hidden = {"hoverongaps": False, "hovertemplate": f"{hover}<extra></extra>"}
     return {"type": "heatmap", "z": z, "xgap": gap, "ygap": gap, **hidden, **more}
 
@@ -614,7 +649,10 @@ def with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
 
 
 def rounded(value: float | None, unit: str = "") -> float | None:
-    """Return a number rounded for plotting: as in tables if `unit` is "", else to 8 significant digits."""
+    """Return a number rounded for plotting. Plain numbers (`unit` is "") are rounded as in tables.
+
+    Numbers with a unit are rounded to 8 significant digits.
+    """
     if value is None or isinstance(value, int):
         return value
     return float(fmt.number(value)) if unit == "" else float(f"{value:.8g}")

@@ -32,7 +32,7 @@ FACTS = {
 
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML template, and the figures of each chart by its HTML id."""
+    """Return the variables of the HTML template, and for each chart, by its HTML id, the list of its figures."""
     weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
     charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
     if weights:
