@@ -86,7 +86,11 @@ class Callback:
 
 @dataclass(frozen=True)
 class FunctionCallback(Callback):
-    """Callback that calls up to three functions: `setup(step)`, `start(facts)` and `round(record)`."""
+    """Callback made of up to three functions.
+
+    `setup(step)` is called before each step of the preparation, `start(facts)` before the first round, and
+    `round(record)` after each round.
+    """
 
     setup: Callable[[str], object] | None = None
     start: Callable[[RunFacts], object] | None = None

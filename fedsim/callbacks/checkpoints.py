@@ -35,7 +35,10 @@ FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
 
 
 class Checkpoints(Callback):
-    """Callback that writes checkpoints after the rounds in which they are due. All ranks take part."""
+    """Callback that writes a checkpoint after each round in which one is due.
+
+    All ranks must have this callback, because the state is collected from all of them.
+    """
 
     def __init__(self, run: CurrentRun, checkpoints: CheckpointFolder) -> None:
         self._run, self._checkpoints = run, checkpoints
@@ -52,7 +55,7 @@ class Checkpoints(Callback):
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """Return the engine and its settings on which rounding depends, so that a resumed run uses the same ones."""
+    """Return the engine and those of its settings that affect rounding, so that a resumed run uses them again."""
     chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
@@ -75,7 +78,8 @@ class CheckpointFolder:
     def due(self, round: int, rounds: int, *, paused: bool = False) -> bool:
         """Whether a checkpoint is due after round `round` of `rounds`.
 
-        `paused`: whether a user-defined callback ends the run after this round.
+        `paused`: whether a user-defined callback ends the run after this round. If so, a checkpoint is due if `every` is
+        None.
         """
         if self._folder is None or self._every == 0:
             return False
@@ -84,7 +88,7 @@ class CheckpointFolder:
         return paused or time.perf_counter() - self._since >= self._cost / SHARE
 
     def write(self, round: int, take: Callable[[], Snapshot], **facts: Any) -> None:
-        """Write the state that `take()` returns, with additional `facts`, and remove old checkpoints.
+        """Write a checkpoint with the state that `take()` returns and additional `facts`, and remove old checkpoints.
 
         `take` is also called without a folder, because all ranks must take part. Raises RecordError if writing fails.
         """

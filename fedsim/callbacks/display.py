@@ -147,7 +147,7 @@ class Display(Callback):
 
 
 def _caveat(runs: int) -> str:
-    """Return the warning that is printed above the results of mode "race"."""
+    """Return the warning that is printed above the results of mode "race". `runs` is the number of repetitions."""
     if runs == 1:
         return "a race is not repeatable, and a single repetition shows no spread; set race.runs=5"
     return (

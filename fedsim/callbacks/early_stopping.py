@@ -11,7 +11,7 @@ from fedsim.records.record import RoundRecord
 
 
 class StopEarly(Callback):
-    """Callback that ends a run that diverges or meets a criterion in the table `stop`. Rank 0 decides for all ranks."""
+    """Callback that ends a run if it diverges or meets a criterion of the table `stop`. Rank 0 decides for all."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run, self._stopping = run, EarlyStopping(run.experiment.stop)
@@ -32,13 +32,16 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Callback that adds tests of single workers to the last record if the run ends before these tests are due."""
+    """Callback that tests single workers if a run ends before a round in which these tests are due.
+
+    The results are added to the last record.
+    """
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run
 
     def on_start(self, run: CurrentRun) -> None:
-        """Test single workers if a resumed run ends at once, because the table `stop` has changed."""
+        """Test single workers if a resumed run ends at once because its table `stop` was changed."""
         if run.stopped and not any(name.startswith("global_worker_") for name in run.history[-1].metrics):
             self._test(run.history[-1])
             if run.folder and (tests := run.rounds.tests_after(run.history[-1].round)):

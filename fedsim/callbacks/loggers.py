@@ -101,7 +101,10 @@ def _warn(name: str, failure: str, error: Exception) -> None:
 
 
 def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
-    """Return the information about a run that its loggers receive."""
+    """Return the information about a run that its loggers receive.
+
+    `done` is the number of rounds that a resumed run finished in earlier sessions.
+    """
     known = folder.environment().get(ID) if folder and folder.resumes else None
     resumed = isinstance(known, str) and re.fullmatch(r"[0-9a-f]{32}", known) is not None
     return LoggedRun(

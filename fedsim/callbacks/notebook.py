@@ -36,7 +36,7 @@ def in_notebook() -> bool:
 
 
 def text_html(text: str) -> str:
-    """Return text as HTML that preserves lines and spaces."""
+    """Return HTML that shows a text with its line breaks and spaces."""
     return f'<pre style="{PLAIN}">{html.escape(text)}</pre>'
 
 
