@@ -63,7 +63,10 @@ def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0)
 
 @dataclass(frozen=True)
 class SlowdownDistribution(Component):
-    """Slowdown component (clock.slowdown) with its parameters; a call returns the workers' slowdown factors."""
+    """Slowdown component (clock.slowdown) with its parameters. A call returns the workers' slowdown factors.
+
+    A worker with slowdown factor 2 computes half as fast as a worker with factor 1.
+    """
 
     def __call__(self, n_workers: int, seed: int) -> np.ndarray:
         """Draw each worker's slowdown factor, float64 [n_workers], with numpy_generator(seed, "speed").
@@ -80,7 +83,7 @@ class SlowdownDistribution(Component):
 
 @dataclass(frozen=True)
 class DurationNoise(Component):
-    """Noise component (clock.noise) with its parameters; a call returns noise factors for a worker's durations."""
+    """Noise component (clock.noise) with its parameters. A call returns factors that multiply a worker's durations."""
 
     def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
         """Draw the noise factors of a worker's work items start, ..., start + size - 1, float64 [size].

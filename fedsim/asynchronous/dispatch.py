@@ -42,7 +42,7 @@ class SchedulerState(CheckpointModel):
 
     Attributes:
         done: number of finished work items by worker.
-        drawn: number of random draws of workers so far.
+        drawn: number of times that a worker has been drawn at random.
     """
 
     done: Counts
@@ -52,14 +52,16 @@ class SchedulerState(CheckpointModel):
 class Scheduler:
     """Assignment of workers to slots, and of work items to workers.
 
-    With as many slots as workers, worker i always has slot i. With fewer slots, a free slot gets a worker drawn
-    uniformly from the idle workers, as a function of (seed, number of earlier draws).
+    A slot is the place of one of the workers that train at the same time. A work item is what a worker computes before
+    it sends a result: one step or one round. With as many slots as workers, worker i always has slot i. With fewer
+    slots, a free slot gets a worker drawn uniformly from the idle workers, as a function of (seed, number of earlier
+    draws).
 
     Args:
         seed: seed for the draws.
         n_workers: number of workers.
-        slots: number of workers that train at the same time.
-        work: unit of work: one step ("gradient") or one round of local training ("model").
+        slots: number of slots.
+        work: content of a work item: one step ("gradient") or one round of local training ("model").
         schedule: number of local steps and batch sizes of each round.
         sizes: function that returns a worker's number of samples, given the worker's ID.
     """
@@ -75,7 +77,7 @@ class Scheduler:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
-        """Create the scheduler for the start of a run."""
+        """Create the scheduler of a run, in its state at the start of the run."""
         experiment = task.experiment
         work, sizes = experiment.policy.component.work, shared.data.shards.size
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
@@ -131,7 +133,7 @@ class Scheduler:
         return self._schedule.of(worker, 1).steps_for(self._sizes(worker)) if self._by_step else 1
 
     def total_items_per_round(self) -> int:
-        """Return the number of work items, over all workers, that correspond to one synchronous round."""
+        """Return the number of work items, over all workers, that make up one synchronous round."""
         return sum(map(self.items_per_round, range(self.n_workers))) if self._by_step else self._slots
 
     def items_done(self, worker: int) -> int:
@@ -143,7 +145,7 @@ class Scheduler:
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
-        """Restore a state that `state` returned. `busy` contains the IDs of the workers with work in flight."""
+        """Restore a state that the method `state` returned. `busy` contains the IDs of workers that are not idle."""
         self._done, self._drawn, self._busy = defaultdict(int, dict(state.done)), state.drawn, set(busy)
 
     def _draw(self) -> int:
@@ -186,7 +188,7 @@ class RoundStats:
         return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
     def add(self, stats: RoundStats) -> None:
-        """Add the statistics of another process to these."""
+        """Add the statistics of another process to this object."""
         for count in fields(self):
             setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))
 
@@ -210,7 +212,9 @@ class DispatcherState(CheckpointModel):
 
 
 class Dispatcher:
-    """Dispatcher that starts work items, has them computed, and hands their results to the policy.
+    """Dispatcher that starts work items, computes them with `train`, and hands their results to the policy.
+
+    A slot is in flight from the start of its work item to the arrival of the result.
 
     Args:
         server: state of the server, with the policy.
@@ -235,7 +239,7 @@ class Dispatcher:
         self.start_round(1)
 
     def start_round(self, round: int) -> None:
-        """Set the round's number, and reset the statistics."""
+        """Set the number of the current round, and reset the statistics."""
         self.round, self.stats = round, RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
@@ -256,7 +260,7 @@ class Dispatcher:
         return item
 
     def train(self, slots: Iterable[int]) -> None:
-        """Compute the results of those of the `slots` that have not been computed yet, in one call."""
+        """Compute the results of all given slots whose results have not been computed yet, with one call of `train`."""
         slots = [slot for slot in slots if slot in self.untrained]
         self._train([self.in_flight[slot] for slot in slots])
         self.untrained.difference_update(slots)
@@ -268,13 +272,18 @@ class Dispatcher:
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
     def is_stale(self, slot: int) -> bool:
-        """Whether an update of the global row has cancelled the work item of `slot`, which arrives now."""
+        """Whether the work item of `slot` has been cancelled by an update of the global row since it started.
+
+        Always false if the policy does not cancel work.
+        """
         return self.policy.cancels and self.server.staleness(slot) > 0
 
     def receive(self, slot: int, staleness: int | None = None) -> None:
-        """Hand the result of `slot` to the policy.
+        """Process the arrival of a result: count it in the statistics, and hand it to the policy.
 
-        `staleness` is the result's staleness; None: the number of updates since the worker read the global row.
+        Args:
+            slot: slot of the work item.
+            staleness: staleness of the result; None: the number of updates since the worker read the global row.
         """
         server, stats, item = self.server, self.stats, self.in_flight.pop(slot)
         unit = int(server.units[slot]) - 1
@@ -313,7 +322,7 @@ class Dispatcher:
         }
 
     def resume(self, state: DispatcherState) -> None:
-        """Restore a state that `state` returned."""
+        """Restore a state that the method `state` returned."""
         self.in_flight = {item.slot: item for item in state.in_flight}
         if not self.in_flight.keys() >= {*state.untrained, *state.nonfinite}:
             raise ValueError("corrupt checkpoint: an untrained or nonfinite slot is not in flight")
@@ -329,6 +338,6 @@ class Dispatcher:
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:
-    """Return the error for a result that contains NaN or infinity; `place` names the result."""
+    """Return the error for a result that contains NaN or infinity. `place` describes the result in the message."""
     remedy = "reduce local.lr, or exclude such results with aggregate.nonfinite=exclude"
     return DivergedError(f"{place} contains NaN or infinity", remedy, round)

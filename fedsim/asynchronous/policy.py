@@ -75,19 +75,22 @@ class Policy(ABC):
 
     @property
     def needs_replicas(self) -> bool:
-        """Whether the server stores a separate model per worker, which lasts at least until its result arrives."""
+        """Whether the server keeps a copy of each worker's start model, at least until the worker's result arrives."""
         return self.work == "model"
 
     @property
     def state_scope(self) -> StateScope:
-        """Which optimizer states (momentum) the policy's steps use: one "shared" state, a "private" one per worker."""
+        """Set of the optimizer states (momentum) that the policy's steps use.
+
+        "shared" is one state for all workers, and "private" is a separate state for each worker.
+        """
         return frozenset(["shared"] if self.work == "gradient" else [])
 
     def check(self, n_workers: int) -> None:  # noqa: B027
         """Raise ExperimentError if the policy does not support `n_workers` concurrent workers."""
 
     def start(self, server: ServerState) -> State:
-        """Create the policy's state, named tensors that the server stores as `server.policy_state`."""
+        """Return the policy's initial state: named tensors, which the server stores as `server.policy_state`."""
         return {}
 
     def may_start(self, server: ServerState, slot: int) -> bool:
@@ -104,21 +107,24 @@ class Policy(ABC):
 
     @abstractmethod
     def take(self, server: ServerState, arrival: Arrival) -> None:
-        """Use the result of a work item, `server.rows[arrival.slot]`: step the global model, or buffer the result."""
+        """Use the arrived result, `server.rows[arrival.slot]`: take a step on the global model, or buffer it."""
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the slot of the other worker whose model `take` changes, or None."""
+        """Return the slot of the second worker whose model `take` changes, or None if `take` changes only one.
+
+        `slot` and `unit` are those of the arrival that `take` will receive.
+        """
         return None
 
     def on_departure(self, server: ServerState) -> None:  # noqa: B027
-        """Handle a change of `server.alive`: a worker has left or, after a race's round, all workers are back."""
+        """Called after a change of `server.alive`: a worker has left or, after a race's round, all workers are back."""
 
     def buffered(self, server: ServerState) -> int:
         """Return the number of results that have arrived but are not yet part of an update."""
         return 0
 
     def publish(self, server: ServerState) -> None:  # noqa: B027
-        """Write the model to test into `server.global_row`, if the policy does not keep it there anyway."""
+        """Write the model to test into `server.global_row`. Only needed if the policy keeps this model elsewhere."""
 
     def traffic(self, unit: int) -> tuple[int, int]:
         """Return (sent, received): how many models or gradients a worker sends after and receives before a work item.
@@ -128,7 +134,10 @@ class Policy(ABC):
         return 1, 1
 
     def arrivals_needed(self, server: ServerState) -> int | None:
-        """Return how many of the next arrivals will not be cancelled; None: all work in flight."""
+        """Return how many of the next results are certain to be used. None: all work in flight.
+
+        The results after these may be cancelled.
+        """
         return None
 
 

@@ -77,7 +77,7 @@ class ServerState:
         self.policy_state = policy.start(self)
 
     def attach(self, shared: SharedState) -> None:
-        """Create views of the engine's memory; needed after construction, unpickling and `share`."""
+        """Use the memory `shared` of the engine, and create views of it. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
         self.rows, self.global_row = list(shared.cohort.rows), shared.server.row
@@ -132,7 +132,7 @@ class ServerState:
             self.read[slot] = self._version[0]
 
     def begin(self, slot: int, worker: int) -> None:
-        """Copy the start model and the worker's kept state into `slot` before training."""
+        """Copy the start model, and the state that the worker keeps between rounds, into `slot` before training."""
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
         self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
@@ -140,7 +140,7 @@ class ServerState:
             self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Store the state that a worker keeps after its work, and let the algorithm receive the worker's messages."""
+        """Store the state that a worker keeps between rounds, and pass the worker's messages to the algorithm."""
         shared = self.shared
         self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
         if shared.cohort.messages:
@@ -164,7 +164,7 @@ class ServerState:
         self.increment_version()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
-        """Take a step on the replica of the worker in `slot` along a gradient [d], which may be overwritten."""
+        """Take a step on the server's copy of the model in `slot` along a gradient [d], which may be overwritten."""
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
@@ -184,7 +184,7 @@ class ServerState:
         return torch.cat([mean(rows[:, block]) for block in blocks])
 
     def delta(self, slot: int) -> Tensor:
-        """Return the row of `slot` minus its start model, [d].
+        """Return the model delta of `slot`, [d]: the trained row minus its start model.
 
         For float32 rows, the result is float64, so that start model plus delta is exactly the row.
         """
@@ -193,7 +193,7 @@ class ServerState:
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
         """Interpolate the server's buffers (BatchNorm statistics) towards the mean of the buffers of `slots`.
 
-        share: interpolation weight of that mean, from 0 to 1; None: len(slots) / number of workers that have not left.
+        `share` is the weight of this mean, from 0 to 1; None: len(slots) / number of workers that have not left.
         """
         if self.has_buffers:
             share = min(1.0, len(slots) / len(self.alive)) if share is None else share
@@ -232,10 +232,10 @@ Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat r
 
 
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
-    """Return the positions of a module's embedding tables in its flat row.
+    """Return where a module's embedding tables lie in its flat row, so that steps can skip rows with zero gradient.
 
-    Returns () if the client algorithm also changes coordinates whose gradient is zero (as momentum or weight decay do).
-    In this case, raises ExperimentError if an embedding is sparse (sparse=True).
+    Returns () if the client algorithm also changes coordinates whose gradient is zero (as momentum or weight decay do), so
+    that steps cannot skip any. In this case, an embedding with sparse=True raises ExperimentError.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding

@@ -30,12 +30,16 @@ Duration = Callable[[WorkItem, int, tuple[int, int]], float]
 
 
 class ClockState(CheckpointModel):
-    """Checkpointed state of a `VirtualClock`; its lists of slots are described there.
+    """Checkpointed state of a `VirtualClock`.
 
     Attributes:
+        dispatcher: state of the dispatcher.
         now: virtual seconds since the start.
-        pending: (time, slot) of each future event.
+        pending: (time, slot) of each future event, which is an arrival or a departure.
+        idle: idle slots that have not been asked yet whether they may start.
+        waiting: idle slots that the policy did not allow to start.
         asked_at: version of the global row at which the waiting slots were last asked whether they may start.
+        leaving: slots whose future event is the departure of their worker.
         started: number of started work items by worker.
     """
 
@@ -86,7 +90,7 @@ class VirtualClock:
         self._started: Counter[int] = Counter()  # work items, by worker
 
     def run_round(self, round: int) -> None:
-        """Simulate until as many work items have arrived since the start as `round` synchronous rounds have."""
+        """Simulate until the number of arrivals since the start is that of `round` synchronous rounds."""
         enough = round * self.dispatcher.scheduler.total_items_per_round()
         while self.dispatcher.arrivals < enough:
             self.advance()
@@ -118,7 +122,7 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned. The server's tensors must be restored separately.
+        """Restore a state that the method `state` returned. The server's tensors must be restored separately.
 
         Raises ValueError if the state does not belong to this run.
         """
@@ -135,7 +139,7 @@ class VirtualClock:
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
     def _start_idle(self) -> None:
-        """Start all idle workers that may start. Waiting workers are asked again only after an update or departure."""
+        """Start all idle workers that may start. The others are asked again after an update or a departure."""
         server, policy = self._server, self._policy
         if server.version != self._asked_at:
             self._idle += self._waiting
@@ -166,7 +170,10 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """Process the event of `slot`: its worker leaves, or its result arrives. `arriving`: all slots at this time."""
+        """Process the event of `slot`: its worker leaves, or its result arrives.
+
+        `arriving` contains all slots with an event at this time.
+        """
         dispatcher = self.dispatcher
         if slot in self._leaving:
             self._leave(slot)
@@ -180,7 +187,10 @@ class VirtualClock:
         dispatcher.receive(slot)
 
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
-        """Return the slots whose result will certainly be used (not cancelled, not after the end), earliest first."""
+        """Return the slots whose results are certain to be used, so that they can be computed together, earliest first.
+
+        Results that may be cancelled or would arrive after the end of the run are left out.
+        """
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals
         if count is None and remaining < len(in_flight):

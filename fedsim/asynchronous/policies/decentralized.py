@@ -127,7 +127,10 @@ GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
 
 @dataclass(frozen=True)
 class Pairwise(OwnModels):
-    """Base class for policies in which pairs of neighbours average their models; the mean of all models is tested."""
+    """Base class for policies in which a worker averages its model with a random neighbour's model.
+
+    The tested model is the mean of all workers' models.
+    """
 
     locking = "pair"
 
@@ -153,7 +156,7 @@ class Pairwise(OwnModels):
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
     def average(self, server: ServerState, arrival: Arrival) -> None:
-        """Replace the models and buffers of a worker and its partner by their average."""
+        """Replace the models and buffers of a worker and its partner by the average of both."""
         slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:

@@ -257,9 +257,9 @@ class StaleSynchronous(Policy):
 
 
 class FirstK(Policy):
-    """Base class for policies that step along the mean of the first k gradients to arrive.
+    """Base class for policies in which a step uses the mean of the first k gradients to arrive.
 
-    A worker whose gradient has arrived waits for that step.
+    A worker whose gradient has arrived waits until this step is taken.
     """
 
     @abstractmethod

@@ -17,10 +17,11 @@ from fedsim.system.devices import synchronize
 
 
 class HogwildWorker(RaceWorker):
-    """Part of a race in one process, without locks: workers compute gradients at the live global row and step it.
+    """One process's part of a race without locks.
 
-    As in synchronous SGD, each worker has a module whose parameters are views of the global row, and whose gradients
-    are views of the worker's row.
+    Each worker computes its gradient at the live global row, which other processes may be changing, and then steps the
+    global row along the gradient. As in synchronous SGD, each worker has a module whose parameters are views of the
+    global row, and whose gradients are views of the worker's row.
     """
 
     def _set_up(self) -> None:
@@ -58,7 +59,7 @@ class HogwildWorker(RaceWorker):
         stats.loss_samples += participant.samples
 
     def _step(self, participant: SyncParticipant, step: int, result: ProcessResult) -> None:
-        """Compute a worker's gradient, and let the policy step the global row along it."""
+        """Compute a worker's gradient, and let the policy take a step on the global row along the gradient."""
         server, process, stats, measures = self._server, self._process, result.stats, result.measures
         member, module, ended = participant.member, participant.module, self._writes_ended
         slot, buffers, gradient = member.slot, server.shared.cohort.buffers, server.rows[member.slot]

@@ -67,12 +67,12 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
 
 def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int, list[LogEntry]]:
-    """Read the log of a race, and return one run's entries by round, in the order of their arrivals.
+    """Read the log of a race, and return the entries of one run by round, in the order of arrival.
 
     Args:
         path: the log file, or the run folder that contains it.
         experiment: the resolved experiment that repeats the race.
-        run: number of the run.
+        run: number of the run within the race (a race may repeat the run), from 1.
 
     Raises ExperimentError if the file cannot be read, or is the log of a different experiment.
     """

@@ -22,7 +22,7 @@ class Event(NamedTuple):
 
 
 class LoggedOrder:
-    """Replay of a logged race, with the same interface as `VirtualClock`.
+    """Exact repetition of a logged race, with the same interface as `VirtualClock`.
 
     Args:
         log: log entries by round, in the order of their arrivals.
@@ -67,7 +67,7 @@ class LoggedOrder:
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned. The server's tensors must be restored separately."""
+        """Restore a state that the method `state` returned. The server's tensors must be restored separately."""
         self.dispatcher.resume(DispatcherState.model_validate(state))
 
     def _start(self, event: Event) -> None:

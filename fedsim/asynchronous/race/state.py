@@ -118,13 +118,16 @@ class RaceState:
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
-        """Add 1 to the rows `counters` of `loss_counters`, for an update by `slot`."""
+        """Count an update by `slot`: add 1 to the rows `counters` of `loss_counters`."""
         for counter in counters:
             self.loss_counters[counter].add_(1.0)
         self.slots.numpy()[slot, ADDED] += len(counters)
 
     def lost(self) -> float:
-        """Return the number of lost updates (overwritten additions to `loss_counters`), averaged over coordinates."""
+        """Return the number of lost updates, estimated as the mean number of overwritten additions to `loss_counters`.
+
+        The mean is over the COORDINATES columns of the counters.
+        """
         return int(self.column(ADDED).sum()) - float(self.loss_counters.sum()) / COORDINATES
 
 
@@ -150,7 +153,7 @@ class Measures:
     seconds: float = 0.0
 
     def add(self, measures: Measures) -> None:
-        """Add the measurements of another process or run to these; `seconds` becomes the maximum."""
+        """Add the measurements of another process or run to this object. `seconds` becomes the maximum of both."""
         longest = max(self.seconds, measures.seconds)
         for measure in fields(self):
             setattr(self, measure.name, getattr(self, measure.name) + getattr(measures, measure.name))

@@ -27,7 +27,7 @@ Progress = list[tuple[int, dict[str, Any]]]  # (run, state of its scheduler)
 
 @dataclass
 class ProcessResult:
-    """Results of one process in a race's round.
+    """Results of one process in one round of a race.
 
     Attributes:
         stats: training statistics.
@@ -40,7 +40,7 @@ class ProcessResult:
     entries: list[LogEntry] = field(default_factory=list)
 
     def add(self, result: ProcessResult) -> None:
-        """Add the results of another process to these."""
+        """Add the results of another process to this object."""
         self.stats.add(result.stats)
         self.measures.add(result.measures)
         self.entries += result.entries
@@ -64,7 +64,10 @@ class RaceWorker(ABC):
         self._set_up()
 
     def race(self, run: int, round: int) -> ProcessResult:
-        """Run this process's part of a round, and return its results. All processes start at the same time."""
+        """Run this process's part of a round, and return its results. The round starts when all processes are ready.
+
+        `run` is the number of the race's repetition.
+        """
         result, locks = ProcessResult(), self._race_state.locks
         measures = result.measures
         locks.reset_counts()
@@ -76,11 +79,11 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return the scheduler's state for each run."""
+        """Return pairs of the number of a repetition of the race, and the scheduler's state in this repetition."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
-        """Restore this process's workers from `progress`, which contains the workers of all processes."""
+        """Restore the progress of this process's workers. `progress` contains the workers of all processes."""
         self._schedulers.clear()
         for run, state in progress:
             done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
@@ -98,7 +101,10 @@ class RaceWorker(ABC):
 
     @abstractmethod
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
-        """Run all work items of this process's workers in a round, and record their statistics in `result`."""
+        """Run all work items of this process's workers in a round, and record their statistics in `result`.
+
+        `run` is the number of the race's repetition.
+        """
 
 
 class LockedRaceWorker(RaceWorker):
@@ -135,7 +141,7 @@ class LockedRaceWorker(RaceWorker):
                 sleep = min(2 * sleep, LONGEST_SLEEP)
 
     def _work(self, slot: int) -> bool:
-        """Run the next work item of `slot`; return False if its round is over or the worker may not start yet."""
+        """Run the next work item of `slot`. Return False if the worker's round is over, or if it may not start yet."""
         with self._locked(slot):
             if not self._may_start(slot):
                 return False
@@ -150,7 +156,7 @@ class LockedRaceWorker(RaceWorker):
         return True
 
     def _may_start(self, slot: int) -> bool:
-        """Whether the worker in `slot` may start its next work item now; updates its status if its round is over."""
+        """Whether the worker in `slot` may start its next work item now. Sets its status if its round is over."""
         scheduler, server, policy, status = self._dispatcher.scheduler, self._server, self._policy, self._status
         if scheduler.items_done(slot) >= self._round * scheduler.items_per_round(slot):
             status[slot] = FINISHED
@@ -198,7 +204,10 @@ class LockedRaceWorker(RaceWorker):
         synchronize(self._executor.task.device)
 
     def _partner(self, slot: int) -> tuple[int, ...]:
-        """Return the slot of the partner whose model the result of `slot` changes, or () if there is none to lock."""
+        """Return a tuple with the slot of the second worker whose model the result of `slot` changes.
+
+        The tuple is empty if the policy does not lock pairs, or if only one model changes.
+        """
         partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
         return () if partner is None else (partner,)
 
@@ -215,7 +224,13 @@ class LockedRaceWorker(RaceWorker):
             locks.release(numbers)
 
     def _log(self, kind: int, item: WorkItem, begun: int) -> None:
-        """Append a log entry for an arrival; called before the policy takes the result."""
+        """Append a log entry. For an arrival, this must be called before the policy takes the result.
+
+        Args:
+            kind: kind of the entry (see `LogEntry`).
+            item: the work item.
+            begun: event number of the item's start.
+        """
         taken = begun if kind == LEFT else self._event()
         read, version = int(self._server.read[item.slot]), self._server.version
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
