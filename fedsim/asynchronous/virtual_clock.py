@@ -96,7 +96,10 @@ class VirtualClock:
             self.advance()
 
     def advance(self) -> int:
-        """Advance to the next point in time at which results arrive, and return the number of arrivals."""
+        """Advance the clock to the next event, and return how many results have arrived at this time.
+
+        All events at this time are processed. An event is the arrival of a result or the departure of a worker.
+        """
         self._start_idle()
         if not self._events:
             raise ExperimentError(self._deadlock())

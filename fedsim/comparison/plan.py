@@ -326,7 +326,7 @@ def _refuse_equal_runs(experiments: Iterable[Experiment], points: Iterable[dict[
 
 
 def _ids(points: list[dict[str, Any]]) -> list[str]:
-    """Return a readable ID for each point, with a hash appended if the ID is too long or not unique."""
+    """Return a readable run ID for each point, such as "krum-lr0.1-seed0". Long and repeated IDs get a hash."""
     names = [readable_id(point) for point in points]
     count = Counter(name.lower() for name in names)  # some file systems ignore case
     return [
@@ -414,7 +414,7 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
             )
         if key == first:
             raise ExperimentError(
-                f"{where}: {key} is the first axis, whose best value each cell names; choose another axis"
+                f"{where}: {key} is the first axis, and each cell shows its best value; choose another axis"
             )
         if key not in others:
             raise ExperimentError(f"{where}: {show(key)} is not a comparison axis; {nearest(key, others[:-1])}")

@@ -473,7 +473,10 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def summary_csv(comparison: Comparison) -> str:
-    """Return the summary as a CSV table. Columns `..._ci95` are half widths of 95 percent intervals."""
+    """Return the summary as a CSV table with one row for each combination of compared values.
+
+    Columns `..._ci95` are half widths of 95 percent intervals.
+    """
     score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
     names = [name for name in metric_names(comparison.summary) if name != score.key]
     first = "accuracy" if score.key == "test_accuracy" else score.key

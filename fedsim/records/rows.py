@@ -147,7 +147,7 @@ class Row:
 
 
 class Group(list[Row]):
-    """Rows that differ only in the first axis, such as all rules under the same attack."""
+    """A group of rows that differ only in the first axis, such as all rules under the same attack."""
 
     @cached_property
     def ranked(self) -> list[Row]:

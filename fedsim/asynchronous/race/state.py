@@ -114,7 +114,7 @@ class RaceState:
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """Return one column of `slots` as an array view, int64 [n]."""
+        """Return a column of `slots` as a NumPy view, int64 [n]: one number for each slot."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
