@@ -196,6 +196,8 @@ class RoundStats:
 class DispatcherState(CheckpointModel):
     """Checkpointed state of a `Dispatcher`.
 
+    A slot is in flight from the start of its work item to the arrival of the result.
+
     Attributes:
         scheduler: state of the scheduler.
         in_flight: work items that have started and not yet arrived.

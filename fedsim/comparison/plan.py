@@ -89,7 +89,7 @@ class ComparisonPlan:
 
     @property
     def base(self) -> dict[str, Any]:
-        """The settings before the axes are applied, reconstructed from the runs, as nested tables."""
+        """The experiment's settings before axis values are applied, as nested tables. Reconstructed from the runs."""
         return common_tables(self.runs)
 
     @property

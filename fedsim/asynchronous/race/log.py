@@ -56,7 +56,8 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
     Args:
         experiment: the resolved experiment.
-        rounds: for each round (run, round, entries), where entries are integers [count, fields of LogEntry].
+        rounds: (run, round, entries) for each repetition of the race and each of its rounds. Entries are integers
+            [count, fields of LogEntry].
     """
     out = StringIO()
     out.write(f"{MARK}{json.dumps(experiment)}\n{','.join(COLUMNS)}\n")
