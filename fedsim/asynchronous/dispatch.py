@@ -262,7 +262,7 @@ class Dispatcher:
         return item
 
     def train(self, slots: Iterable[int]) -> None:
-        """Compute the results of all given slots whose results have not been computed yet, with one call of `train`."""
+        """Compute the results of `slots` together. Slots whose results have been computed already are skipped."""
         slots = [slot for slot in slots if slot in self.untrained]
         self._train([self.in_flight[slot] for slot in slots])
         self.untrained.difference_update(slots)

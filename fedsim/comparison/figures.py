@@ -236,7 +236,7 @@ def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decima
 def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
     """Return a heat map cell that shows the best value of `axis`, its mean score, and how many values are tied with it.
 
-    Each row has another value of `axis`.
+    Each of the `rows` has a different value of `axis`.
     """
     group = Group(rows)
     if group.best is None or group.best.score is None:

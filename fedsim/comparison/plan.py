@@ -382,8 +382,8 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     """Return a local algorithm that leaves a part of the global model untrained, and a metric that suits it, as text.
 
     Algorithms for personalization keep a part of the model on the workers, so tests of the global model say little. The
-    metric is one to compare such runs by, with the setting that it needs. Returns None if no experiment uses such an
-    algorithm.
+    text of the metric includes the setting that the metric needs, such as data.local_test_fraction=0.2. Returns None if
+    no experiment uses such an algorithm.
     """
     seen = set()
     for experiment in experiments:

@@ -191,7 +191,8 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
     """Issue warnings about the experiments, each distinct warning once.
 
-    `metric` is the metric to compare. None (the test result) also warns about algorithms with untrained global parts.
+    `metric` is the metric to compare. If it is None (the test result of the global model), algorithms that leave a part
+    of the global model untrained cause a warning, too.
     """
 
     def relevant(experiment: Experiment) -> list[Any]:

@@ -422,10 +422,10 @@ Breaking = tuple[dict[str, Any], BreakingPoint]  # values on the other compared 
 
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
-    """Return where the test result begins to miss the target, for each numeric axis.
+    """Return, for each numeric axis, where along the axis the test result begins to miss the target.
 
-    The values of the dict have one item for each combination of values on the other axes: this combination, and the
-    breaking point. The dict is empty without a target.
+    The dict maps an axis to a list of pairs, one for each combination of values on the other compared axes: these
+    values, and the breaking point. Without a target, the dict is empty.
     """
     target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
