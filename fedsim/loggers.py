@@ -174,7 +174,7 @@ def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _ended(finish: Callable[[bool], object]) -> Iterator[None]:
-    """Call `finish(failed)` when the block ends. `failed` is true if an exception ended the block."""
+    """Context that calls `finish(failed)` when the block ends. `failed` is true if an exception ended the block."""
     try:
         yield
     except BaseException:

@@ -83,10 +83,7 @@ class SlowdownDistribution(Component):
 
 @dataclass(frozen=True)
 class DurationNoise(Component):
-    """Noise component (clock.noise) with its parameters.
-
-    A call returns noise factors, which multiply a worker's durations.
-    """
+    """Noise component (clock.noise) with its parameters. A call returns factors that multiply a worker's durations."""
 
     def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
         """Draw the noise factors of a worker's work items start, ..., start + size - 1, float64 [size].
@@ -330,7 +327,9 @@ def _read_trace(path: str, folder: str) -> np.ndarray:
             warnings.simplefilter("ignore")  # NumPy warns about a file without numbers
             rows = np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
     except FileNotFoundError:
-        raise ExperimentError(f"{where}: file not found; must be a text file of noise factors") from None
+        raise ExperimentError(
+            f"{where}: file not found; must be a text file with a column of noise factors for each worker, or for all"
+        ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise ExperimentError(f"{where}: cannot be read: {reason}") from None

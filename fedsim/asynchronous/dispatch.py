@@ -145,10 +145,7 @@ class Scheduler:
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
-        """Restore a state that the method `state` returned.
-
-        `busy` contains the IDs of the workers with unfinished work items.
-        """
+        """Restore a state that the method `state` returned. `busy` contains the IDs of workers that are not idle."""
         self._done, self._drawn, self._busy = defaultdict(int, dict(state.done)), state.drawn, set(busy)
 
     def _draw(self) -> int:
@@ -198,6 +195,8 @@ class RoundStats:
 
 class DispatcherState(CheckpointModel):
     """Checkpointed state of a `Dispatcher`.
+
+    A slot is in flight from the start of its work item to the arrival of the result.
 
     Attributes:
         scheduler: state of the scheduler.
@@ -263,7 +262,7 @@ class Dispatcher:
         return item
 
     def train(self, slots: Iterable[int]) -> None:
-        """Compute the results of all given slots whose results have not been computed yet, with one call of `train`."""
+        """Compute the results of `slots` together. Slots whose results have been computed already are skipped."""
         slots = [slot for slot in slots if slot in self.untrained]
         self._train([self.in_flight[slot] for slot in slots])
         self.untrained.difference_update(slots)

@@ -107,7 +107,7 @@ class Policy(ABC):
 
     @abstractmethod
     def take(self, server: ServerState, arrival: Arrival) -> None:
-        """Use the arrived result `server.rows[arrival.slot]`: step on the global model, or buffer the result."""
+        """Use the arrived result, `server.rows[arrival.slot]`: take a step on the global model, or buffer it."""
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
         """Return the slot of the second worker whose model `take` changes, or None if `take` changes only one.

@@ -127,7 +127,10 @@ class ServerState:
         self.read[slot] = self._version[0]
 
     def keep_model(self, slot: int) -> None:
-        """Let the worker in `slot` continue with its own model, which is initially a copy of the global model."""
+        """Let the worker in `slot` continue with its own model, instead of copying the global model.
+
+        Before a worker's first work item, its own model is a copy of the initial global model.
+        """
         if self.read[slot] < 0:
             self.read[slot] = self._version[0]
 
@@ -140,7 +143,7 @@ class ServerState:
             self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Store the state that a worker keeps between rounds, and pass its messages to the client algorithm."""
+        """Store the state that a worker keeps between rounds, and pass the worker's messages to the algorithm."""
         shared = self.shared
         self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
         if shared.cohort.messages:
@@ -234,8 +237,8 @@ Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat r
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
     """Return where a module's embedding tables lie in its flat row, so that steps can skip rows with zero gradient.
 
-    Returns () if steps cannot skip them, because the client algorithm also changes coordinates whose gradient is zero
-    (as momentum and weight decay do). In this case, an embedding with sparse=True raises ExperimentError.
+    Returns () if the client algorithm also changes coordinates whose gradient is zero (as momentum or weight decay do).
+    In this case, steps cannot skip rows, and an embedding with sparse=True raises ExperimentError.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding

@@ -96,7 +96,10 @@ class VirtualClock:
             self.advance()
 
     def advance(self) -> int:
-        """Advance to the next point in time at which results arrive, and return the number of arrivals."""
+        """Advance the clock to the next event, and return how many results have arrived at this time.
+
+        All events at this time are processed. An event is the arrival of a result or the departure of a worker.
+        """
         self._start_idle()
         if not self._events:
             raise ExperimentError(self._deadlock())
@@ -139,10 +142,7 @@ class VirtualClock:
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
     def _start_idle(self) -> None:
-        """Start all idle workers that may start.
-
-        A worker that may not start is asked again after an update or a departure.
-        """
+        """Start all idle workers that may start. The others are asked again after an update or a departure."""
         server, policy = self._server, self._policy
         if server.version != self._asked_at:
             self._idle += self._waiting

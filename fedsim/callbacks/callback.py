@@ -110,7 +110,7 @@ class FunctionCallback(Callback):
 
 
 class UserCallbacks(Callback):
-    """All user-defined callbacks as one callback. Rank 0 decides for all ranks whether the run ends."""
+    """Callback that calls all user-defined callbacks in order. Rank 0 decides for all ranks whether the run ends."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks

@@ -78,8 +78,8 @@ class CheckpointFolder:
     def due(self, round: int, rounds: int, *, paused: bool = False) -> bool:
         """Whether a checkpoint is due after round `round` of `rounds`.
 
-        `paused`: whether a user-defined callback ends the run after this round. If `every` is None, a checkpoint is
-        then due.
+        `paused`: whether a user-defined callback ends the run after this round. If so, and if `every` is None, a
+        checkpoint is due.
         """
         if self._folder is None or self._every == 0:
             return False

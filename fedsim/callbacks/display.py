@@ -238,7 +238,7 @@ def _aggregated(experiment: Experiment) -> str:
 
 
 def table_header(columns: Sequence[Metric]) -> str:
-    """Return the line of column heads of the terminal table."""
+    """Return the line with the column headings of the terminal table."""
     return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
 
 

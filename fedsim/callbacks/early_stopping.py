@@ -11,10 +11,7 @@ from fedsim.records.record import RoundRecord
 
 
 class StopEarly(Callback):
-    """Callback that ends a run if it diverges or meets a criterion in the table `stop`.
-
-    Rank 0 decides for all ranks.
-    """
+    """Callback that ends a run if it diverges or meets a criterion of the table `stop`. Rank 0 decides for all."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run, self._stopping = run, EarlyStopping(run.experiment.stop)

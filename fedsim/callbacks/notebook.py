@@ -54,7 +54,7 @@ def figure_html(figure: Figure, description: str) -> str:
 
 
 class CellOutput:
-    """Part of the output of a notebook cell that is replaced at each update.
+    """Part of a notebook cell's output. Each update replaces the previous content.
 
     If an update fails, further updates do nothing, so that the display never makes a run fail.
     """
@@ -66,7 +66,7 @@ class CellOutput:
 
     @property
     def due(self) -> bool:
-        """Whether the pause since the last update is over."""
+        """Whether enough time has passed since the last update."""
         return self._works and time.monotonic() - self._shown_at >= PAUSE
 
     def show(self, content: str) -> None:

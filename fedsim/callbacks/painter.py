@@ -33,10 +33,10 @@ class Painter:
         self._child: Child | None = None
 
     def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of the figure files by file name, such as "curve.png".
+        """Draw figures, and return the contents of the figure files by file name, such as "curve.png".
 
         Args:
-            drawings: function for each figure name. It should be picklable, such as a `partial`, and may return None.
+            drawings: function for each figure name that returns the figure, or None for no figure. Should be picklable.
             formats: file formats, such as "png".
         """
         if self._child is not None:

@@ -156,7 +156,9 @@ def list_command(
         columns = terminal_columns()
         if subject is not None and subject not in KINDS:
             if search:
-                raise ExperimentError(f"--search: {show(subject)} is not a kind; omit it, or use {', '.join(KINDS)}")
+                raise ExperimentError(
+                    f"--search: {show(subject)} is not a kind of component; omit it, or use one of {', '.join(KINDS)}"
+                )
             if subject in experiments() and not keys_of_component(subject):
                 print(experiments()[subject].read_text(encoding="utf-8"), end="")
                 return

@@ -130,8 +130,8 @@ def compare(
         if folders:
             if len(folders) < len(all_words) or shard or dry_run:
                 raise ExperimentError(
-                    "to merge folders of comparisons, use only the folders, --out, --target, --tune, --worst, "
-                    "--metric, --heatmap and --allow-imports"
+                    "folders of comparisons are merged, and merging allows only the options --out, --target, --tune, "
+                    "--worst, --metric, --heatmap and --allow-imports; remove all other options and words"
                 )
             folder = out or (
                 folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-comparison"))

@@ -132,7 +132,7 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
 def _in_component(
     table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str
 ) -> Iterator[str | None]:
-    """Check the name and the parameters of a component, and yield error lines, or None for an import path.
+    """Check the name and the parameters of a component. Yield an error line per problem, and None for an import path.
 
     Args:
         table: the table that holds the component, with its allowed keys.

@@ -24,7 +24,7 @@ class Callback:
     """Base class for callbacks that follow a comparison. Override the methods that you need."""
 
     def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
-        """Called before the first run. `todo` lists the unfinished runs, and `jobs` runs execute at a time."""
+        """Called before the first run. `todo` lists the unfinished runs, of which `jobs` are executed at a time."""
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
         """Called after each round of a run."""
@@ -73,7 +73,7 @@ class ComparisonDisplay(Callback):
         self._end(run)
 
     def _start(self, lines: list[str], finished: int) -> None:
-        """Print the first lines and the number of runs that are already finished."""
+        """Create the progress bar, and print `lines` and the number of runs that were finished before."""
         self._bar = progress_bar(self._rounds, quiet=self._quiet)
         self._print("\n".join([*lines, *([f"{finished} of them already finished"] if finished else [])]))
 
@@ -105,7 +105,7 @@ class ComparisonDisplay(Callback):
 
 
 class NotebookComparisonDisplay(ComparisonDisplay):
-    """Notebook display: a progress bar and the failed runs in the output of a cell.
+    """Notebook display: a progress bar and a list of the failed runs in the output of a cell.
 
     The display is a context manager that surrounds the comparison.
     """

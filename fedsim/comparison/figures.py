@@ -31,7 +31,7 @@ class Line:
     """One line of a chart: the mean of a metric over seeds.
 
     Attributes:
-        place: index of the line's value on each axis that distinguishes the lines.
+        place: for each axis that distinguishes the lines, the index of the line's value on this axis.
         metric: the metric.
         mean: the mean curve, or None if no run recorded the metric.
         failed: number of failed runs as text, such as "1 of 2", or "" if no run failed.
@@ -130,7 +130,11 @@ def _place(row: Row) -> dict[str, int]:
 
 
 def _remarks_on_seeds(comparison: Comparison) -> list[str]:
-    """Return the remarks of a figure: name, number of seeds, how seeds are drawn, and how values were chosen."""
+    """Return the text lines below the title of a chart.
+
+    The first line has the comparison's name and number of seeds, and says whether bands or thin lines show the spread.
+    If values were chosen along the axes `tune` and `worst`, a second line names these axes.
+    """
     seeds = len(comparison.rows[0].runs)
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     name = f"{comparison.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else comparison.name
@@ -158,7 +162,7 @@ class HeatMap:
     """Heat map over two axes of a comparison.
 
     Attributes:
-        place: index of the map's value on each axis that is fixed within the map.
+        place: for each axis whose value is the same in the whole map, the index of this value on the axis.
         cells: the cells, indexed [row][column].
     """
 
@@ -179,8 +183,8 @@ def heat_maps(
     Args:
         comparison: the comparison.
         over: the vertical axis and the horizontal axis of each map.
-        beside: axes that are fixed within a map.
-        cell: function that returns the cell of a non-empty list of rows.
+        beside: axes whose values are fixed within a map.
+        cell: function that draws a cell. It gets the non-empty list of table rows that belong to the cell.
     """
     rows_by_place: dict[tuple[int, ...], list[Row]] = {}
     for row in comparison.rows:
@@ -196,9 +200,10 @@ def heat_maps(
 
 
 def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
-    """Return the cell of the mean score over `rows`, bold if one of the rows is in `best`.
+    """Return a heat map cell that shows the mean score of `rows`. The text is bold if one of the rows is in `best`.
 
-    The cell also shows the number of counted runs if some runs do not count, and the spread of a single row.
+    If some runs do not count in the score, the cell also shows how many count. If there is a single row, the cell also
+    shows the spread of its score over the seeds.
     """
     means = [row.score.mean for row in rows if row.score]
     if not means:
@@ -211,9 +216,12 @@ def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
 
 
 def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decimals: int | None) -> HeatCell:
-    """Return the cell of the mean over all finished runs, where `read` returns the number of one run.
+    """Return a heat map cell that shows the mean of a number over all finished runs of `rows`.
 
-    `decimals` is the number of decimals in the text. None chooses it by the size of the mean.
+    Args:
+        rows: the table rows that belong to the cell.
+        read: function that returns the number of one run, or None if the run has no such number.
+        decimals: number of decimals in the text. None chooses the number by the size of the mean.
     """
     mean = estimate([value for row in rows for run in row.finished if (value := read(run)) is not None])
     if mean is None:
@@ -226,7 +234,10 @@ def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decima
 
 
 def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
-    """Return the cell that names the best value of `axis`, its mean score and the number of tied values."""
+    """Return a heat map cell that shows the best value of `axis`, its mean score, and how many values are tied with it.
+
+    Each of the `rows` has a different value of `axis`.
+    """
     group = Group(rows)
     if group.best is None or group.best.score is None:
         return HeatCell(lines=("none is ranked",))
@@ -239,10 +250,10 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
 
 
 def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
-    """Return titles and heat maps over two axes, neither of which is the first axis.
+    """Return pairs of title and heat map over two axes, neither of which is the first axis of the comparison.
 
-    For each combination of values on the remaining axes, the first map names the best value of the first axis. One map
-    with the scores of each value of the first axis follows.
+    For each combination of values on the remaining axes, there is one map of the best value of the first axis, followed
+    by one map of scores for each value of the first axis. Maps without any text are left out.
     """
     first, *others = comparison.compared
     beside = [axis for axis in others if axis not in over]

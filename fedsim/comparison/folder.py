@@ -58,7 +58,7 @@ class Shard:
         return cls(int(match[1]), int(match[2]))
 
     def of(self, plan: ComparisonPlan) -> list[PlannedRun]:
-        """Return the runs of `plan` that belong to this part."""
+        """Return the runs of `plan` that belong to this part of the comparison."""
         return plan.runs[self.index :: self.count]
 
     def folder(self, whole: Path) -> Path:
@@ -83,7 +83,10 @@ class ComparisonRecords:
         return inner_folder(self.path, run.id)
 
     def result(self, run: PlannedRun, *, keeps_folder: bool = True) -> Run:
-        """Return the result of a run. Its `folder` is None if `keeps_folder` is false (a temporary folder)."""
+        """Return the result of a run from its records.
+
+        If `keeps_folder` is false (for a temporary folder), the attribute `folder` of the result is None.
+        """
         place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
         result = result_in(self.run_folder(run), run)
         target = self.plan.settings.target
@@ -100,8 +103,7 @@ class ComparisonRecords:
     def comparison(self, *, keeps_folder: bool = True) -> Comparison:
         """Return the results of all runs as a Comparison, without writing files.
 
-        If `keeps_folder` is false (for a temporary folder), the attribute `folder` is None in the comparison and its
-        runs.
+        If `keeps_folder` is false (for a temporary folder), the comparison and its runs have None as `folder`.
         """
         plan, runs = self.plan, [self.result(run, keeps_folder=keeps_folder) for run in self.plan.runs]
         if plan.settings.metric is not None:
@@ -109,7 +111,7 @@ class ComparisonRecords:
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def take_ids(self, stored: ComparisonFile) -> None:
-        """Give each run of the plan the ID of the stored run with the same axis values."""
+        """Give each run of the plan the ID of the stored run with the same axis values, if there is such a run."""
         ids = {canonical(run.point): run.id for run in stored.runs}
         runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.plan.runs]
         self.plan = replace(self.plan, runs=runs)
@@ -187,7 +189,10 @@ class ComparisonFolder(ComparisonRecords):
         return {"name": plan.name, "axes": plan.axes, **plan.settings.given, "base": plan.base, "runs": runs}
 
     def _continue(self, stored: ComparisonFile) -> None:
-        """Check that the stored comparison is a part of this comparison, and use the stored run IDs."""
+        """Check that this comparison contains all runs of the stored comparison, and reuse the IDs of the stored runs.
+
+        Raises RecordError, with one line per difference, if the axes or settings of the stored comparison differ.
+        """
         self.take_ids(stored)
         lines = _differences_of_axes(stored.axes, self.plan.axes)
         if not lines:
@@ -211,7 +216,7 @@ def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def result_in(folder: Path, run: PlannedRun) -> Run:
-    """Return the result of a planned run from its folder, up to the first damaged line of its metrics."""
+    """Return the result of a planned run from its folder. Rounds from the first damaged line on are left out."""
     return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure_in(folder))
 
 
@@ -257,7 +262,7 @@ def inner_folder(whole: Path, id: str) -> Path:
 
 
 def differences_of_comparisons(there: ComparisonFile, here: ComparisonFile) -> list[str]:
-    """Return one line for each difference between the axes and settings of two stored comparisons."""
+    """Return one text line for each axis value or setting in which two stored comparisons differ."""
     first, second = "the first comparison", "the second comparison"
     lines = _differences_of_axes(there.axes, here.axes, first, second)
     lines += _differences_of_axes(here.axes, there.axes, second, first)

@@ -49,7 +49,7 @@ OnRetry = Callable[[PlannedRun], object]
 
 
 class Work(NamedTuple):
-    """A planned run, the experiment that a job executes for this run, and the folder of the run's records."""
+    """One run to execute: the planned run, its experiment with settings for this job, and the folder of its records."""
 
     run: PlannedRun
     experiment: Experiment
@@ -86,9 +86,9 @@ def job_bytes(experiment: Experiment) -> float:
 
 
 def in_one_process(experiment: Experiment) -> Experiment:
-    """Return the experiment with the serial engine and without settings for process pools.
+    """Return a copy of the experiment with the serial engine and default values of all settings for process pools.
 
-    The parent process detects hanging jobs and repeats lost runs instead.
+    These settings are not needed, because the process that starts the jobs detects hanging jobs and repeats lost runs.
     """
     defaults = {key: Experiment.model_fields[key].default for key in POOL_SETTINGS}
     return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
@@ -101,7 +101,7 @@ def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:
 
 
 def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> Iterable[PlannedRun]:
-    """Return one run for each distinct `key(experiment)`, which must be a JSON value."""
+    """Return one run for each distinct value of `key(run.experiment)`. The values must be JSON values."""
     return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
@@ -165,7 +165,10 @@ def attempt(
     on_round: Callable[[RoundRecord], object],
     on_start: Callable[[RunFacts], object] | None = None,
 ) -> str | None:
-    """Run or resume an experiment. Return None, or the reason if it failed: one line, then details."""
+    """Start a run, or resume it from its folder, and wait until it ends.
+
+    Returns None if the run succeeds. Otherwise returns the reason why it failed: one line, followed by details.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # shown once before the first run of the comparison
@@ -186,14 +189,22 @@ def attempt(
 
 
 def _hear(pool: ProcessPool, planned: PlannedRun, on_round: OnRound, record: RoundRecord | None) -> None:
-    """Process a message of a job: None once its run is prepared, then the record of each round."""
+    """Handle a message from the process of a run: None after the preparation, then the record of each round."""
     pool.expect_heartbeats(planned.experiment.timeout)
     if record is not None:
         on_round(planned, record)
 
 
 def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> str | None:
-    """Return why a run failed in a job. If its process was lost and the run is repeated, warn and return None."""
+    """Return the reason why a run failed in a job, or None if the run will be repeated because its process was lost.
+
+    Args:
+        planned: the run.
+        number: how many times the run has been tried, including this time.
+        error: the error that ended this attempt.
+
+    Issues a warning if the run will be repeated.
+    """
     if not isinstance(error, ProcessLostError):
         return str(error)
     if signal.SIGKILL.name in error.why:
@@ -207,7 +218,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
 
 
 def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str | None:
-    """Execute a run in the process of a job. Return None, or the reason if the run failed."""
+    """Execute a run in the process of a job. Return None if the run succeeds, or else the reason why it failed."""
     ProcessContext.monitored = process.table
     process.table.begin_work(0)
     if "session" not in process.state:
@@ -216,7 +227,7 @@ def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str |
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
-        """Send heartbeats until the run is prepared. From then on, the rounds of the run send heartbeats."""
+        """Send heartbeats until the run is prepared. After that, each finished round sends a heartbeat."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
                 process.heartbeat()

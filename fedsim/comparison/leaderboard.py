@@ -78,7 +78,10 @@ class Leaderboard:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """First and last index of each maximal group of standings whose ranks are within the critical difference."""
+        """Pairs (first, last) of indices in `standings`. A pair is a group whose ranks are not significantly different.
+
+        Only groups that are not part of a larger group are listed.
+        """
         ranks = [standing.mean_rank for standing in self.standings]
         groups: list[tuple[int, int]] = []
         for first, rank in enumerate(ranks):
@@ -89,9 +92,9 @@ class Leaderboard:
 
 
 def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) -> Leaderboard | None:
-    """Return the leaderboard of the first axis, or None if there are too few candidates or cells.
+    """Rank the values of the first axis (candidates) over all combinations of the other axes' values (cells).
 
-    `label_of` maps a value to its label.
+    Returns None if there are too few candidates or cells. `label_of` maps a value to its label.
     """
     if len(comparison.compared) < 2:
         return None
@@ -151,9 +154,9 @@ def ranks_of(qualities: np.ndarray) -> np.ndarray:
 
 
 def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
-    """Return the Friedman statistic, its p-value, the Iman-Davenport F and its p-value.
+    """Return the Friedman statistic, its p-value, the Iman-Davenport statistic F and its p-value.
 
-    `ranks` has shape [cells, candidates]. If all ranks are equal in every cell, return (0, 1, 0, 1).
+    `ranks` has shape [cells, candidates]. If all candidates have the same rank in every cell, returns (0, 1, 0, 1).
     """
     n, k = ranks.shape
     between = n * float(((ranks.mean(axis=0) - (k + 1) / 2) ** 2).sum())
@@ -167,7 +170,7 @@ def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def nemenyi(cells: int, candidates: int) -> float:
-    """Return the critical difference between two mean ranks at the 5 % level.
+    """Return the smallest significant difference between two mean ranks at the 5 % level (Nemenyi test).
 
     >>> round(nemenyi(14, 4), 2)  # Demsar 2006, section 3.2.2: 2.569 sqrt(4 5 / (6 14))
     1.25

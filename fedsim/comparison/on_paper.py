@@ -74,8 +74,9 @@ def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle
 def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -> Figure | None:
     """Draw the compared metric after the last round against the values of the axis `key`.
 
-    Lines and panels are those of `draw_curves` for the remaining axes. Values for which a run has no result are not
-    drawn. Return None if no run is finished.
+    Each combination of values on the other axes has its own line. As in `draw_curves`, the first of these axes
+    distinguishes the lines of a panel, and the others distinguish the panels. Values for which a run has no result are
+    not drawn. Return None if no run is finished.
     """
     return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
 
@@ -161,7 +162,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
 
 
 def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
-    """Draw the mean curve in the style of line `index`, with a band, or with thin lines for two or three seeds."""
+    """Draw a mean curve in line style number `index`, with a band, or with thin lines for two or three seeds."""
     style = line_style(index, len(mean.x))
     panel.plot(mean.x, mean.means, **style)
     if len(mean.curves) >= FEWEST_FOR_BAND:

@@ -116,7 +116,7 @@ def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:
     if figure is None:
         raise RecordError(f"{comparison.folder}: no run is finished")
     if not any(panel.lines for panel in figure.axes):
-        raise ExperimentError(f"x = {show(x)}: no run has recorded this number together with the metric")
+        raise ExperimentError(f"x = {show(x)}: no run has recorded both this number and the metric; use another x")
     return figure
 
 
@@ -140,7 +140,7 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
     figure = draw_heatmap(comparison, style, comparison.settings.heat_axes(list(comparison.axes)))
     if figure is None:
         raise ExperimentError(
-            'kind = "heatmap": needs a comparison of at least two keys, not counting tune and worst, with finished runs'
+            'kind = "heatmap": needs a comparison with finished runs and at least two keys besides tune and worst'
         )
     return figure
 

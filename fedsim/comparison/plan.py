@@ -89,7 +89,7 @@ class ComparisonPlan:
 
     @property
     def base(self) -> dict[str, Any]:
-        """The settings before the axes are applied, reconstructed from the runs, as nested tables."""
+        """The experiment's settings before axis values are applied, as nested tables. Reconstructed from the runs."""
         return common_tables(self.runs)
 
     @property
@@ -156,9 +156,9 @@ def plan_comparison(
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return the settings that the runs have in common before axis values are applied, as nested tables.
+    """Return, as nested tables, the settings that all runs share before axis values are applied.
 
-    A key is included if all runs whose point does not set this key agree on its value.
+    A key is included if it has the same value in all runs whose axis values do not set it.
     """
     settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
@@ -173,7 +173,7 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
 
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
-    """Return those `keys` that the axis values of a run set.
+    """Return those of the `keys` that the axis values of a run set.
 
     A value that names a component, such as an attack, also sets the component's parameters, but not the other keys of
     the table that holds the component.
@@ -208,7 +208,10 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:
-    """Return a hint on how to write several values, using the first key with a list value as an example."""
+    """Return a hint on how to write several values of a key, for a comparison without axes.
+
+    The hint uses the first key whose value is a list as an example.
+    """
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
             key = ".".join(keys)
@@ -224,8 +227,14 @@ def _experiments(
     No check depends on both the seed and the other values, so each seed and each combination of the other values is
     checked once.
 
+    Args:
+        description: the experiment as nested tables.
+        in_all: changes to the experiment in all runs.
+        points: the points, each with a value for each axis.
+        skip_invalid: leave out points with problems. Otherwise, problems raise ExperimentError.
+
     Returns the valid experiments, their points, whether any experiment sets its engine, and one line for each problem
-    of the excluded points.
+    of the points that were left out.
     """
     experiments, valid, engine_chosen = [], [], False
     problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
@@ -279,7 +288,10 @@ def _renamed(experiment: Experiment, name: str) -> Experiment:
 
 
 def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the reasons why a valid experiment cannot run on this machine. `models` caches the model checks."""
+    """Return the reasons why a valid experiment cannot run on this machine, or () if it can.
+
+    `models` caches the problems of models that were built before.
+    """
     tables = experiment.resolved()
     key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
     try:
@@ -314,7 +326,7 @@ def _refuse_equal_runs(experiments: Iterable[Experiment], points: Iterable[dict[
 
 
 def _ids(points: list[dict[str, Any]]) -> list[str]:
-    """Return a readable ID for each point, with a hash appended if the ID is too long or not unique."""
+    """Return a readable run ID for each point, such as "krum-lr0.1-seed0". Long and repeated IDs get a hash."""
     names = [readable_id(point) for point in points]
     count = Counter(name.lower() for name in names)  # some file systems ignore case
     return [
@@ -329,8 +341,9 @@ def _ids(points: list[dict[str, Any]]) -> list[str]:
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
-    """Return the settings with full axis names, and with `metric` signed as `check_number` returns it.
+    """Check the settings of a comparison, and return them in standard form.
 
+    In standard form, axes have their full keys, and the name of a metric has the sign that `check_number` returns.
     Raises ExperimentError if a setting does not fit the axes and the experiments.
     """
     renamed: dict[str, Any] = {}
@@ -366,10 +379,11 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
 
 
 def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
-    """Return the first local algorithm that leaves a part of the global model untrained, or None.
+    """Return a local algorithm that leaves a part of the global model untrained, and a metric that suits it, as text.
 
-    Such algorithms, for personalization, keep a part of the model on the workers. The second returned text names a
-    metric by which these runs can be compared, with the setting that the metric needs.
+    Algorithms for personalization keep a part of the model on the workers, so tests of the global model say little. The
+    text of the metric includes the setting that the metric needs, such as data.local_test_fraction=0.2. Returns None if
+    no experiment uses such an algorithm.
     """
     seen = set()
     for experiment in experiments:
@@ -400,7 +414,7 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
             )
         if key == first:
             raise ExperimentError(
-                f"{where}: {key} is the first axis, whose best value each cell names; choose another axis"
+                f"{where}: {key} is the first axis, and each cell shows its best value; choose another axis"
             )
         if key not in others:
             raise ExperimentError(f"{where}: {show(key)} is not a comparison axis; {nearest(key, others[:-1])}")
@@ -416,10 +430,11 @@ def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
 
 
 def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
-    """Return the metric name with the sign that its metric component declares, such as "-metrics.drift".
+    """Check the name of the metric to compare, and return the name.
 
-    Raises ExperimentError if the experiments cannot record this metric, or if nothing says whether higher or lower
-    values are better.
+    If the metric is a component that declares `higher_is_better`, the returned name has the matching sign, such as
+    "-metrics.drift". Raises ExperimentError if the experiments cannot record this metric, or if nothing says whether
+    higher or lower values are better.
     """
     where = f"metric = {show(name)}"
     if not isinstance(name, str):
@@ -453,7 +468,10 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
 
 
 def require_number(name: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if there are finished runs, but none has this metric in its last round (`last`)."""
+    """Raise ExperimentError if no finished run recorded the metric `name` in its last round.
+
+    `last` holds the last record of each finished run. If `last` is empty, nothing is raised.
+    """
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
         hint = nearest(metric.key, [recorded.key for recorded in metrics_in(last)])

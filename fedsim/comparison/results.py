@@ -120,7 +120,7 @@ class Comparison:
 
     @functools.cached_property
     def choices(self) -> list[Choice]:
-        """Return the chosen value of the axis `tune` for each combination of values on the other axes."""
+        """The chosen value of the axis `tune` for each combination of values on the other compared axes."""
         return self.settings.of(self.runs, list(self.axes))[1]
 
     @property
@@ -155,7 +155,7 @@ class Comparison:
 
     @functools.cached_property
     def leaderboard(self) -> Leaderboard | None:
-        """Return the mean rank of each value of the first axis over all combinations of the other axes.
+        """Leaderboard of the values of the first axis, ranked over all combinations of the other axes' values.
 
         None if the first axis has fewer than 3 values or there are fewer than 5 combinations.
         """

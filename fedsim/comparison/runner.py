@@ -150,7 +150,7 @@ def run_comparison(
 ) -> Comparison:
     """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
 
-    With `shard`, run only the runs of this part, and write no results of the comparison.
+    With `shard`, run only the runs of this part, and write no tables and figures of the comparison.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
@@ -181,7 +181,7 @@ def run_comparison(
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
-    """Return the results of the runs in a folder, and write tables and figures unless `painter` is None."""
+    """Return the results of all runs in a folder. Also write tables and figures, unless `painter` is None."""
     comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
@@ -189,7 +189,11 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 
 
 def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
-    """Issue the warnings about the runs, each of them once."""
+    """Issue warnings about the experiments, each distinct warning once.
+
+    `metric` is the metric to compare. If it is None (the test result of the global model), algorithms that leave a part
+    of the global model untrained cause a warning, too.
+    """
 
     def relevant(experiment: Experiment) -> list[Any]:
         tables = experiment.resolved()
@@ -305,7 +309,15 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
-    """Return a folder, other than `besides`, in which the run is finished, or else failed. None if there is none."""
+    """Return the folder in which a run is finished or, if there is none, in which it failed.
+
+    Args:
+        run: the run.
+        comparisons: the stored comparisons to search, by folder.
+        besides: folder of a run that is not considered.
+
+    Returns None if the run is neither finished nor failed anywhere.
+    """
     point = canonical(run.point)
     stored = [
         (source, planned)

@@ -112,7 +112,7 @@ def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[R
 
 
 def metric_names(holders: Iterable[Any]) -> list[str]:
-    """Return the names of all metrics that occur in these rows or runs."""
+    """Return the names of all metrics that occur in `holders`, which are rows or runs."""
     return list(dict.fromkeys(name for holder in holders for name in holder.metrics))
 
 
@@ -126,7 +126,14 @@ def target_text(comparison: Comparison) -> str:
 def estimate_cell(
     value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
 ) -> Cell:
-    """Return the table cell of a mean. `decimals` maps the mean to a number of decimals (default: `decimals_of`)."""
+    """Return a table cell that shows a mean and its spread. The cell is empty if `value` is None.
+
+    Args:
+        value: the mean with its interval.
+        decimals: function that returns the number of decimals for a mean. Default: `decimals_of`.
+        sign: show a plus sign before positive numbers.
+        mark: mark before the text, such as "≈".
+    """
     if value is None:
         return Cell()
     digits = (decimals or decimals_of)(value.mean)
@@ -148,16 +155,20 @@ def _to_best(row: Row) -> Cell:
 
 
 def _byzantine_weight(row: Row) -> Cell:
-    """Return the cell of the mean Byzantine weight over all runs of the row, including unfinished runs."""
+    """Return a table cell that shows the Byzantine share of the aggregation weights, averaged over all runs of the row.
+
+    Unfinished runs are included.
+    """
     share = mean_or_none(run.byzantine_weight for run in row.runs)
     return Cell() if share is None else Cell(fmt.percent(share), share)
 
 
 def _to_target(row: Row, timed: bool) -> Cell:
-    """Return the cell of the mean time until the target is reached, in virtual seconds, or else in rounds.
+    """Return a table cell that shows the mean time until a run reaches the target.
 
-    If only some finished runs reached the target, the text says how many. If the table is `timed` in virtual seconds
-    and this row has none, the text adds the unit "rounds".
+    The time is in virtual seconds, or in rounds if the row has no virtual seconds. The text adds the unit "rounds" if
+    other rows of the table have virtual seconds (`timed`). If only some finished runs reached the target, the text says
+    how many.
     """
     rounds, seconds = row.metrics.get("rounds_to_target"), row.metrics.get("virtual_seconds_to_target")
     if not rounds:
@@ -178,7 +189,13 @@ def _runs(row: Row) -> Cell:
 
 
 class Answer(NamedTuple):
-    """The result of a comparison: a sentence, a line per group if there are few groups, and remarks on its limits."""
+    """The answer of a comparison: which value of the first axis is best.
+
+    Attributes:
+        sentence: the answer as one sentence.
+        cases: one line for each group of rows that differ only in the first axis. Empty if there are many groups.
+        remarks: limits of the answer.
+    """
 
     sentence: str
     cases: list[str]
@@ -186,12 +203,12 @@ class Answer(NamedTuple):
 
 
 def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[[str], str] = str) -> Answer | None:
-    """Return the best value of the first axis in each group, or None if there is nothing to compare.
+    """Return which value of the first axis is best in each group of rows, or None if nothing is compared.
 
     Args:
         comparison: the comparison.
-        label_of: maps a value to its label.
-        name_of: maps an axis to its name.
+        label_of: function that returns the label of a value.
+        name_of: function that returns the name of an axis.
     """
     groups, worst, cases = comparison.groups, comparison.settings.worst, list[str]()
     if max(map(len, groups), default=0) < 2:
@@ -222,7 +239,7 @@ def answer_text(comparison: Comparison) -> str:
 
 
 def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
-    """Return the result of a group as text.
+    """Return the best value of a group, and how much better it is than the next value, as text.
 
     Examples: "caf 0.9231 ± 0.0040, not significantly different from krum", "caf ...; the next, krum, is 0.0210 lower".
     """
@@ -245,7 +262,7 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
 
 
 def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:
-    """Return the values that have the best mean in most groups as text, such as "caf, for 9 of 12"."""
+    """Return, as text, which values have the best mean in the largest number of groups, such as "caf, for 9 of 12"."""
     best = [(row, group.best) for group in groups if group.best for row in (group.best, *group.tied)]
     equal = [row for row, top in best if row.score and top.score and row.score.mean == top.score.mean]
     count = Counter(label_of(row.point[first]) for row in equal)
@@ -334,7 +351,10 @@ def _width(column: Sequence[str]) -> int:
 
 
 def undecided(comparison: Comparison) -> list[str]:
-    """Return a note if no value of the axis `tune` could be chosen for some combinations, else an empty list."""
+    """Return a note that counts the combinations for which no value of the axis `tune` could be chosen.
+
+    The note is the only item of the list. If a value was chosen for every combination, the list is empty.
+    """
     if not (count := sum(not choice.decided for choice in comparison.choices)):
         return []
     return [
@@ -344,7 +364,7 @@ def undecided(comparison: Comparison) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return the notes below the summary table."""
+    """Return the notes below the summary table, such as explanations of its marks, one text per note."""
     rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
     seeds = max(len(row.runs) for row in rows)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
@@ -402,7 +422,11 @@ Breaking = tuple[dict[str, Any], BreakingPoint]  # values on the other compared 
 
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
-    """Return the breaking points along each numeric axis, by the key of the axis. Empty without a target."""
+    """Return, for each numeric axis, where along the axis the test result begins to miss the target.
+
+    The dict maps an axis to a list of pairs, one for each combination of values on the other compared axes: these
+    values, and the breaking point. Without a target, the dict is empty.
+    """
     target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
         return {}
@@ -449,7 +473,10 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def summary_csv(comparison: Comparison) -> str:
-    """Return the summary as a CSV table. Columns `..._ci95` are half widths of 95 percent intervals."""
+    """Return the summary as a CSV table with one row for each combination of compared values.
+
+    Columns `..._ci95` are half widths of 95 percent intervals.
+    """
     score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
     names = [name for name in metric_names(comparison.summary) if name != score.key]
     first = "accuracy" if score.key == "test_accuracy" else score.key
@@ -470,7 +497,10 @@ def summary_csv(comparison: Comparison) -> str:
 
 
 def breaking_points_csv(comparison: Comparison) -> str:
-    """Return the breaking points as a CSV table: one row per numeric axis and combination of the other axes' values."""
+    """Return the breaking points as a CSV table: one row per numeric axis and combination of the other axes' values.
+
+    A breaking point is the value from which the test result misses the target.
+    """
     columns = ["breaks_at", "reached_at", "missed_below", "no_result"]
     rows: list[list[Any]] = [["key", *comparison.compared, "target", *columns]]
     for key, points in breaking_points(comparison).items():

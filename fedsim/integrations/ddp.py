@@ -30,7 +30,7 @@ GradientFuture = torch.futures.Future[Tensor]
 
 
 class BucketPart:
-    """A DistributedDataParallel gradient bucket that is being sent to all ranks.
+    """A DistributedDataParallel gradient bucket whose gradients are being sent to all ranks.
 
     Attributes:
         parameters: the parameters whose gradients the bucket contains.
@@ -88,7 +88,7 @@ class RobustState:
         self._order: dict[Tensor, int] = {}  # order of the parameters in the first step; DDP changes it later
 
     def add(self, bucket: dist.GradBucket) -> GradientFuture:
-        """Start sending a bucket, and return a future for its aggregated gradients.
+        """Start sending a bucket to all ranks, and return a future for its aggregated gradients.
 
         The last bucket of a step triggers the aggregation.
         """
@@ -142,7 +142,9 @@ def set_gradients(
     Args:
         parameters: parameters of the model.
         gradients: for each worker, one gradient per parameter, as returned by `torch.autograd.grad`; None means zero.
-        weights, rule, options: see `fedsim.aggregate`.
+        weights: weight of each worker, for rules that use weights.
+        rule: aggregation rule, as in `fedsim.aggregate`.
+        options: parameters of the rule and other options of `fedsim.aggregate`.
 
     Raises ExperimentError (a ValueError) like `fedsim.aggregate`, or if a worker's number of gradients is not the
     number of parameters.

@@ -43,7 +43,7 @@ def flower_partition(
     Args:
         labels: class label of every sample, [n].
         n_workers: number of shards.
-        rng: for the default of the partitioner's seed.
+        rng: random generator that draws the partitioner's seed, unless `seed` is given.
         ids: the writer or user of each sample, [n], if known.
         partitioner: name of a class in `flwr_datasets.partitioner`.
         arguments: arguments of this class. The defaults are: `num_partitions` is the number of workers, `seed` is drawn
@@ -84,7 +84,9 @@ class FedsimPartitioner(Partitioner):
 
     Args:
         num_partitions: number of partitions (workers).
-        strategy, seed, params: see `fedsim.partition`.
+        strategy: name of a partition strategy, as in `fedsim.partition`.
+        seed: seed for the strategy's random draws.
+        params: parameters of the strategy.
         partition_by: name of the label column; None for strategies that need no labels.
         ids_by: name of the column with the writer or user of each sample, for `natural`.
 

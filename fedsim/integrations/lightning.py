@@ -29,7 +29,10 @@ class RobustGradients(Callback):
     DDPStrategy's argument `ddp_comm_hook`, which Lightning ignores on CPUs, the callback works on every device.
 
     Args:
-        rule, seed, nonfinite, params: see `RobustState`.
+        rule: aggregation rule, as in `fedsim.aggregate`.
+        seed: seed for the rule's random draws.
+        nonfinite: what to do with gradients that contain NaN or infinity: "error", "exclude" or "keep".
+        params: parameters of the rule, such as f.
 
     Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter, and when training starts with a
     strategy that is not based on DistributedDataParallel.

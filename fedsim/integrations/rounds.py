@@ -14,10 +14,13 @@ from fedsim.aggregation.resolve import Stage
 
 
 class RuleOverRounds:
-    """An aggregation rule, possibly after pre-aggregators, with the state that they keep from round to round.
+    """An aggregation rule (possibly after pre-aggregators), with the state that it keeps from round to round.
 
     Args:
-        rule, params, seed, nonfinite: see `fedsim.aggregate`.
+        rule: aggregation rule, or a list of pre-aggregators that ends with a rule, as in `fedsim.aggregate`.
+        params: parameters of the rule by name.
+        seed: seed for the rule's random draws.
+        nonfinite: what to do with updates that contain NaN or infinity: "error", "exclude" or "keep".
         sync: what is aggregated: model updates ("parameters") or gradients ("gradients").
 
     >>> rule = RuleOverRounds("centered_clipping", {"tau": 1.0})

@@ -61,8 +61,8 @@ class EarlyStopping:
     def require_number(self, record: RoundRecord, *, by_function: bool = False) -> None:
         """Raise ExperimentError if the record does not contain the metric.
 
-        `by_function`: whether a user-defined function trains the model. If so, a NaN train loss is an error too,
-        because the function does not return the loss.
+        `by_function`: whether a user-defined function trains the model. If so, a NaN train loss is an error too, since
+        the function does not return the loss.
         """
         first, *name = self._metric.path
         if by_function and first == "train_loss" and self._metric.read(record) is None:

@@ -48,8 +48,8 @@ class StoredPartition(LenientModel):
 
     Attributes:
         counts: number of samples per worker and class, indexed [worker][class].
-        workers: IDs of the workers in `counts`, if they are a sample of a virtual population.
-        population: number of workers in the virtual population.
+        workers: IDs of the workers in `counts`, if they are a sample of a larger population.
+        population: number of workers in this population.
         byzantine: IDs of the Byzantine workers.
     """
 

@@ -147,7 +147,7 @@ class Row:
 
 
 class Group(list[Row]):
-    """Rows that differ only in the first axis, such as all rules under the same attack."""
+    """A group of rows that differ only in the first axis, such as all rules under the same attack."""
 
     @cached_property
     def ranked(self) -> list[Row]:
@@ -383,7 +383,7 @@ class ComparisonSettings:
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """Return a copy in which `tune` and `worst` are None if they are not among the `axes` of the comparison."""
+        """Return a copy in which `tune` and `worst` are None unless they are among the `axes` of the comparison."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
@@ -405,7 +405,7 @@ class ComparisonSettings:
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
         """Return the vertical and the horizontal axis that the setting `heatmap` names.
 
-        None without this setting, and unless both are different compared axes other than the first one.
+        Returns None without this setting, or if one of the two is not compared or is the first compared axis.
         """
         down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None

@@ -136,7 +136,10 @@ def _weights_note(run: Run) -> str:
 
 
 def rounds_table(run: Run) -> dict[str, Any]:
-    """Return the table of rounds for the template: its head, its rows, and the step between the rounds shown."""
+    """Return the table of rounds as variables of the HTML template: its head, its rows, and how many rounds it covers.
+
+    `every` is the step between two rows: 10 if every tenth round is shown.
+    """
     every = math.ceil(len(run.history) / MOST_ROWS)
     shown = [*run.history[:-1:every], run.history[-1]]
     columns = [("round", [str(record.round) for record in shown])]

@@ -152,7 +152,7 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
         ("partition.alpa,workers", r'"partition.alpa" is not a comparison axis; did you mean "partition.alpha"'),
         (
             "aggregate.rule,workers",
-            "aggregate.rule is the first axis, whose best value each cell names; choose another axis",
+            "aggregate.rule is the first axis, and each cell shows its best value; choose another axis",
         ),
         ("workers,local.lr", "local.lr is the axis of worst, which is not compared; choose another axis"),
     ],

@@ -56,7 +56,8 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
     Args:
         experiment: the resolved experiment.
-        rounds: for each round (run, round, entries), where entries are integers [count, fields of LogEntry].
+        rounds: (run, round, entries) for each repetition of the race and each of its rounds. Entries are integers
+            [count, fields of LogEntry].
     """
     out = StringIO()
     out.write(f"{MARK}{json.dumps(experiment)}\n{','.join(COLUMNS)}\n")
@@ -72,7 +73,7 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
     Args:
         path: the log file, or the run folder that contains it.
         experiment: the resolved experiment that repeats the race.
-        run: number of the run within the race (a race may repeat the run), from 1.
+        run: number of the race's repetition, from 1.
 
     Raises ExperimentError if the file cannot be read, or is the log of a different experiment.
     """
@@ -97,7 +98,7 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):
         raise ExperimentError(
-            f"{where}: is not a race log; must be the {FILE} of a race whose policy locks the server"
+            f"{where}: is not a race log; must be the {FILE} that mode=race writes if the policy locks the server"
         ) from None
     _require_same_experiment(where, raced, experiment)
     return rounds

@@ -14,7 +14,10 @@ MOST_STEPS = 1_000  # maximum number of steps in a work item, as a multiple of i
 
 
 class Event(NamedTuple):
-    """The start (if `starts`) or the arrival of a logged work item; `number` is its position in the round's order."""
+    """An event of a logged race: the start (if `starts` is true) or the arrival of a work item.
+
+    `number` is the event's position in the order of the race, and `entry` is the log entry of the work item.
+    """
 
     number: int
     starts: bool

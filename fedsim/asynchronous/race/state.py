@@ -114,7 +114,7 @@ class RaceState:
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """Return one column of `slots` as an array view, int64 [n]."""
+        """Return a column of `slots` as a NumPy view, int64 [n]: one number for each slot."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
@@ -124,7 +124,10 @@ class RaceState:
         self.slots.numpy()[slot, ADDED] += len(counters)
 
     def lost(self) -> float:
-        """Return the estimated number of lost updates: overwritten additions to `loss_counters`, mean over columns."""
+        """Return the number of lost updates, estimated as the mean number of overwritten additions to `loss_counters`.
+
+        The mean is over the COORDINATES columns of the counters.
+        """
         return int(self.column(ADDED).sum()) - float(self.loss_counters.sum()) / COORDINATES
 
 

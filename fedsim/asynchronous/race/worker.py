@@ -79,7 +79,7 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return the scheduler's state in each repetition of the race, as pairs (number of the repetition, state)."""
+        """Return pairs of the number of a repetition of the race, and the scheduler's state in this repetition."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
@@ -224,7 +224,13 @@ class LockedRaceWorker(RaceWorker):
             locks.release(numbers)
 
     def _log(self, kind: int, item: WorkItem, begun: int) -> None:
-        """Append an entry to the log: an arrival (before the policy takes the result) or the departure of a worker."""
+        """Append a log entry. For an arrival, this must be called before the policy takes the result.
+
+        Args:
+            kind: kind of the entry (see `LogEntry`).
+            item: the work item.
+            begun: event number of the item's start.
+        """
         taken = begun if kind == LEFT else self._event()
         read, version = int(self._server.read[item.slot]), self._server.version
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
