@@ -57,7 +57,7 @@ def bare_loop(
     test_inputs, test_targets = _preloaded(test_data, device, dtype)
     tests = list(zip(test_inputs.split(TEST_BATCH), test_targets.split(TEST_BATCH), strict=True))
     split = experiment.partition
-    shards = partition(train_data.targets.numpy(), experiment.workers, split.strategy, seed, **split.params)
+    shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
     seed_everything(CPU, seed, "model")
     model = (make_model or experiment.model.component)().to(device, dtype)
     loss = loss or _loss_for(model, inputs[:8])
@@ -76,7 +76,10 @@ def bare_loop(
             model.load_state_dict(state)
             _train(model, loss, torch.optim.SGD(model.parameters(), **of_torch(local.params)), inputs, targets, batches)
             for name, value in model.state_dict().items():
-                average[name].add_(value, alpha=weight / sum(weights))
+                if value.is_floating_point():
+                    average[name].add_(value, alpha=weight / sum(weights))
+                else:  # the number of batches that BatchNorm has seen
+                    average[name].copy_(value)
         state = average
         model.load_state_dict(state)
         accuracy = _test(model, tests)
@@ -123,5 +126,5 @@ def _train(
 @torch.no_grad()
 def _test(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
     model.eval()
-    correct = sum((model(inputs).argmax(1) == targets).sum() for inputs, targets in tests)
-    return int(correct) / sum(len(targets) for _, targets in tests)
+    correct = sum((model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests)
+    return int(correct) / sum(targets.numel() for _, targets in tests)
