@@ -40,12 +40,14 @@ def bare_loop(
     device: torch.device = CPU,
     make_model: Callable[[], nn.Module] | None = None,
     loss: Loss | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> BareRun:
     """The rounds of an experiment that has nothing but plain SGD for some epochs, averaging and tests.
 
     Args:
         make_model: of the same parameters as the experiment's model, in its place.
         loss: default: NLL for a model that gives log-probabilities, cross-entropy for one that gives logits.
+        clock: that times the rounds.
     """
     local, seed = experiment.local, experiment.seed
     assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
@@ -64,7 +66,7 @@ def bare_loop(
     state = start = {name: value.clone() for name, value in model.state_dict().items()}
     rounds: list[float] = []
     for round in range(1, experiment.rounds + 1):
-        started = time.perf_counter()
+        started = clock()
         cohort = sample_cohort(seed, round, experiment.workers, experiment.cohort_size).tolist()
         weights = [len(shards[worker]) if experiment.rule.needs_weights else 1 for worker in cohort]
         average = {name: torch.zeros_like(value) for name, value in state.items()}
@@ -83,7 +85,7 @@ def bare_loop(
         state = average
         model.load_state_dict(state)
         accuracy = _test(model, tests)
-        rounds.append(time.perf_counter() - started)
+        rounds.append(clock() - started)
         if round == 1:
             first = state
     return BareRun(rounds, accuracy, *({name: value.cpu() for name, value in kept.items()} for kept in (start, first)))
