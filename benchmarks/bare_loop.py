@@ -40,12 +40,14 @@ def bare_loop(
     device: torch.device = CPU,
     make_model: Callable[[], nn.Module] | None = None,
     loss: Loss | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> BareRun:
     """Run the rounds of an experiment that consists of epochs of plain SGD, averaging and tests.
 
     Args:
         make_model: creates the model, which must have the parameters of the experiment's model (the default).
         loss: loss function. Default: NLL for a model that outputs log-probabilities, otherwise cross-entropy.
+        clock: clock that measures the rounds.
     """
     local, seed = experiment.local, experiment.seed
     assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
@@ -57,14 +59,14 @@ def bare_loop(
     test_inputs, test_targets = _preloaded(test_data, device, dtype)
     tests = list(zip(test_inputs.split(TEST_BATCH), test_targets.split(TEST_BATCH), strict=True))
     split = experiment.partition
-    shards = partition(train_data.targets.numpy(), experiment.workers, split.strategy, seed, **split.params)
+    shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
     seed_everything(CPU, seed, "model")
     model = (make_model or experiment.model.component)().to(device, dtype)
     loss = loss or _loss_for(model, inputs[:8])
     state = start = {name: value.clone() for name, value in model.state_dict().items()}
     rounds: list[float] = []
     for round in range(1, experiment.rounds + 1):
-        started = time.perf_counter()
+        started = clock()
         cohort = sample_cohort(seed, round, experiment.workers, experiment.cohort_size).tolist()
         weights = [len(shards[worker]) if experiment.rule.needs_weights else 1 for worker in cohort]
         average = {name: torch.zeros_like(value) for name, value in state.items()}
@@ -76,11 +78,14 @@ def bare_loop(
             model.load_state_dict(state)
             _train(model, loss, torch.optim.SGD(model.parameters(), **of_torch(local.params)), inputs, targets, batches)
             for name, value in model.state_dict().items():
-                average[name].add_(value, alpha=weight / sum(weights))
+                if value.is_floating_point():
+                    average[name].add_(value, alpha=weight / sum(weights))
+                else:  # the number of batches that BatchNorm has seen
+                    average[name].copy_(value)
         state = average
         model.load_state_dict(state)
         accuracy = _test(model, tests)
-        rounds.append(time.perf_counter() - started)
+        rounds.append(clock() - started)
         if round == 1:
             first = state
     return BareRun(rounds, accuracy, *({name: value.cpu() for name, value in kept.items()} for kept in (start, first)))
@@ -123,5 +128,5 @@ def _train(
 @torch.no_grad()
 def _test(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
     model.eval()
-    correct = sum((model(inputs).argmax(1) == targets).sum() for inputs, targets in tests)
-    return int(correct) / sum(len(targets) for _, targets in tests)
+    correct = sum((model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests)
+    return int(correct) / sum(targets.numel() for _, targets in tests)

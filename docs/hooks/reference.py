@@ -16,7 +16,7 @@ from docstrings import cell, escaped, markdown_of
 
 import fedsim
 from fedsim.cli.main import app
-from fedsim.config.components import COMPONENTS, registry_of
+from fedsim.config.components import COMPONENTS, registry_of, trait_line
 from fedsim.config.keys import attribute_docstrings, key_tables, type_text
 from fedsim.errors import show
 from fedsim.records import record
@@ -66,11 +66,17 @@ def component_page(kind: str, pictures: dict[str, str]) -> str:
         f"| [`{registration.name}`](#{registration.name}) | {cell(escaped(registration.summary))} |"
         for registration in components
     ]
+    families = registry_of(kind).families.items()
+    rows += [f"| `{prefix}:NAME` | {cell(escaped(_summary(make)))} |" for prefix, make in families]
     lead = (
         f"In an experiment: {keys}. `fedsim list {kind}` prints a list, `fedsim list {components[0].name}` one of them."
     )
     sections = [_component_section(registration, pictures.get(registration.name)) for registration in components]
     return "\n\n".join([f"# {KINDS[kind]}", lead, "\n".join(["| name | |", "|---|---|", *rows]), *sections])
+
+
+def _summary(target: Any) -> str:
+    return (inspect.getdoc(target) or "").partition("\n")[0]
 
 
 def _component_section(registration: Any, picture: str | None) -> str:
@@ -82,6 +88,8 @@ def _component_section(registration: Any, picture: str | None) -> str:
     if picture:
         lines.append(f"![what {registration.name} does]({picture}){{ align=right loading=lazy }}")
     lines.append(markdown_of(registration.target, types))
+    if line := trait_line(registration.target):
+        lines.append(line[0].upper() + line[1:] + ".")
     if registration.takes:
         lines.append("Takes " + ", ".join(f"`{name}`" for name in registration.takes) + ".")
     module = registration.target.__module__
