@@ -124,7 +124,10 @@ class TensorData(Dataset):
         """Return the same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else None)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
-        return replace(self, inputs=self.inputs.to(device), targets=targets, dtype=dtype)
+        inputs = self.inputs.to(device)
+        if inputs._base is not None:  # a view keeps the memory of its base, also when it moves to shared memory
+            inputs = torch.empty(0, dtype=inputs.dtype, device=device).set_(inputs)
+        return replace(self, inputs=inputs, targets=targets, dtype=dtype)
 
     def take(self, positions: np.ndarray) -> TensorData:
         """Return a new data set of the samples at these positions."""
