@@ -126,7 +126,8 @@ class TensorData(Dataset):
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         inputs = self.inputs.to(device)
         if inputs._base is not None:  # a view keeps the memory of its base, also when it moves to shared memory
-            inputs = torch.empty(0, dtype=inputs.dtype, device=device).set_(inputs)
+            place = inputs.untyped_storage(), inputs.storage_offset(), inputs.size(), inputs.stride()
+            inputs = torch.empty(0, dtype=inputs.dtype, device=device).set_(*place)
         return replace(self, inputs=inputs, targets=targets, dtype=dtype)
 
     def take(self, positions: np.ndarray) -> TensorData:
