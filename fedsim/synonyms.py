@@ -11,7 +11,7 @@ Meaning = TypeVar("Meaning")
 
 
 def _split_words(table: dict[str, Meaning]) -> dict[str, Meaning]:
-    """Return a table with a separate entry for each word of a key."""
+    """Return a table with a separate entry for each word of a key that consists of several words."""
     return {word: meaning for words, meaning in table.items() for word in words.split()}
 
 
@@ -107,7 +107,7 @@ NAMES: dict[str, tuple[str, ...]] = _split_words(
     }
 )
 
-# Words that fedsim expresses in another way or does not support, each with the hint for it.
+# Words that fedsim expresses differently or does not support, each with the hint that error messages show.
 NOTES: dict[str, str] = _split_words(
     {
         "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",

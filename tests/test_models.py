@@ -65,7 +65,7 @@ def test_every_model_maps_its_inputs_to_ten_classes_to_characters_or_to_a_number
 
 
 def test_net_is_the_hogwild_example():
-    """The outputs equal those of the example's forward pass."""
+    """The outputs equal those of the forward pass in PyTorch's Hogwild example."""
     torch.manual_seed(0)
     net = Net().eval()
     x = torch.randn(5, 1, 28, 28)

@@ -194,7 +194,7 @@ def list_module(path: Path, columns: int | None = None) -> str:
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     """Describe all components with this name, or the component at this import path: parameters and docstring.
 
-    `kinds` are further names for suggestions. Raises ExperimentError if there is no such component, or if it cannot be
+    `kinds` are further names for suggestions. Raises ExperimentError if the component does not exist or cannot be
     imported.
     """
     prefix, _, member = name.partition(":")
@@ -204,15 +204,20 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     from fedsim.config.source_catalog import source_components  # this module imports components
 
     kinds_of_name = families or [kind for kind in COMPONENTS if name in source_components(kind)]
-    components = {kind: registry_of(kind).get(name) for kind in kinds_of_name}
+    components: dict[str, Registration] = {}
+    for kind in kinds_of_name:
+        try:
+            components[kind] = registry_of(kind).get(name)
+        except ExperimentError:  # models, data sets and transforms of one library have one prefix
+            if kind == kinds_of_name[-1] and not components:
+                raise
     blocks = [
         _described(f"{name} ({COMPONENTS[kind][0]})", registration.target, _parameter_lines(registration))
         for kind, registration in components.items()
     ]
     if not blocks:
-        hint = nearest(
-            name, dict.fromkeys([*kinds, *(each for kind in COMPONENTS for each in source_components(kind))])
-        )
+        known = [known_name for kind in COMPONENTS for known_name in source_components(kind)]
+        hint = nearest(name, dict.fromkeys([*kinds, *known]))
         if not hint.startswith("did you mean"):
             hint = nearest(name, kinds)  # the list of all components is too long
         raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")

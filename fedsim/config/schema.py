@@ -113,12 +113,30 @@ class EvaluationMetric(ComponentTable):
         return OutputMetric.of(self.registration, self.params, label=self.label)
 
 
+class LoRA(Table):
+    """Low-rank adapters: the linear layers of the model are frozen, and a low-rank term of each is trained.
+
+    Hu et al. 2022. All other parameters are frozen too, except those that match `local.train`.
+    """
+
+    rank: Count = 0
+    """Rank of the adapters. 0: no adapters."""
+    alpha: PositiveFloat = 8.0
+    """The low-rank term is multiplied by alpha / rank."""
+    targets: list[str] = Field(default=["*"])
+    """Name patterns of the linear layers that get an adapter, with `*` and `?` as in a shell."""
+
+
 class Model(ComponentTable):
     """The model that all workers train."""
 
     place, named_by, registry = "model", "name", model
 
     name: Name = "net"
+    weights: Annotated[str | None, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)] = None
+    """File (`.safetensors`) with the initial parameters and buffers. Unset: the random initialization of the model."""
+    lora: LoRA = LoRA()
+    """Low-rank adapters, which are trained instead of the model's own parameters."""
 
 
 class Augment(ComponentTable):
@@ -172,6 +190,11 @@ class Partition(ComponentTable):
     place, named_by, registry = "partition", "name", partition_strategy
 
     name: Name = "iid"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_given(cls, value: Any) -> Any:
+        return {"name": "given", "shards": value} if isinstance(value, list) else value
 
 
 class Sampling(ComponentTable):
@@ -255,6 +278,9 @@ class Local(ComponentTable):
     clip_norm: PositiveFloat | None = None
     """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
     no clipping."""
+    train: list[str] = Field(default=[])
+    """Name patterns of the parameters that are trained, such as `["fc2.*"]`. All other parameters are frozen, and rows
+    do not contain them. Empty: all parameters, or only the adapters of `model.lora`."""
     keep_state: bool = False
     """Whether a worker keeps the state of its client algorithm (momentum, ...) between its rounds."""
     schedule: LocalSchedule = LocalSchedule()
@@ -520,6 +546,7 @@ class Stop(Table):
 
     @property
     def direction(self) -> Literal["min", "max"]:
+        """Whether lower ("min") or higher ("max") values of the metric are better."""
         return self.mode or DIRECTIONS.get(self.metric, "max")
 
     @property
@@ -564,7 +591,7 @@ class Records(Table):
     @property
     def all_loggers(self) -> list[Logger]:
         """All loggers, including the TensorBoard logger if `tensorboard` is true."""
-        named = [each.name for each in self.loggers]
+        named = [table.name for table in self.loggers]
         return [
             *self.loggers,
             *([Logger(name="tensorboard")] if self.tensorboard and "tensorboard" not in named else []),

@@ -1,4 +1,4 @@
-"""Learning tasks define the loss in training and in tests, and which answers are correct."""
+"""Learning tasks, which define the loss in training and in tests, and which model outputs are correct."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fedsim.errors import DataError, ExperimentError, one_line
 
 Reduction = Literal["mean", "none"]
 
+TOKENS = "next_token model=char_lstm for tokens"
 REDUCTION = "reduction"
 REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's deprecated names
 
@@ -44,15 +45,17 @@ learning_task = TaskRegistry("task", accepts="a loss or a task")
 
 
 class LearningTask(Protocol):
-    """A frozen dataclass that can be pickled. Its fields are the parameters of the task.
+    """Interface of learning tasks, which are frozen dataclasses that can be pickled. Fields are the task's parameters.
 
-    `outputs` is what the model returns for a batch, in the dtype of the model parameters. `targets` [batch, ...] are
-    int64 for labels and tokens, and otherwise also have the dtype of the model parameters. Each method treats samples
-    independently, so it can be applied to the batches of several workers at once. Methods compute on the device of
-    their inputs and do not synchronize with it.
+    In all methods, `outputs` are the model's outputs for a batch, in the dtype of the model parameters. `targets`
+    [batch, ...] are int64 for labels and tokens, and otherwise also have the dtype of the model parameters. Each method
+    must treat samples independently, since it may be applied to the batches of several workers at once. Methods must
+    compute on the device of their inputs and not synchronize with it.
 
-    Two more methods are optional:
+    Three more methods are optional:
 
+        check_targets(targets)     Raise DataError if the task cannot use the targets. It is called before the model is
+                                   tried.
         correct(outputs, targets)  Return a Boolean tensor that marks the correct answers. A task without this method
                                    has no accuracy, and runs are compared by test loss.
         counts(targets)            Return the number of answers per sample [batch]. Mean losses weight samples by this
@@ -87,20 +90,20 @@ def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
         labels = "targets.long()" if targets.ndim == 1 else "targets.argmax(1) of one-hot targets"
-        alternative = "regression for numerical targets" if targets.is_floating_point() else "next_token for tokens"
+        other = "regression model=linear for numbers" if targets.is_floating_point() else TOKENS
         raise DataError(
             f"the task {task} needs one class label per sample, int64 [batch], not {described(targets)}; "
-            f"pass {labels}, or use task={alternative}"
+            f"use task={other}, or pass {labels}"
         )
 
 
 def described(values: Tensor | np.ndarray) -> str:
-    """Return the dtype and the shape of a tensor or an array as text: `float32 [4000, 2]`."""
+    """Format the dtype and shape of a tensor or an array: `float32 [4000, 2]`."""
     return f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
 
 
 def shape_of(outputs: object) -> object:
-    """Return the shape of a tensor, or the type name of any other object."""
+    """Return the shape of model outputs if they are a tensor, else the name of their type."""
     return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
@@ -136,9 +139,12 @@ class Classification:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.argmax(1) == targets
 
+    def check_targets(self, targets: Tensor) -> None:
+        require_labels("classification", targets)
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for outputs with a wrong shape, probabilities, or too few classes."""
-        require_labels("classification", targets)
+        self.check_targets(targets)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(targets):
             raise ExperimentError(
                 f"must return a tensor [batch, classes]; for {len(targets)} inputs it returned {shape_of(outputs)}"
@@ -149,7 +155,9 @@ class Classification:
                 "returns probabilities; must return logits or log-probabilities (remove the final softmax)"
             )
         if classes > outputs.shape[1]:
-            raise ExperimentError(f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}")
+            raise ExperimentError(
+                f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; needs at least {classes}"
+            )
 
 
 @learning_task("binary")
@@ -174,14 +182,19 @@ class Binary:
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs.reshape(targets.shape) > 0) == (targets > 0)
 
+    def check_targets(self, targets: Tensor) -> None:
+        require_labels("binary", targets)
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError for outputs with a wrong shape, and for labels other than 0 and 1."""
-        require_labels("binary", targets)
+        self.check_targets(targets)
         shape, samples = shape_of(outputs), len(targets)
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}")
         if classes > 2:
-            raise ExperimentError(f"has two classes, but the labels go up to {classes - 1}")
+            raise ExperimentError(
+                f"has two classes, but the labels go up to {classes - 1}; use task=classification for more classes"
+            )
 
 
 CLASSIFICATION = Classification()
@@ -189,7 +202,7 @@ CLASSIFICATION = Classification()
 
 @dataclass(frozen=True)
 class Regression:
-    """Task that the function `regression` returns."""
+    """Regression task for numerical targets, created by the function `regression`."""
 
     loss_name: Literal["mse", "l1", "huber"] = "mse"
     delta: float = 1.0
@@ -217,7 +230,7 @@ class Regression:
 def regression(
     *, loss: Literal["mse", "l1", "huber"] = "mse", delta: Annotated[float, Field(gt=0)] = 1.0
 ) -> Regression:
-    """Regression with numerical targets: mean squared, absolute or Huber error. There is no accuracy.
+    """Return a regression task for numerical targets: mean squared, absolute or Huber error, without accuracy.
 
     Outputs have the shape of the targets, [batch] or [batch, outputs]. Outputs [batch, 1] are accepted for targets
     [batch]. Cost: a few passes over the outputs.
@@ -267,12 +280,17 @@ class NextToken:
     def counts(self, targets: Tensor) -> Tensor:
         return (targets != self.ignore).sum(1)
 
+    def check_targets(self, targets: Tensor) -> None:
+        if targets.ndim != 2 or targets.is_floating_point():
+            other = "regression for numbers" if targets.is_floating_point() else "classification for class labels"
+            raise DataError(
+                f"the task next_token needs one token per position, int64 [batch, length], not {described(targets)}; "
+                f"use task={other}"
+            )
+
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise DataError for unsuitable targets, and ExperimentError for a wrong output shape or too few classes."""
-        if targets.ndim != 2 or targets.is_floating_point():
-            raise DataError(
-                f"the task next_token needs one token per position, int64 [batch, length], not {described(targets)}"
-            )
+        self.check_targets(targets)
         shape, wanted = shape_of(outputs), list(targets.shape)
         if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
             raise ExperimentError(
@@ -284,7 +302,7 @@ class NextToken:
 
 @dataclass(frozen=True)
 class LossTask:
-    """Task without accuracy, defined by a loss function or a loss module.
+    """Learning task without accuracy, defined by a user's loss function or loss module.
 
     The loss of a batch is the mean over its samples, even if the loss has class weights. For floating-point targets
     [batch], outputs [batch, 1] are passed to the loss as [batch].

@@ -1,6 +1,15 @@
-"""Data sets as tensors, workers' subsets of them, and partition strategies."""
+"""Data sets as tensors, each worker's subset of a data set, and partition strategies."""
 
-from fedsim.data.formats import images as images  # registers data sets
+from fedsim.data import synthetic  # noqa: F401  (registers the data set)
+from fedsim.data.formats import (  # noqa: F401  (registers the data sets)
+    arrays,
+    huggingface,
+    image_folder,
+    images,
+    leaf,
+    tables,
+    text,
+)
 from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (
     ListedShards,

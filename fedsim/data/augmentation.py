@@ -1,13 +1,14 @@
 """Random augmentations of batches of training images.
 
-An augmentation is a function that returns images of the same shape. Its positional parameters receive by name:
+An augmentation is a function that maps a batch of images to a batch of the same shape. Its positional parameters may
+have these names:
 
-    images     [batch, channels, height, width], normalised as the data set says
-    draws      Draws on the device of the images, a function of (seed, round, worker, step)
-    generator  a CPU generator of PyTorch with the same seed, for functions that need one
+    images         [batch, channels, height, width], normalised as the data set says
+    draws          Draws (a random number source) on the images' device, seeded by (seed, round, worker, step)
+    generator      a torch.Generator on the CPU with the same seed, for functions that need one
     normalisation  mean and standard deviation per channel: images * deviation + mean are pixels in [0, 1]
 
-A partition's transform is the same for inputs [batch, ...], without `normalisation`.
+A partition's transform has the same parameters except `normalisation`, but accepts inputs of any shape [batch, ...].
 
 No augmentation normalises, because augmentations change the training images only: see the data set's mean and std.
 """
@@ -34,32 +35,40 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class ImageTransform(NamedTuple):
-    """An augmentation with its parameters, or a partition's transform, and the inputs that it accepts."""
+    """An augmentation or a partition's transform, with the names of the inputs that it accepts.
+
+    Attributes:
+        function: the transform; its other parameters are already bound.
+        takes: the inputs that `function` accepts, among images, draws and generator.
+    """
 
     function: Callable[..., Tensor]
     takes: tuple[str, ...]
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """Return a partition's transform. Raises ExperimentError if it has other parameters."""
+        """Create an ImageTransform from a partition's transform.
+
+        Raises ExperimentError if `function` has parameters other than images, draws and generator.
+        """
         try:
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:
-            raise ExperimentError(f"partition.name: a transform of it cannot be used: {error}") from None
+            raise ExperimentError(f"partition.name: the strategy's transform cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Transform images. `inputs` contains the other inputs."""
+        """Return the transformed images [batch, ...]. `inputs` contains the values of draws and generator."""
         return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 
 @augmentation("flip")
 def flip(images: Tensor, draws: Draws, *, probability: Probability = 0.5) -> Tensor:
-    """Mirror each image left to right with a probability.
+    """Mirror each image left to right, independently, with probability `probability`.
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws which images are mirrored.
-        probability: 0 <= probability <= 1.
+        draws: random number source that selects the mirrored images.
+        probability: probability that an image is mirrored, 0 <= probability <= 1.
 
     Cost: a copy of the batch.
 
@@ -73,11 +82,13 @@ def flip(images: Tensor, draws: Draws, *, probability: Probability = 0.5) -> Ten
 
 @augmentation("shift")
 def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
-    """Move each image by up to `pixels` pixels vertically and horizontally; new pixels repeat the edge.
+    """Shift each image by a random offset of at most `pixels` pixels vertically and horizontally.
+
+    The uncovered border repeats the image's edge pixels.
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws the offsets.
+        draws: random number source for the offsets.
         pixels: largest offset, >= 1.
 
     Cost: two copies of the batch.

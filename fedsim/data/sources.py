@@ -1,7 +1,7 @@
-"""The data sets that an experiment can name; others are given as "package.module:function".
+"""The registered data sets. Experiments can also name any other data set as "package.module:function".
 
-A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder of downloaded files. `train` and
-`test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files. `train`
+and `test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ dataset = Registry(
     accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
-MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
-MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test
+MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
+MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
 MNIST_STATISTICS = (0.1307,), (0.3081,)  # mean and standard deviation of the pixels
 
 
 def default_root() -> Path:
-    """Return the default folder of data sets: $FEDSIM_DATA, else the user's cache folder.
+    """Return the default folder for data sets: $FEDSIM_DATA if set, else fedsim/data in the user's cache folder.
 
-    Without a home folder, as in a container, the cache is in the working folder.
+    For a user without a home folder, as in some containers, the cache folder is .cache in the working folder.
     """
     if os.environ.get("FEDSIM_DATA"):
         return Path(os.environ["FEDSIM_DATA"]).expanduser()
@@ -44,17 +44,17 @@ def default_root() -> Path:
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
-    """Return the training and the test samples of a data set.
+    """Load the training samples and the test samples of a data set.
 
     Args:
         name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
-        root: the folder of downloaded files; None: $FEDSIM_DATA, else the user's cache folder.
+        root: folder for downloaded files; None: $FEDSIM_DATA if set, else the user's cache folder.
         params: parameters of the data set.
 
-    Returns two TensorData, inputs [n, ...] with targets [n] (class labels) or [n, ...].
+    Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
-    Raises DataError if files can be neither found nor downloaded, if a part has no samples, or if targets are no finite
-    numbers, or negative labels.
+    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if a target is
+    not a finite number, or if a label is negative.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -73,11 +73,14 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     for part, data in (("training", train), ("test", test)):
         if not len(data):
-            raise DataError(f"data.name = {show(name)}: has no {part} samples")
+            raise DataError(f"data.name = {show(name)}: the {part} set is empty; needs at least one sample")
         if data.has_labels and int(data.targets.min()) < 0:
-            raise DataError(f"data.name = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
-        if not data.targets.isfinite().all():
-            raise DataError(f"data.name = {show(name)}: has a {part} target that is not finite")
+            raise DataError(
+                f"data.name = {show(name)}: the {part} set contains the label {int(data.targets.min())}; class labels "
+                "must be at least 0"
+            )
+        if data.targets.is_floating_point() and not data.targets.isfinite().all():
+            raise DataError(f"data.name = {show(name)}: the {part} set contains a target that is not a finite number")
     return train, test
 
 
@@ -97,7 +100,7 @@ def load_dataset_once(
 
 
 def _read(data: Any, name: str) -> TensorData:
-    """Return a part of a data set as tensors. Errors begin with the name of the data set."""
+    """Convert a training or test set to TensorData. Error messages start with the data set's name."""
     try:
         return as_tensor_data(data)
     except DataError as error:
@@ -106,10 +109,11 @@ def _read(data: Any, name: str) -> TensorData:
 
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
-    """5,000 real MNIST images that come with fedsim: 4,000 to train and 1,000 to test, equal classes.
+    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
 
-    All are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so a contiguous partition is about as
-    even as on MNIST itself. Images are uint8 [n, 1, 28, 28], normalised by MNIST's mean and standard deviation.
+    All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
+    partition have nearly equal label counts. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard
+    deviation.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> train.inputs.shape, len(test)

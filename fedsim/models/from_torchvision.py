@@ -26,7 +26,7 @@ def torchvision_model(name: str) -> Any:
     names = models.list_models(module=models)
     if name not in names:
         raise LookupError(f"torchvision has no such classification model; {nearest(name, names)}")
-    component = functools.partial(build, name)
+    component: Any = functools.partial(build, name)
     component.__doc__ = build.__doc__
     component.stacked = _stacked(name)
     return component

@@ -1,4 +1,4 @@
-"""Packages that are imported on demand: the optional packages of the extras, and torchvision."""
+"""Import of packages on demand: the optional packages in fedsim's extras, and torchvision."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the version
     "mlflow": ("mlflow",),
     "flower": ("flwr", "flwr-datasets"),
     "lightning": ("lightning",),
+    "text": ("tokenizers",),
+    "tables": ("pyarrow",),
+    "huggingface": ("datasets",),
 }
 DOWNLOAD_TIMEOUT = 30.0  # seconds without receiving data
 
@@ -29,7 +32,10 @@ _missing_operators: Any = None  # a torch.library.Library, whose declarations ex
 
 
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import a module. Raise MissingPackageError, which says what to install, if its package is missing."""
+    """Import and return a module of an optional package.
+
+    Raises MissingPackageError, whose message contains the command to install the package, if it is missing.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

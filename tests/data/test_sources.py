@@ -19,7 +19,7 @@ def idx_bytes(array):
 
 
 def write_mnist(root, class_name="MNIST"):
-    """A data set in torchvision's layout, 6 training and 4 test images; returns its folder."""
+    """Write a data set of 6 training and 4 test images in torchvision's layout, and return its folder."""
     folder = root / class_name / "raw"
     folder.mkdir(parents=True)
     for pixels, labels, n in ((*images.MNIST_FILES[:2], 6), (*images.MNIST_FILES[2:], 4)):
@@ -111,5 +111,7 @@ def unknown_target(root):
 
 
 def test_a_target_that_is_not_finite_is_an_error():
-    with pytest.raises(DataError, match=r":unknown_target\": has a training target that is not finite$"):
+    with pytest.raises(
+        DataError, match=r":unknown_target\": the training set contains a target that is not a finite number$"
+    ):
         fedsim.load_dataset(f"{__name__}:unknown_target")

@@ -1,4 +1,4 @@
-"""What a model is found out to be before its rows are stacked, and that what is stacked agrees with `serial`."""
+"""What the probe of a model detects before rows are stacked, and that stacked models agree with `serial`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.real_models import CHAR_LSTM, GPT, RESNET
 
 @pytest.fixture
 def dry_run():
-    """The probe of an experiment."""
+    """Return a function that returns the StackingProbe of an experiment."""
 
     def probe(tables):
         wanted = fedsim.Experiment(**{**tables, "engine": "serial"})
@@ -29,14 +29,14 @@ def dry_run():
     return probe
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for operations that it loops over
 @pytest.mark.parametrize("sync", ["parameters", pytest.param("gradients", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
 def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_where_they_can_be(
     kind, sync, monkeypatch
 ):
     tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
-    monkeypatch.setattr(StackingProbe, "of", lambda *given: probes.append(of(*given)) or probes[0])
+    monkeypatch.setattr(StackingProbe, "of", lambda *arguments: probes.append(of(*arguments)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
     stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 3}})
     assert_close(serial, stacked, ROUNDING)
@@ -116,7 +116,7 @@ COUPLED = {
     *("the last of a batch", "the last of a batch, but for the first", "its share of the batch"),
     *("counts its samples", "branches by its samples"),
 }
-VMAPPED = {  # depend on positions, or give parameters to functions that take no stack of them
+VMAPPED = {  # models that depend on positions, or pass parameters to functions without a stacked version
     *("transposed convolution", "InstanceNorm", "clamped", "without dimensions", "linear, no bias", "linear, one bias"),
     *("linear, single samples", "linear, transposed", "every other sample", "halves of a batch", "einsum"),
     *("centred, if it is many", "transformer", "attention", "recurrent cell"),
@@ -137,7 +137,7 @@ def test_dropouts_are_found_in_their_order_with_what_they_draw_for_a_sample(dry_
 
 
 def test_the_memory_that_a_sample_takes_is_about_that_of_its_activations(dry_run):
-    """Of net in float32: two convolutions, what pooling and ReLU keep, the layers behind."""
+    """`net` in float32: two convolutions, the inputs that pooling and ReLU keep, and the later layers."""
     least = 4 * (10 * 24 * 24 + 20 * 8 * 8)
     assert least < dry_run({"model": "net", "workers": 2, "cohort": 1}).sample_bytes < 8 * least
 
@@ -148,16 +148,16 @@ def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
         with prepare(tables, session) as (task, engine):
             shared = engine.shared
-            kept = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
+            copies = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
             StackingProbe.of(task, shared)
-            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), kept, strict=True):
+            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), copies, strict=True):
                 assert torch.equal(tensor, old)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """Steps along the gradient's direction: of a whole row."""
+    """A client algorithm that normalises the gradient of a whole row."""
 
     lr: float = 0.05
 
@@ -170,7 +170,7 @@ class Normalised:
 
 @dataclass(frozen=True)
 class Decaying(Normalised):
-    """Counts its steps in a number of its own."""
+    """A client algorithm that counts its steps in a Python number."""
 
     def start(self, rows):
         return {"steps": torch.zeros(())}
@@ -182,7 +182,7 @@ class Decaying(Normalised):
 
 @dataclass(frozen=True)
 class Replacing(Normalised):
-    """Puts new tensors into its state, from the first step on."""
+    """A client algorithm that replaces the tensors of its state in each step."""
 
     def step(self, rows, gradients, state):
         state["velocity"] = 0.9 * state.get("velocity", 0.0) + gradients
@@ -193,14 +193,14 @@ class Replacing(Normalised):
     ("algorithm", "reason"),
     [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "a step of local.algorithm fails")],
 )
-def test_a_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
+def test_an_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
     tables = {**experiment("convolution"), "local": {"algorithm": f"{__name__}:{algorithm}", "batch_size": 4}}
     with pytest.raises(fedsim.ExperimentError, match=re.escape(reason)):
         dry_run(tables)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and picked out
-def test_a_algorithm_may_replace_what_it_keeps(kind):
+@pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and members picked by an index
+def test_an_algorithm_may_replace_what_it_keeps(kind):
     tables = {**experiment(kind), "local": {"algorithm": f"{__name__}:Replacing", "batch_size": 4}}
     serial = fedsim.run({**tables, "engine": "serial"})
     assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)
@@ -220,9 +220,10 @@ def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, wi
 
 
 def test_a_model_that_splits_large_batches_is_refused_when_it_does():
-    """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
+    """Eight samples of two rows are one piece; with eight per row, each piece holds samples of only one row."""
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
     with pytest.raises(
-        fedsim.ExperimentError, match="its operations depend on the size or the values of a batch.*; use engine=spawn$"
+        fedsim.ExperimentError,
+        match="the model's operations depend on the size or the values of a batch.*; use engine=spawn$",
     ):
         fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})

@@ -1,16 +1,22 @@
-"""Partitions that the data or the user defines: by owner of the samples."""
+"""Partitions that the data or the user defines: by owner of the samples, or by lists of samples."""
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from fedsim.data.partitions.allocation import group
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.data.partitions.ids import column_of
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, one_line, show
+from fedsim.system.devices import free_memory
+from fedsim.system.files import read_bounded
 
 
 @partition_strategy("natural", covers=False)
@@ -53,3 +59,78 @@ class Natural:
         if not columns:
             raise ExperimentError('partition.name = "natural": this data set does not say who owns each sample')
         return len(np.unique(column_of(columns, self.by)))
+
+
+@partition_strategy("given", covers=False)
+@dataclass(frozen=True)
+class Given:
+    """Each worker holds a given list of samples, for partitions that were made elsewhere.
+
+    In Python, `fedsim.run(partition=[array, array, ...])` is the short form. If `workers` is left out, there is one
+    worker for each list. Samples in no list are not used. The lists become part of the experiment and of its file, so
+    use `path` for more than 500,000 samples.
+
+    Args:
+        shards: indices of the training samples of each worker.
+        path: file with these lists instead of `shards`. JSON: `[[0, 2], [1]]` or `{"ann": [0, 2], "bob": [1]}`. CSV:
+            the columns `sample` and `worker`, with workers in the order in which they first appear.
+
+    Returns one index array per worker. Raises ExperimentError if the file cannot be read, or if a sample has two
+    workers. Cost: O(n).
+
+    >>> fedsim.partition(np.zeros(4), 2, "given", shards=[[3, 0], [1]])
+    [array([3, 0]), array([1])]
+    """
+
+    shards: list[list[int]] | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.shards is None) == (self.path is None):
+            raise ExperimentError("partition: `given` needs either `shards` or `path`")
+
+    def __call__(self, n_workers: int) -> list[np.ndarray]:
+        if n_workers != len(self._lists):
+            raise ExperimentError(f"workers = {n_workers}: the partition has {len(self._lists)} lists; leave it out")
+        return [np.array(shard, dtype=np.int64) for shard in self._lists]
+
+    def count_workers(self, ids: Callable[[], Mapping[str, np.ndarray]]) -> int:
+        """Return the number of lists."""
+        return len(self._lists)
+
+    @cached_property
+    def _lists(self) -> list[list[int]]:
+        if self.shards is not None:
+            return self.shards
+        path = Path(str(self.path))
+        try:
+            text = read_bounded(path, int(free_memory() / 20)).decode()
+            lists = _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
+        except OSError as error:
+            raise ExperimentError(f"partition.path = {show(self.path)}: cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ExperimentError(f"partition.path = {show(self.path)}: {one_line(error)}") from None
+        return lists
+
+
+def _lists_of_json(text: str) -> list[list[int]]:
+    content = json.loads(text)
+    lists = list(content.values()) if isinstance(content, dict) else content
+    if not isinstance(lists, list) or not all(
+        isinstance(shard, list) and all(type(index) is int for index in shard) for shard in lists
+    ):
+        raise ValueError("must be a list (or an object) of lists of integers, one list per worker")
+    return lists
+
+
+def _lists_of_csv(text: str) -> list[list[int]]:
+    reader = csv.DictReader(text.splitlines())
+    if not {"sample", "worker"} <= set(reader.fieldnames or ()):
+        raise ValueError(f"must have the columns sample and worker, not {', '.join(reader.fieldnames or ['none'])}")
+    lists: dict[str, list[int]] = {}
+    for row in reader:
+        try:
+            lists.setdefault(row["worker"], []).append(int(row["sample"]))
+        except (TypeError, ValueError):
+            raise ValueError(f"line {reader.line_num}: {show(row['sample'])} is not the index of a sample") from None
+    return list(lists.values())

@@ -1,4 +1,4 @@
-"""A check before the first round that the ranks have the same versions, experiment and data."""
+"""Check before the first round that all ranks have the same software versions, experiment and data."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 
 from fedsim.core.input_limits import leaves_of
 from fedsim.data import TensorData
+from fedsim.data.tensors import compact
 from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.version import __version__
 
 OWN = ("device", "data.root")  # keys that may differ from host to host
-SHOWN = 3  # differences in a line
+SHOWN = 3  # maximum number of differences in an error message
 
-Claims = dict[str, dict[str, Any]]  # facts of a rank, by kind and key
+Claims = dict[str, dict[str, Any]]  # a rank's versions, experiment and data digests, by kind and key
 
 
 class Preflight:
-    """The check of one run. Each rank takes part once, with its facts or with the error that ends it.
+    """Check before one run that all ranks agree. Each rank takes part once, by `settle` or, after an error, `fail`.
 
     Attributes:
         settled: whether this rank has taken part.
-        passed: whether the ranks are alike.
+        passed: whether all ranks have the same versions, experiment and data.
     """
 
     def __init__(self, ranks: RankGroup, description: Mapping[str, Any]) -> None:
@@ -40,11 +41,14 @@ class Preflight:
         self.settled = self.passed = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
-        """Compare with the other ranks. Raises ExperimentError if one differs or has failed."""
+        """Compare this rank's versions, experiment and data with the other ranks'.
+
+        Raises ExperimentError in all ranks if a rank differs from rank 0 or has failed.
+        """
         data = {
             f"{name} {part}": digest(tensor)
             for name, split in (("training", train), ("test", test))
-            for part, tensor in zip(("inputs", "targets"), split.tensors, strict=True)
+            for part, tensor in zip(("inputs", "targets", "rows"), split.tensors, strict=False)
         }
         self.settled = True
         answers = self._ranks.gather_objects((None, {**self._claims, "the data": data}))
@@ -54,13 +58,13 @@ class Preflight:
         self.passed = True
 
     def fail(self, error: FedsimError) -> None:
-        """Tell the others, in their check, the error of this rank."""
+        """Take part in the check with the error of this rank, which the other ranks then raise."""
         self.settled = True
         self._ranks.gather_objects((str(error).splitlines()[0], None))
 
 
 def difference_of(claims: list[Claims]) -> list[str]:
-    """Return the first difference of a rank from rank 0, in one line with both values; no line if there is none."""
+    """Return one line that describes the first rank that differs from rank 0, with both values, or an empty list."""
 
     def shown(rank: int, kind: str, key: str) -> str:
         values = claims[rank][kind]
@@ -77,8 +81,8 @@ def difference_of(claims: list[Claims]) -> list[str]:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's values, shape and dtype."""
-    values = tensor.detach().cpu().contiguous()
+    """Return a hash (hexadecimal) of a tensor's values, shape and dtype."""
+    values = compact(tensor.detach()).cpu().contiguous()
     state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     state.update(values.flatten().view(torch.uint8).numpy().data)
     return state.hexdigest()

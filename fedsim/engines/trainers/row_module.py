@@ -1,4 +1,4 @@
-"""A module that is bound to one row after another, without carrying state from one row to the next."""
+"""RowModule: a module that computes one flat parameter vector (row) after another."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SKIPPED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}  # attr
 
 
 class RowModule:
-    """A module that is bound to one row after another, as if a new module were created for each row.
+    """Module whose parameters become views of one row [d] after another, as if each row had a new module.
 
     Parameters and saved buffers are loaded with the row. Attributes and non-persistent buffers are reset before every
     row, because the next row may belong to another worker: if training has changed them, a new module is created.
 
     Args:
-        make: returns the module in its initial state, which is the same at every call.
+        make: function that returns the module in its initial state, which must be the same at every call.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -34,11 +34,11 @@ class RowModule:
         self._start = make()
         self.module = make()
         self.layout = Layout.of(self._start)
-        self._frozen = [name for name, p in self._start.named_parameters() if not p.requires_grad]
+        self._frozen = {name: p._version for name, p in self._start.named_parameters() if not p.requires_grad}
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
-        """Bind to `row` [d] and `gradient` [d], and load the buffers [b]."""
+        """Make the parameters views of `row` [d] and their gradients views of `gradient` [d]. Load the buffers [b]."""
         if self.changed():
             self.module, self._rows = self._make(), None
         if self._rows is None or row is not self._rows[0] or gradient is not self._rows[1]:
@@ -48,9 +48,10 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context that yields the module, with gradients set to None, to code that may replace parameter data.
+        """Return a context that provides the module for user code, which may replace the parameters' data.
 
-        At the end, the parameters are copied to the row. Raises ExperimentError if their names or shapes have changed.
+        The gradients are None at the start. At the end, the parameters are copied to the row. Raises ExperimentError if
+        their names or shapes have changed.
         """
         assert self._rows is not None
         (row, gradient), self._rows = self._rows, None  # so that the module counts as unbound after an error
@@ -81,7 +82,11 @@ class RowModule:
                 "in forward)"
             )
         start, now = dict(self._start.named_parameters()), dict(self.module.named_parameters())
-        moved = [name for name in self._frozen if not torch.equal(start[name], now[name])]
+        moved = [
+            name
+            for name, version in self._frozen.items()
+            if (now[name]._version != version if now[name] is start[name] else not torch.equal(start[name], now[name]))
+        ]
         if moved:
             raise ExperimentError(
                 f"model: changes the frozen parameter {moved[0]} during training; make it a buffer "
@@ -90,7 +95,7 @@ class RowModule:
         self.layout.read_buffers(self.module, out=buffers)
 
     def changed(self) -> bool:
-        """Whether attributes or non-persistent buffers changed since construction."""
+        """Whether attributes or non-persistent buffers of the module have changed since construction."""
         return differ(self._start, self.module)
 
 

@@ -1,4 +1,4 @@
-"""What changes images: augmentations, and partitions in which workers see their samples differently."""
+"""Changes to images: augmentations, and partitions in which workers see their samples differently."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def images():
 
 
 def rotated(image, degrees):
-    """One [height, width] image turned counter-clockwise about its centre: bilinear, zero outside; in loops."""
+    """Return a [height, width] image turned counter-clockwise about its centre: bilinear, zero outside, in loops."""
     height, width = image.shape
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     result = np.zeros((height, width))
     for row in range(height):
         for column in range(width):
             x, up = column - (width - 1) / 2, (height - 1) / 2 - row
-            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # turned back by the angle
+            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # rotated back by the angle
             at_row, at_column = (height - 1) / 2 - from_up, from_x + (width - 1) / 2
             for r in (math.floor(at_row), math.floor(at_row) + 1):
                 for c in (math.floor(at_column), math.floor(at_column) + 1):
@@ -109,9 +109,9 @@ def batch():
 @pytest.mark.parametrize("registration", list(augmentation), ids=lambda registration: registration.name)
 def test_every_augmentation_is_deterministic(registration, batch):
     augment, before = registration.bind(registration.check({})), batch.clone()
-    first, again, other = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
+    first, again, with_seed_2 = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, with_seed_2)
     assert first.shape == batch.shape
     assert torch.equal(batch, before)
 
@@ -119,8 +119,8 @@ def test_every_augmentation_is_deterministic(registration, batch):
 def test_flip_mirrors_about_half_of_the_images(batch):
     flipped = flip(batch, Draws.of(0, "x"))
     mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, batch, strict=True)]
-    kept = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
-    assert all(m != k for m, k in zip(mirrored, kept, strict=True))
+    unchanged = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
+    assert all(m != k for m, k in zip(mirrored, unchanged, strict=True))
     assert 10 < sum(mirrored) < 40
     assert torch.equal(flip(batch, Draws.of(0, "x"), probability=1.0), batch.flip(3))
 

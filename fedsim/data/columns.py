@@ -1,0 +1,126 @@
+"""Samples from named columns: of tables in files, data frames and Hugging Face data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from fedsim.core.randomness import numpy_generator
+from fedsim.core.suggestions import nearest
+from fedsim.data.tensors import TensorData, as_tensor_data
+from fedsim.errors import DataError, show
+
+TARGETS = "label", "labels", "target", "targets", "y"  # names of the target column that need not be set
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Columns = Mapping[str, Any]
+
+
+def train_and_test(
+    train: Columns,
+    test: Columns | None,
+    places: tuple[str, str],
+    *,
+    target: str | None,
+    inputs: Sequence[str] | None,
+    ids: Sequence[str] | None,
+    test_fraction: float,
+) -> tuple[TensorData, TensorData]:
+    """Return the training and test samples of columns.
+
+    Args:
+        train, test: columns by name, arrays or lists [n, ...] of numbers; also of text for ids and targets. Text
+            targets become class labels in sorted order.
+        places: what error messages call `train` and `test`, such as a file.
+        target: column of the targets. None: the only column called label, labels, target, targets or y.
+        inputs: columns of the inputs, which are concatenated. None: all other columns.
+        ids: columns of the owners of samples. None: none.
+        test_fraction: fraction of `train` that is drawn as test samples if `test` is None.
+
+    Raises DataError, with the place and the column, for missing columns, text in inputs, NaN and infinity.
+    """
+    parts = [(columns, place) for columns, place in zip((train, test), places, strict=True) if columns is not None]
+    target, ids = target or _only_target(train, places[0]), ids or ()
+    inputs = [name for name in train if name not in (target, *ids)] if inputs is None else inputs
+    for columns, place in parts:
+        for name in (target, *inputs, *ids):
+            if name not in columns:
+                raise DataError(f"{place}: has no column {show(name)}; {nearest(name, columns)}")
+    targets = [np.asarray(columns[target]) for columns, _ in parts]
+    if any(values.dtype.kind in "OUS" for values in targets):
+        classes = np.unique(np.concatenate([values.astype(str) for values in targets]))
+        targets = [np.searchsorted(classes, values.astype(str)) for values in targets]
+    samples = []
+    for (columns, place), values in zip(parts, targets, strict=True):
+        arrays = [_numbers(columns[name], f"{place}: column {show(name)}") for name in inputs]
+        require_finite(values, f"{place}: column {show(target)}")
+        owners = {name: np.asarray(columns[name]) for name in ids}
+        samples.append(samples_of(_joined(arrays, place), values, owners, place))
+    return (samples[0], samples[1]) if test is not None else split_test(samples[0], test_fraction)
+
+
+def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
+    """Return a data set of arrays [n, ...] and ids [n]. Raises DataError, with the place, if they do not fit."""
+
+    class Samples(tuple):
+        """The pair (inputs, targets) with ids, as `as_tensor_data` reads it."""
+
+    pair = Samples((inputs, targets))
+    pair.ids = ids  # type: ignore[attr-defined]
+    try:
+        return as_tensor_data(pair)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from None
+
+
+def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
+    """Return the training and test samples of one data set: a random draw, the same for every seed."""
+    order = numpy_generator(0, "test_split").permutation(len(data))
+    held_out = round(fraction * len(data))
+    return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
+
+
+def require_finite(values: np.ndarray, place: str) -> None:
+    """Raise DataError, with the place and the row, if an array [n, ...] contains NaN or infinity."""
+    if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
+        row = int(np.argwhere(~finite)[0][0])
+        raise DataError(f"{place}: row {row} is NaN, infinite or missing; remove or replace such rows")
+
+
+def _only_target(columns: Columns, place: str) -> str:
+    names = [name for name in columns if name in TARGETS]
+    if len(names) != 1:
+        raise DataError(f"{place}: set `target` to the column of the targets; allowed: {', '.join(columns)}")
+    return names[0]
+
+
+def _numbers(values: Any, place: str) -> np.ndarray:
+    """Return a column as an array of numbers [n, ...]; pictures become uint8 [n, channels, height, width]."""
+    if hasattr(next(iter(values), None), "getbands"):  # PIL pictures
+        values = [np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1) for picture in values]
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        raise DataError(f"{place}: its values have different shapes") from None
+    if array.dtype.kind == "O" and len(array) and isinstance(array[0], (list, np.ndarray)):
+        shapes = {np.shape(value) for value in array}
+        if len(shapes) > 1:
+            raise DataError(
+                f"{place}: its values have different shapes, such as {' and '.join(map(str, sorted(shapes)[:2]))}"
+            )
+        array = np.stack([np.asarray(value) for value in array])
+    if array.dtype.kind not in "iubf":
+        raise DataError(f"{place}: holds {array.dtype} values, not numbers; list the input columns in `inputs`")
+    require_finite(array, place)
+    return array.astype(np.float32) if array.dtype.kind == "f" else array
+
+
+def _joined(arrays: list[np.ndarray], place: str) -> np.ndarray:
+    """Return one array alone, or columns [n] and [n, k] side by side as float32 [n, features]."""
+    if not arrays:
+        raise DataError(f"{place}: has no column of inputs")
+    if len(arrays) == 1 and arrays[0].ndim > 1:
+        return arrays[0]  # pictures and tokens keep their integers
+    return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in arrays], axis=1)

@@ -1,0 +1,82 @@
+"""Arrays in `.npz` and tensors in `.safetensors` files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedsim.data.columns import Fraction, require_finite, samples_of, split_test
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, one_line, show
+
+PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
+NAMES = {  # accepted names of each array
+    "inputs": ("inputs", "x_train", "x"),
+    "targets": ("targets", "y_train", "y"),
+    "test_inputs": ("test_inputs", "x_test"),
+    "test_targets": ("test_targets", "y_test"),
+}
+
+
+@dataset("npz")
+@dataset("safetensors")
+def arrays(root: Path, *, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, TensorData]:
+    """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
+
+    The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
+    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test`, as in Keras). Every other array with n values is a
+    column of owners for the partition `natural`. uint8 inputs are images [n, channels, height, width], divided by 255.
+
+    Args:
+        root: not used.
+        path: the file. `.pt` files are refused, because reading a pickle runs code.
+        test_fraction: fraction of the samples that is drawn at random for tests if the file has no test samples, the
+            same draw for every seed.
+
+    Raises DataError, with the file and the array, for files that cannot be read, missing arrays, arrays of different
+    lengths, NaN and infinity.
+
+    >>> import tempfile
+    >>> file = tempfile.mkdtemp() + "/points.npz"
+    >>> np.savez(file, inputs=np.zeros((10, 3), "float32"), targets=np.arange(10) % 2, user=np.arange(10) // 5)
+    >>> train, test = fedsim.load_dataset("npz", path=file)
+    >>> train.inputs.shape, len(test), list(train.ids)
+    (torch.Size([8, 3]), 2, ['user'])
+    """
+    stored = _read(path)
+    parts = {role: next((name for name in names if name in stored), None) for role, names in NAMES.items()}
+    for role in ("inputs", "targets", "test_targets" if parts["test_inputs"] else "inputs"):
+        if parts[role] is None:
+            raise DataError(f"{path}: has no array {role}, only {', '.join(stored) or 'none'}")
+    values = {role: stored.pop(name) for role, name in parts.items() if name is not None}
+    for role, array in values.items():
+        require_finite(array, f"{path}: {role}")
+    n = len(values["targets"])
+    for name, array in stored.items():
+        if array.shape != (n,):
+            raise DataError(f"{path}: {show(name)} has the shape {list(array.shape)}; owners must be [{n}]")
+    train = samples_of(values["inputs"], values["targets"], stored, path)
+    if "test_inputs" not in values:
+        return split_test(train, test_fraction)
+    return train, samples_of(values["test_inputs"], values["test_targets"], {}, path)
+
+
+def _read(path: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a file by name."""
+    suffix = Path(path).suffix.lower()
+    if suffix in PICKLES:
+        raise DataError(
+            f"{path}: {suffix} files are not read, because a pickle runs code; write "
+            'numpy.savez(FILE, inputs=..., targets=...) or safetensors.torch.save_file({"inputs": ...}, FILE)'
+        )
+    try:
+        if suffix == ".safetensors":
+            from safetensors.numpy import load_file
+
+            return load_file(path)
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # errors of zip files, of NumPy and of safetensors
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from None

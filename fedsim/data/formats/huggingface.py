@@ -1,0 +1,67 @@
+"""Data sets of Hugging Face, from the hub or from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedsim.data.columns import Fraction, train_and_test
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, one_line, show
+from fedsim.system.packages import import_extra
+
+
+@dataset("huggingface")
+def huggingface(
+    root: Path,
+    *,
+    path: str,
+    config: str | None = None,
+    train: str = "train",
+    test: str | None = "test",
+    target: str | None = None,
+    inputs: list[str] | None = None,
+    ids: list[str] | None = None,
+    test_fraction: Fraction = 0.2,
+) -> tuple[TensorData, TensorData]:
+    """A data set of Hugging Face, from the hub or a folder that `save_to_disk` wrote (extra `huggingface`).
+
+    Columns become inputs and targets as in the data set `csv`; pictures become uint8 [n, channels, height, width].
+
+    Args:
+        root: cache folder of the hub's files.
+        path: name on the hub, such as `flwrlabs/femnist`, or a folder.
+        config: configuration of the data set on the hub.
+        train, test: names of the splits. If there is no split `test`, a fraction `test_fraction` of the rows is drawn
+            at random, the same for every seed.
+        target, inputs, ids, test_fraction: as in the data set `csv`.
+
+    Raises DataError, with the name and the column, if the data set cannot be read, and as the data set `csv`.
+
+    >>> train, test = fedsim.load_dataset(  # doctest: +SKIP
+    ...     "huggingface", path="flwrlabs/femnist", inputs=["image"], target="character", ids=["writer_id"])
+    """
+    datasets = import_extra("datasets", extra="huggingface", purpose="the data set huggingface")
+    try:
+        if Path(path).is_dir() and list(Path(path).glob("dataset_*.json")):
+            splits = datasets.load_from_disk(path)
+        else:
+            splits = datasets.load_dataset(path, config, cache_dir=str(root / "huggingface"))
+    except Exception as error:
+        raise DataError(
+            f"{path}: cannot be read: {one_line(error)}; on a computer without network, use a folder"
+        ) from None
+    if not hasattr(splits, "keys"):
+        splits = {train: splits}
+    if train not in splits:
+        raise DataError(f"data.train = {show(train)}: {path} has the splits {', '.join(splits)}")
+    parts = [None if name not in splits else _columns(splits[name]) for name in (train, test)]
+    places = f"{path}, split {train}", f"{path}, split {test}"
+    return train_and_test(
+        parts[0] or {}, parts[1], places, target=target, inputs=inputs, ids=ids, test_fraction=test_fraction
+    )
+
+
+def _columns(split: Any) -> dict[str, Any]:
+    return {name: split[name][:] for name in split.column_names}

@@ -1,0 +1,86 @@
+"""Image files in folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import PositiveInt
+
+from fedsim.data.columns import Fraction, split_test
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, one_line
+
+SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"
+TEST_FOLDERS = "test", "val", "valid"
+
+
+@dataset("image_folder")
+def image_folder(
+    root: Path,
+    *,
+    path: str,
+    size: PositiveInt | None = None,
+    grey: bool = False,
+    test_fraction: Fraction = 0.2,
+) -> tuple[TensorData, TensorData]:
+    """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
+
+    Classes are numbered in sorted order. Images in `CLASS/OWNER/IMAGE` belong to this owner, for the partition
+    `natural`. Pixels are uint8 [n, channels, height, width], divided by 255 when a batch is made.
+
+    Args:
+        root: not used.
+        path: the folder.
+        size: height and width to which all images are resized. Unset: all images must have one size.
+        grey: whether to convert the images to one channel.
+        test_fraction: fraction of the samples that is drawn at random for tests if there is no test part, the same draw
+            for every seed.
+
+    Raises DataError, with the file, for images that cannot be read or have different sizes, and for unknown classes.
+
+    >>> train, test = fedsim.load_dataset("image_folder", path="~/data/leaves", size=64)  # doctest: +SKIP
+    """
+    folder = Path(path).expanduser()
+    train_folder = folder / "train" if (folder / "train").is_dir() else folder
+    if not train_folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    classes = sorted(entry.name for entry in train_folder.iterdir() if entry.is_dir())
+    train = _read(train_folder, classes, size, grey)
+    test_folder = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
+    if train_folder == folder or test_folder is None:
+        return split_test(train, test_fraction)
+    return train, _read(test_folder, classes, size, grey)
+
+
+def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> TensorData:
+    """Return the images below a folder, in sorted order."""
+    from PIL import Image  # a requirement of torchvision
+
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    images, labels, owners = list[np.ndarray](), list[int](), list[str]()
+    for file in files:
+        name, *below = file.relative_to(folder).parts
+        if name not in classes or not below:
+            raise DataError(f"{file}: must be in the folder of one of the classes {', '.join(classes[:10])}")
+        try:
+            with Image.open(file) as image:
+                image = image.convert("L" if grey else "RGB")
+                pixels = np.atleast_3d(image if size is None else image.resize((size, size)))
+        except Exception as error:
+            raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
+        if images and pixels.shape != images[0].shape:
+            raise DataError(
+                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, and {files[0].name} "
+                f"{images[0].shape[1]} x {images[0].shape[0]}; set `size` to resize all images"
+            )
+        images.append(pixels)
+        labels.append(classes.index(name))
+        owners.append(below[0] if len(below) > 1 else "")
+    if not images:
+        raise DataError(f"{folder}: has no images ({', '.join(SUFFIXES)}) in folders of classes")
+    inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())
+    ids = {"owner": np.array(owners)} if all(owners) else {}
+    return TensorData(inputs, torch.tensor(labels), scale=1 / 255, ids=ids)

@@ -1,0 +1,112 @@
+"""Data sets in the JSON format of LEAF (Caldas et al. 2018): FEMNIST, Shakespeare, CelebA, Synthetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data.columns import require_finite, samples_of
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, one_line, show
+
+# The characters of LEAF's data set Shakespeare, in the order of its labels.
+CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+
+
+@dataset("leaf")
+def leaf(
+    root: Path,
+    *,
+    path: str,
+    shape: list[int] | None = None,
+    images: str | None = None,
+    size: int = 84,
+) -> tuple[TensorData, TensorData]:
+    """A data set that LEAF's scripts wrote: `PATH/train/*.json` and `PATH/test/*.json`. Caldas et al. 2018.
+
+    Users are the column `user` of owners. Inputs that are text (Shakespeare) become int64 [n, length], numbers of
+    LEAF's 80 characters, and their targets class labels (the next character). Inputs that are names of files (CelebA)
+    are read from the folder `images` as uint8 [n, 3, size, size].
+
+    Args:
+        root: not used.
+        path: the folder with `train` and `test`.
+        shape: shape of an input, such as [1, 28, 28] for FEMNIST. Unset: the shape in the files.
+        images: folder of the image files that inputs name.
+        size: height and width to which these images are resized.
+
+    Raises DataError, with the file and the user, for files that cannot be read, users without data, and inputs and
+    targets of different lengths or shapes.
+
+    >>> train, test = fedsim.load_dataset("leaf", path="data/femnist", shape=[1, 28, 28])  # doctest: +SKIP
+    """
+    parts = []
+    for part in ("train", "test"):
+        inputs, targets, users = [], [], []
+        for place, user, user_inputs, user_targets in _users(Path(path).expanduser() / part):
+            inputs += [_as_input(value, images, size, place) for value in user_inputs]
+            targets += [_as_target(value, place) for value in user_targets]
+            users += [user] * len(user_inputs)
+        if len({np.shape(value) for value in inputs}) != 1:
+            raise DataError(f"{path}/{part}: has inputs of different shapes")
+        array = np.array(inputs)
+        array = array.astype(np.float32) if array.dtype.kind == "f" else array
+        require_finite(array, f"{path}/{part}")
+        if shape is not None and np.prod(shape) != array[0].size:
+            raise DataError(f"data.shape = {shape}: inputs in {path}/{part} have {array[0].size} values")
+        array = array if shape is None else array.reshape(-1, *shape)
+        parts.append(samples_of(array, np.array(targets), {"user": np.array(users)}, f"{path}/{part}"))
+    return parts[0], parts[1]
+
+
+def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
+    """Yield the place for error messages, the name, the inputs and the targets of each user."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise DataError(f"{folder}: has no .json files; run LEAF's preprocess.sh with -t sample")
+    for file in files:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            users, data = content["users"], content["user_data"]
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
+        except KeyError as error:
+            raise DataError(f"{file}: has no {error} as LEAF's files have") from None
+        for user in users:
+            place = f"{file}: user {show(user)}"
+            try:
+                inputs, targets = data[user]["x"], data[user]["y"]
+            except (KeyError, TypeError):
+                raise DataError(f"{place}: has no x and y in user_data") from None
+            if len(inputs) != len(targets):
+                raise DataError(f"{place}: has {len(inputs)} inputs and {len(targets)} targets")
+            yield place, str(user), inputs, targets
+
+
+def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    if images is None:
+        return [_as_target(character, place) for character in value]
+    from PIL import Image  # a requirement of torchvision
+
+    file = Path(images).expanduser() / value
+    try:
+        with Image.open(file) as image:
+            return np.asarray(image.convert("RGB").resize((size, size))).transpose(2, 0, 1)
+    except Exception as error:
+        raise DataError(f"{place}: {file}: cannot be read: {one_line(error)}") from None
+
+
+def _as_target(value: Any, place: str) -> Any:
+    """Return a number unchanged, and the number of one of LEAF's characters."""
+    if not isinstance(value, str):
+        return value
+    if len(value) != 1 or value not in CHARACTERS:
+        raise DataError(f"{place}: {show(value)} is not one of LEAF's {len(CHARACTERS)} characters")
+    return CHARACTERS.index(value)

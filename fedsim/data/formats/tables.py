@@ -1,0 +1,75 @@
+"""CSV and Parquet files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data.columns import Fraction, train_and_test
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, one_line
+from fedsim.system.packages import import_extra
+
+
+@dataset("csv")
+@dataset("parquet")
+def table(
+    root: Path,
+    *,
+    path: str,
+    test_path: str | None = None,
+    target: str | None = None,
+    inputs: list[str] | None = None,
+    ids: list[str] | None = None,
+    test_fraction: Fraction = 0.2,
+) -> tuple[TensorData, TensorData]:
+    """Rows of a CSV or Parquet file, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
+
+    Columns of numbers are concatenated to inputs [n, features]. A single column of lists of one length is an input
+    [n, length]. Targets that are text become class labels in sorted order.
+
+    Args:
+        root: not used.
+        path: file of the training samples, `.csv` or `.parquet`.
+        test_path: file of the test samples. Unset: a fraction `test_fraction` of the rows, drawn at random, the same
+            for every seed.
+        target: column of the targets. Unset: the only column called label, labels, target, targets or y.
+        inputs: columns of the inputs. Unset: all columns except the target and `ids`.
+        ids: columns of the owners of samples, for the partition `natural`.
+        test_fraction: 0 < test_fraction < 1.
+
+    Raises DataError, with the file and the column, for a file that cannot be read, missing columns, inputs that are
+    text, NaN and missing values.
+
+    >>> import tempfile, pathlib
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "points.csv"
+    >>> _ = file.write_text("x,user,y\\n" + "".join(f"{k / 10},{'ab'[k % 2]},{k}.5\\n" for k in range(10)))
+    >>> train, test = fedsim.load_dataset("csv", path=str(file), ids=["user"])
+    >>> train.inputs.shape, len(test), sorted(set(train.ids["user"]))
+    (torch.Size([8, 1]), 2, ['a', 'b'])
+    """
+    train = _read(path)
+    test = None if test_path is None else _read(test_path)
+    places = path, test_path or ""
+    return train_and_test(train, test, places, target=target, inputs=inputs, ids=ids, test_fraction=test_fraction)
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return the columns of a file."""
+    csv = Path(path).suffix.lower() in (".csv", ".tsv", ".txt")
+    module = import_extra("pyarrow.csv" if csv else "pyarrow.parquet", extra="tables", purpose="reading tables")
+    try:
+        content = module.read_csv(path) if csv else module.read_table(path)
+    except Exception as error:  # the errors of PyArrow have no common base class
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
+    columns = {}
+    for name in content.column_names:
+        column = content.column(name)
+        if column.null_count:
+            row = int(np.flatnonzero(column.is_null())[0])
+            raise DataError(f"{path}: column {name}: row {row} is missing; remove or replace such rows")
+        columns[name] = column.to_numpy()
+    return columns

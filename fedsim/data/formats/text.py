@@ -1,0 +1,232 @@
+"""Texts as windows of tokens: the plays of Shakespeare by role, and text files.
+
+The samples of both parts are windows of one tensor of tokens, in the smallest integer type. A batch is converted to
+int64 when it is gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, show
+from fedsim.system.packages import import_extra
+
+SHAKESPEARE_FILE = Path(__file__).parents[1] / "shakespeare.json.xz"  # shakespeare.txt says where the texts come from
+UNKNOWN = 0  # token of all characters outside the vocabulary
+TYPES = torch.uint8, torch.int16, torch.int32
+
+Targets = Literal["all", "last"]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+Tokens = np.ndarray  # integers [tokens]
+
+
+@dataset("shakespeare")
+def shakespeare(
+    root: Path,
+    *,
+    length: PositiveInt = 80,
+    stride: PositiveInt | None = None,
+    targets: Targets = "all",
+    min_characters: PositiveInt = 1000,
+    test_fraction: Fraction = 0.2,
+    test_windows: PositiveInt | None = None,
+) -> tuple[TensorData, TensorData]:
+    """The 37 plays of Shakespeare, which come with fedsim: windows of characters, for the task next_token.
+
+    Each role of a play is an owner, so `partition = "natural"` makes 622 workers, and
+    `partition = {name = "natural", by = "play"}` makes 37. The first 80 percent of the characters of each role are
+    training data, and the rest are test data. No window contains characters of both. Inputs are [n, length]. There are
+    78 tokens: 0 is unused, and 1 to 77 are the characters that occur, in the order of their code points. McMahan et al.
+    2017, Caldas et al. 2018 (LEAF).
+
+    Args:
+        length: characters in a window.
+        stride: distance between the starts of two windows of a role; unset: `length`, so that windows do not overlap.
+        targets: "all": the next character at each position, [n, length] (McMahan et al.). "last": only the character
+            after the window, [n], for the task classification and `model.last_only` (LEAF, with stride = 1).
+        min_characters: roles with fewer characters are left out. 1 keeps all 1,385 roles, of which those without a
+            whole window have no samples.
+        test_fraction: fraction of each role's characters for tests, between 0 and 1.
+        test_windows: maximum number of test windows, taken at equal distances; unset: all. Tests are then faster.
+
+    Raises DataError if no role is left. Cost: half a second; 4 MB for the characters and 8 bytes per window.
+
+    >>> train, test = fedsim.load_dataset("shakespeare")
+    >>> inputs, targets = train.gather(torch.arange(2))
+    >>> inputs.shape, torch.equal(inputs[0, 1:], targets[0, :-1]), train.classes
+    (torch.Size([2, 80]), True, 78)
+    """
+    plays: dict[str, dict[str, str]] = json.loads(lzma.decompress(SHAKESPEARE_FILE.read_bytes()))
+    everything = "".join(text for roles in plays.values() for text in roles.values())
+    alphabet = np.flatnonzero(np.bincount(_code_points(everything)))  # sorted
+    owners = [
+        ({"role": f"{play}: {role}", "play": play}, text)
+        for play, roles in plays.items()
+        for role, text in roles.items()
+        if len(text) >= min_characters
+    ]
+    if not owners:
+        raise DataError(f"data.min_characters = {min_characters}: no role has so many characters; use a smaller number")
+    parts = [_split(_as_tokens(_code_points(text), alphabet), test_fraction) for _, text in owners]
+    names = [name for name, _ in owners]
+    return windows(names, parts, length=length, stride=stride, targets=targets, test_windows=test_windows)
+
+
+@dataset("text")
+def text(
+    root: Path,
+    *,
+    path: str | list[str],
+    tokens: Literal["characters", "bpe"] = "characters",
+    vocabulary: Annotated[int, Field(ge=2)] = 512,
+    length: PositiveInt = 80,
+    stride: PositiveInt | None = None,
+    targets: Targets = "all",
+    test_fraction: Fraction = 0.2,
+    test_windows: PositiveInt | None = None,
+) -> tuple[TensorData, TensorData]:
+    """Text files in UTF-8: windows of characters or byte-pair tokens, for the task next_token.
+
+    Each file is an owner ("file") for the partition `natural`. The last part of each file is test data. The vocabulary
+    comes from the training parts: the most frequent characters, where token 0 stands for all others, or byte-pair
+    tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install 'fedsim-sgd[text]').
+
+    Args:
+        path: a file, a folder with files *.txt (also in folders below), or a list of both.
+        tokens: "characters" or "bpe".
+        vocabulary: maximum number of tokens, at least 2, and at least 256 with "bpe".
+        length, stride, targets, test_fraction, test_windows: as in `shakespeare`, in tokens.
+
+    Raises DataError for a path without files, and for a file that is empty, too short for one window in each part, or
+    not UTF-8. Cost: up to 5 bytes of memory per character while reading, then 1 to 4 bytes per token and 8 bytes per
+    window.
+
+    >>> train, test = fedsim.load_dataset("text", path="play.txt", length=32)  # doctest: +SKIP
+    """
+    files = [file for name in ([path] if isinstance(path, str) else path) for file in _files_of(name)]
+    parts = [_split(_read(file), test_fraction) for file in files]
+    if tokens == "bpe":
+        encoded = _byte_pairs(parts, vocabulary)
+    else:
+        characters, counts = np.unique(np.concatenate([_code_points(train) for train, _ in parts]), return_counts=True)
+        alphabet = np.sort(characters[np.argsort(-counts, kind="stable")[: vocabulary - 1]])
+        encoded = [tuple(_as_tokens(_code_points(part), alphabet) for part in pair) for pair in parts]
+    for file, pair in zip(files, encoded, strict=True):
+        if min(map(len, pair)) <= length:
+            raise DataError(
+                f"data.path = {show(str(file))}: its parts for training and tests have {len(pair[0])} and "
+                f"{len(pair[1])} tokens; each needs {length + 1} or more for one window; use a smaller data.length"
+            )
+    names = [{"file": str(file)} for file in files]
+    return windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+
+
+def windows(
+    owners: Sequence[Mapping[str, str]],
+    parts: Sequence[tuple[Any, ...]],
+    *,
+    length: int,
+    stride: int | None = None,
+    targets: Targets = "all",
+    test_windows: int | None = None,
+) -> tuple[TensorData, TensorData]:
+    """Return windows of the tokens of several owners.
+
+    Args:
+        owners: what each owner is called, by column of ids.
+        parts: of each owner, the tokens for training and for tests, as two integer arrays.
+        length, stride, targets, test_windows: as in `shakespeare`.
+
+    >>> names, parts = [{"file": "a"}], [(np.arange(7), np.arange(5))]
+    >>> train, test = fedsim.data.formats.text.windows(names, parts, length=3)
+    >>> train.gather(torch.arange(2))
+    (tensor([[0, 1, 2],
+            [3, 4, 5]]), tensor([[1, 2, 3],
+            [4, 5, 6]]))
+    """
+    arrays = [tokens for pair in parts for tokens in pair]
+    joined = np.concatenate(arrays)
+    kind = next(each for each in TYPES if joined.max() <= torch.iinfo(each).max)
+    stream = torch.from_numpy(joined).to(kind)
+    if len(stream) <= length:
+        raise DataError(f"data.length = {length}: must be less than {len(stream)}, the number of tokens")
+    inputs = stream.unfold(0, length, 1)[:-1]
+    following = stream[1:].unfold(0, length, 1) if targets == "all" else stream[length:]
+    ends = np.cumsum([len(tokens) for tokens in arrays])
+    starts = [
+        np.arange(end - len(tokens), end - length, stride or length) for end, tokens in zip(ends, arrays, strict=True)
+    ]
+
+    def part(which: int, most: int | None = None) -> TensorData:
+        rows = starts[which::2]
+        columns = {
+            name: np.repeat(np.array([owner[name] for owner in owners], dtype=object), list(map(len, rows)))
+            for name in owners[0]
+        }
+        position = torch.from_numpy(np.concatenate(rows))
+        data = TensorData(inputs, following, dtype=torch.int64, ids=columns, rows=position)
+        return data if most is None or most >= len(data) else data.take(np.arange(most) * len(data) // most)
+
+    return part(0), part(1, test_windows)
+
+
+def _split(values: Any, test_fraction: float) -> tuple[Any, Any]:
+    """Cut a text or its tokens in time."""
+    cut = int(len(values) * (1 - test_fraction))
+    return values[:cut], values[cut:]
+
+
+def _code_points(text: str) -> Tokens:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
+    """Number the code points by a sorted alphabet, from 1."""
+    places = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
+    return np.where(alphabet[places] == characters, places + 1, UNKNOWN)
+
+
+def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple[Tokens, ...]]:
+    """Train byte-pair tokens on the training parts, and return the tokens of all parts."""
+    tokenizers = import_extra("tokenizers", extra="text", purpose='data.tokens = "bpe"')
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary < len(letters):
+        raise DataError(f'data.vocabulary = {vocabulary}: must be at least {len(letters)} with data.tokens = "bpe"')
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator([train for train, _ in parts], trainer)
+    return [tuple(np.array(tokenizer.encode(part).ids, dtype=np.int64) for part in pair) for pair in parts]
+
+
+def _files_of(name: str) -> list[Path]:
+    """Return a file, or the files *.txt of a folder. Raises DataError if there are none."""
+    path = Path(name).expanduser()
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        problem = "has no files *.txt" if path.is_dir() else "there is no such file or folder"
+        raise DataError(f"data.path = {show(name)}: {problem}")
+    return files
+
+
+def _read(file: Path) -> str:
+    """Return the text of a file. Raises DataError with the file and the place."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.path = {show(str(file))}: byte {error.start} is not UTF-8; convert the file") from None
+    except OSError as error:
+        raise DataError(f"data.path = {show(str(file))}: cannot be read: {error.strerror}") from None
+    if not text:
+        raise DataError(f"data.path = {show(str(file))}: is empty")
+    return text

@@ -1,0 +1,76 @@
+"""The data set Synthetic(alpha, beta) of FedProx."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+
+from fedsim.data.sources import dataset
+from fedsim.data.tensors import TensorData
+
+NonNegative = Annotated[float, Field(ge=0)]
+FEATURES, CLASSES = 60, 10
+
+
+@dataset("synthetic")
+def synthetic(
+    root: Path,
+    *,
+    alpha: NonNegative = 1.0,
+    beta: NonNegative = 1.0,
+    users: PositiveInt = 30,
+    iid: bool = False,
+    seed: int = 0,
+) -> tuple[TensorData, TensorData]:
+    """Synthetic(alpha, beta): logistic models of 60 features and 10 classes that differ between users. Li et al. 2020.
+
+    As in the code of FedProx: user k has n_k = 50 + floor(L_k) samples, L_k ~ lognormal(4, 2). It has the model
+    W_k [60, 10], b_k [10] with entries ~ N(u_k, 1), u_k ~ N(0, alpha), and inputs x ~ N(v_k, Sigma) with
+    v_k ~ N(B_k, 1) per feature, B_k ~ N(0, beta), and the diagonal Sigma_jj = j^-1.2. The label is
+    argmax(x W_k + b_k). The first argument and the second argument of N are mean and standard deviation for u_k and
+    B_k, as in that code. With `iid`, all users share one W, b ~ N(0, 1) and v = 0.
+
+    The first 90 percent of each user's samples are for training, at random; the others are the test set.
+
+    Args:
+        root: not used.
+        alpha: how much the models of users differ, >= 0.
+        beta: how much the inputs of users differ, >= 0.
+        users: number of users.
+        iid: whether all users have the same distribution.
+        seed: of the generation, independent of the seed of the experiment.
+
+    Returns inputs float32 [n, 60], labels [n] and the column `user` of owners, for the partition `natural`.
+
+    >>> train, test = fedsim.load_dataset("synthetic", alpha=0.5, beta=0.5)
+    >>> train.inputs.shape[1], len(np.unique(train.ids["user"]))
+    (60, 30)
+    """
+    rng = np.random.default_rng(seed)
+    sizes = rng.lognormal(4, 2, users).astype(int) + 50
+    model_means, input_means = rng.normal(0, alpha, users), rng.normal(0, beta, users)
+    deviations = np.arange(1, FEATURES + 1) ** -0.6  # the square root of the variances j^-1.2
+    common = rng.normal(0, 1, (FEATURES, CLASSES)), rng.normal(0, 1, CLASSES)
+    parts: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[], []]
+    for user, size in enumerate(sizes):
+        weights = rng.normal(model_means[user], 1, (FEATURES, CLASSES))
+        bias = rng.normal(model_means[user], 1, CLASSES)
+        center = rng.normal(input_means[user], 1, FEATURES)
+        if iid:
+            (weights, bias), center = common, np.zeros(FEATURES)
+        inputs = center + deviations * rng.normal(size=(size, FEATURES))
+        labels = np.argmax(inputs @ weights + bias, axis=1)
+        n_train = int(0.9 * size)
+        for part, span in zip(parts, (slice(n_train), slice(n_train, None)), strict=True):
+            part.append((inputs[span], labels[span], np.full(len(labels[span]), user)))
+    train, test = (_samples(part) for part in parts)
+    return train, test
+
+
+def _samples(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> TensorData:
+    inputs, labels, users = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return TensorData(torch.from_numpy(inputs).float(), torch.from_numpy(labels), ids={"user": users})

@@ -1,0 +1,121 @@
+"""What of a model is trained, and from where it starts: name patterns, low-rank adapters, and weights from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, FedsimError, one_line, show
+from fedsim.system.devices import free_memory
+from fedsim.system.files import read_bounded
+
+ADAPTERS = "lora_a", "lora_b"
+
+
+class LoRALinear(nn.Linear):
+    """Linear layer with a frozen weight W and a trained low-rank term: x (W + (alpha / rank) B A)^T + bias.
+
+    A [rank, inputs] (`lora_a`) starts as in `nn.Linear`, and B [outputs, rank] (`lora_b`) with zeros, so the layer
+    starts as the layer that it replaces. Hu et al. 2022 (LoRA).
+    """
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+
+    @classmethod
+    def convert(cls, layer: nn.Linear, rank: int, alpha: float) -> None:
+        """Convert a linear layer to a LoRALinear in place. Its parameters stay the same objects and are frozen."""
+        layer.requires_grad_(False)
+        layer.lora_a = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        layer.lora_b = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
+        layer.scale = alpha / rank  # type: ignore[assignment]
+        nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))
+        layer.__class__ = cls
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + F.linear(F.linear(input, self.lora_a), self.lora_b) * self.scale
+
+
+def add_adapters(module: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    """Freeze a model and add low-rank adapters to the linear layers whose names match one of the patterns `targets`.
+
+    Raises ExperimentError if a pattern matches no linear layer.
+    """
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear}
+    chosen = matching(targets, list(layers), "model.lora.targets", "linear layer")
+    module.requires_grad_(False)
+    for name in chosen:
+        LoRALinear.convert(layers[name], rank, alpha)
+
+
+def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters of a model except adapters and those whose names match one of the patterns.
+
+    Raises ExperimentError if a pattern matches no parameter.
+    """
+    parameters = dict(module.named_parameters())
+    chosen = matching(patterns, list(parameters), "local.train", "parameter")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in chosen or name.endswith(ADAPTERS))
+
+
+def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
+    """Replace the frozen parameters of a model by those in `shared`; add those that are missing there."""
+    replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
+    for part in module.modules():
+        part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})
+
+
+def matching(patterns: Sequence[str], names: list[str], key: str, kind: str) -> set[str]:
+    """Return the names that match one of the patterns, with `*` and `?` as in a shell.
+
+    A pattern also matches all names below it: `head` matches `head.weight`. Raises ExperimentError, which begins with
+    the key of the experiment, if a pattern matches nothing.
+    """
+    matches = {
+        pattern: {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        for pattern in patterns
+    }
+    for pattern, matched in matches.items():
+        if not matched:
+            modules = dict.fromkeys([*(name.rpartition(".")[0] or name for name in names), *names])
+            raise ExperimentError(f"{key}: no {kind} matches {show(pattern)}; {nearest(pattern, modules)}")
+    return set().union(*matches.values())
+
+
+def load_weights(
+    module: nn.Module, path: Path, place: str, error_class: type[FedsimError], *, optional: tuple[str, ...] = ()
+) -> None:
+    """Load parameters and buffers from a safetensors file. `optional`: endings of names that the file may lack.
+
+    Raises `error_class`, with one line that begins with `place`, if the file does not exist, cannot be read, or does
+    not fit the model.
+    """
+    if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
+        raise error_class(
+            f"{place}: must be a .safetensors file, because reading a pickle runs code; convert it with "
+            "safetensors.torch.save_file(model.state_dict(), FILE)"
+        )
+    try:
+        stored = load(read_bounded(path, int(free_memory() / 2), path.parent))
+    except OSError as error:
+        raise error_class(f"{place}: cannot be read: {error.strerror}") from None
+    except (ValueError, SafetensorError) as error:
+        raise error_class(f"{place}: is damaged: {one_line(error)}") from None
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    for name in dict.fromkeys([*tensors, *stored]):
+        there, here = (list(of[name].shape) if name in of else "missing" for of in (stored, tensors))
+        if there != here and not (there == "missing" and name.endswith(optional)):
+            raise error_class(f"{place}: shape of {show(name)}: {there} in the file, {here} in the model")
+    with torch.no_grad():
+        module.load_state_dict(stored, strict=False)

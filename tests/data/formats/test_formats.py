@@ -1,0 +1,320 @@
+"""Data sets in files: each format gives the samples that were written, and bad files give one line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import fedsim
+from fedsim.errors import DataError
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(20, 3)).astype(np.float32)
+LABELS = np.arange(20) % 4
+USERS = np.array(["ann", "bob", "cy", "di"]).repeat(5)
+
+
+def one_line_error(name, match, **params):
+    with pytest.raises(DataError, match=match) as caught:
+        fedsim.load_dataset(name, **params)
+    assert "\n" not in str(caught.value)
+
+
+def write_table(path, inputs=INPUTS, targets=LABELS, users=USERS):
+    rows = [f"{a},{b},{c},{user},{y}" for (a, b, c), user, y in zip(inputs.tolist(), users, targets, strict=True)]
+    path.write_text("\n".join(["a,b,c,user,y", *rows]) + "\n")
+    return str(path)
+
+
+def in_both_parts(train, test):
+    """All samples of a data set whose test part was drawn: inputs, targets and users, in the order of the inputs."""
+    inputs = torch.cat([train.inputs, test.inputs]).numpy()
+    targets = torch.cat([train.targets, test.targets]).numpy()
+    users = np.concatenate([train.ids["user"], test.ids["user"]])
+    order = np.lexsort(inputs.reshape(len(inputs), -1).T)
+    return inputs[order], targets[order], users[order]
+
+
+def assert_same_samples(train, test):
+    order = np.lexsort(INPUTS.T)
+    inputs, targets, users = in_both_parts(train, test)
+    assert np.allclose(inputs, INPUTS[order])
+    assert (targets == LABELS[order]).all()
+    assert (users == USERS[order]).all()
+    assert len(test) == 5
+
+
+class TestTables:
+    def test_csv(self, tmp_path):
+        train, test = fedsim.load_dataset("csv", path=write_table(tmp_path / "t.csv"), ids=["user"], test_fraction=0.25)
+        assert_same_samples(train, test)
+
+    def test_parquet_with_a_test_file(self, tmp_path):
+        parquet = pytest.importorskip("pyarrow.parquet")
+        import pyarrow
+
+        table = pyarrow.table({"x": INPUTS.tolist(), "label": np.array(["dog", "cat", "owl", "cat"])[LABELS]})
+        parquet.write_table(table, tmp_path / "train.parquet")
+        parquet.write_table(table.slice(0, 3), tmp_path / "test.parquet")
+        paths = {"path": str(tmp_path / "train.parquet"), "test_path": str(tmp_path / "test.parquet")}
+        train, test = fedsim.load_dataset("parquet", **paths)
+        assert np.allclose(train.inputs, INPUTS)
+        assert train.inputs.dtype == torch.float32
+        assert train.targets.tolist() == np.array([1, 0, 2, 0])[LABELS].tolist()
+        assert len(test) == 3
+
+    def test_the_draw_of_the_test_rows_does_not_depend_on_the_seed(self, tmp_path):
+        path = write_table(tmp_path / "t.csv")
+        first, again = (fedsim.load_dataset("csv", path=path, ids=["user"])[1].inputs for _ in range(2))
+        assert torch.equal(first, again)
+
+    def test_a_run_by_owner(self, tmp_path):
+        path = write_table(tmp_path / "t.csv", targets=INPUTS @ [1.0, 2.0, 3.0])
+        result = fedsim.run(
+            data={"name": "csv", "path": path, "ids": ["user"]}, partition="natural", engine="serial", rounds=2,
+            task="regression", model="tests.data.formats.test_formats:Line", local={"lr": 0.1},
+        )  # fmt: skip
+        assert result.experiment.workers == 4
+        assert result.history[1].test_loss < result.history[0].test_loss
+
+    @pytest.mark.parametrize(
+        ("change", "params", "match"),
+        [
+            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y: row 0 is missing|column y"),
+            ({}, {}, 'column "user": holds .* values, not numbers; list the input columns in `inputs`'),
+            ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
+            ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),
+            ({"inputs": np.where(INPUTS[7, 1] == INPUTS, np.nan, INPUTS)}, {"ids": ["user"]}, 'column "?b"?: row 7 is'),
+        ],
+    )
+    def test_bad_columns(self, change, params, match, tmp_path):
+        one_line_error("csv", match, path=write_table(tmp_path / "t.csv", **change), **params)
+
+    def test_bad_files(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        one_line_error("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
+        (tmp_path / "t.csv").write_text("")
+        one_line_error("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
+        (tmp_path / "t.csv").write_text("a,y\n1,2\n1,2,3\n")
+        one_line_error("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
+        (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
+        one_line_error("parquet", "t.parquet: cannot be read", path=str(tmp_path / "t.parquet"))
+
+
+class Line(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+
+
+class TestArrays:
+    def write(self, folder, suffix=".npz", **arrays):
+        path = str(folder / f"data{suffix}")
+        (np.savez(path, **arrays) if suffix == ".npz" else save_file(arrays, path))
+        return path
+
+    def test_npz(self, tmp_path):
+        path = self.write(tmp_path, inputs=INPUTS, targets=LABELS, user=USERS)
+        assert_same_samples(*fedsim.load_dataset("npz", path=path, test_fraction=0.25))
+
+    def test_safetensors(self, tmp_path):
+        ids = np.arange(20) // 5
+        path = self.write(tmp_path, ".safetensors", inputs=INPUTS, targets=LABELS, user=ids)
+        train, test = fedsim.load_dataset("safetensors", path=path)
+        inputs, targets, users = in_both_parts(train, test)
+        order = np.lexsort(INPUTS.T)
+        assert np.array_equal(inputs, INPUTS[order])
+        assert (targets == LABELS[order]).all()
+        assert (users == ids[order]).all()
+
+    def test_images_stay_uint8_until_a_batch_is_made(self, tmp_path):
+        images = RNG.integers(0, 256, (6, 3, 4, 4)).astype(np.uint8)
+        path = self.write(tmp_path, x_train=images, y_train=np.arange(6), x_test=images[:2], y_test=np.arange(2))
+        train, test = fedsim.load_dataset("npz", path=path)
+        assert train.inputs.dtype == torch.uint8
+        assert len(test) == 2
+        assert torch.allclose(train.gather(torch.arange(6))[0], torch.from_numpy(images) / 255)
+
+    @pytest.mark.parametrize(
+        ("arrays", "match"),
+        [
+            ({"inputs": INPUTS}, "has no array targets, only inputs"),
+            ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
+            ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
+            ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 is NaN, infinite"),
+            ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 is NaN"),
+            ({"inputs": INPUTS, "targets": LABELS - 1}, "the training set contains the label -1"),
+            ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
+            ({"inputs": np.array([{}, {}]), "targets": LABELS[:2]}, "cannot be read: .*pickle"),
+        ],
+    )
+    def test_bad_arrays(self, arrays, match, tmp_path):
+        one_line_error("npz", match, path=self.write(tmp_path, **arrays))
+
+    @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+    def test_truncated_files(self, suffix, tmp_path):
+        path = self.write(tmp_path, suffix, inputs=INPUTS, targets=LABELS)
+        content = (tmp_path / f"data{suffix}").read_bytes()
+        (tmp_path / f"data{suffix}").write_bytes(content[:-30])
+        one_line_error(suffix[1:], f"data{suffix}: cannot be read", path=path)
+        one_line_error(suffix[1:], f"none{suffix}: cannot be read", path=str(tmp_path / f"none{suffix}"))
+
+    def test_pickles_are_refused(self, tmp_path):
+        torch.save({"inputs": 1}, tmp_path / "data.pt")
+        one_line_error(
+            "npz", r"\.pt files are not read, because a pickle runs code; write", path=str(tmp_path / "data.pt")
+        )
+
+
+class TestImageFolder:
+    @staticmethod
+    def write(folder, parts=("train", "test"), owners=("",), size=(6, 4)):
+        image = pytest.importorskip("PIL.Image")
+        for number, (part, name, owner) in enumerate((p, n, o) for p in parts for n in ("cat", "dog") for o in owners):
+            file = folder / part / name / owner / "one.png"
+            file.parent.mkdir(parents=True)
+            image.fromarray(np.full((*size, 3), number, dtype=np.uint8)).save(file)
+        return str(folder)
+
+    def test_parts_and_classes_are_folders(self, tmp_path):
+        train, test = fedsim.load_dataset("image_folder", path=self.write(tmp_path))
+        assert train.inputs.shape == (2, 3, 6, 4)
+        assert train.targets.tolist() == [0, 1] == test.targets.tolist()
+        assert train.inputs[:, 0, 0, 0].tolist() == [0, 1]
+        assert test.inputs[:, 0, 0, 0].tolist() == [2, 3]
+        assert not train.ids
+
+    def test_owners_are_folders_below_the_class(self, tmp_path):
+        train, _ = fedsim.load_dataset("image_folder", path=self.write(tmp_path, owners=("ann", "bob")))
+        assert train.ids["owner"].tolist() == ["ann", "bob"] * 2
+
+    def test_images_are_resized_and_converted(self, tmp_path):
+        self.write(tmp_path, parts=("train",))
+        self.write(tmp_path, parts=("test",), size=(8, 8))
+        train, test = fedsim.load_dataset("image_folder", path=str(tmp_path), size=5, grey=True)
+        assert train.inputs.shape[1:] == test.inputs.shape[1:] == (1, 5, 5)
+
+    def test_bad_folders(self, tmp_path):
+        one_line_error("image_folder", "none: no such folder", path=str(tmp_path / "none"))
+        one_line_error("image_folder", "has no images", path=str(tmp_path))
+        self.write(tmp_path, parts=("train",))
+        (tmp_path / "train/dog/two.png").write_bytes(b"no image")
+        one_line_error("image_folder", "two.png: cannot be read", path=str(tmp_path))
+        (tmp_path / "train/dog/two.png").unlink()
+        self.write(tmp_path, parts=("other",), size=(3, 3))
+        (tmp_path / "other/cat").rename(tmp_path / "train/eel")
+        one_line_error("image_folder", "has 3 x 3 pixels, and one.png 4 x 6; set `size`", path=str(tmp_path))
+
+
+class TestLeaf:
+    @staticmethod
+    def write(folder, data, parts=("train", "test")):
+        for part in parts:
+            (folder / part).mkdir(exist_ok=True)
+            content = {"users": list(data), "num_samples": [len(d["y"]) for d in data.values()], "user_data": data}
+            (folder / part / "all_data_0.json").write_text(json.dumps(content))
+        return str(folder)
+
+    def test_femnist(self, tmp_path):
+        data = {"f1": {"x": [[0.5] * 4, [1.0] * 4], "y": [3, 1]}, "f2": {"x": [[0.25] * 4], "y": [0]}}
+        train, test = fedsim.load_dataset("leaf", path=self.write(tmp_path, data), shape=[1, 2, 2])
+        assert train.inputs.shape == (3, 1, 2, 2)
+        assert train.inputs[:, 0, 0, 0].tolist() == [0.5, 1.0, 0.25]
+        assert train.targets.tolist() == [3, 1, 0]
+        assert train.ids["user"].tolist() == ["f1", "f1", "f2"]
+        assert len(test) == 3
+
+    def test_shakespeare_has_the_numbers_of_leaf(self, tmp_path):
+        data = {"HAMLET": {"x": ["To be", " be, "], "y": [",", "o"]}}
+        train, _ = fedsim.load_dataset("leaf", path=self.write(tmp_path, data))
+        assert train.inputs.tolist() == [[44, 67, 1, 54, 57], [1, 54, 57, 8, 1]]
+        assert train.targets.tolist() == [8, 67]
+
+    def test_celeba_reads_images(self, tmp_path):
+        image = pytest.importorskip("PIL.Image")
+        image.fromarray(np.full((9, 7, 3), 5, dtype=np.uint8)).save(tmp_path / "a.png")
+        data = {"1": {"x": ["a.png"], "y": [1]}}
+        train, _ = fedsim.load_dataset("leaf", path=self.write(tmp_path, data), images=str(tmp_path), size=8)
+        assert train.inputs.shape == (1, 3, 8, 8)
+        assert train.inputs.unique().tolist() == [5]
+
+    @pytest.mark.parametrize(
+        ("user_data", "params", "match"),
+        [
+            ({"x": [[1.0]], "y": []}, {}, 'user "u": has 1 inputs and 0 targets'),
+            ({"x": [[1.0], [1.0, 2.0]], "y": [0, 0]}, {}, "inputs of different shapes"),
+            ({"x": [[1.0]], "y": [0]}, {"shape": [2]}, r"data.shape = \[2\]: inputs in .* have 1 values"),
+            ({"x": ["é"], "y": ["a"]}, {}, "is not one of LEAF's 80 characters"),
+            ({"x": [[None]], "y": [0]}, {}, "numbers|must be"),
+            ({"x": ["a.png"], "y": [0]}, {"images": "nowhere"}, "nowhere/a.png: cannot be read"),
+        ],
+    )
+    def test_bad_users(self, user_data, params, match, tmp_path):
+        one_line_error("leaf", match, path=self.write(tmp_path, {"u": user_data}), **params)
+
+    def test_bad_files(self, tmp_path):
+        one_line_error("leaf", "train: has no .json files", path=str(tmp_path))
+        path = self.write(tmp_path, {"u": {"x": [[1.0]], "y": [0]}})
+        (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], ')
+        one_line_error("leaf", "test/all_data_0.json: cannot be read: JSONDecodeError: Expecting", path=path)
+        (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"]}')
+        one_line_error("leaf", "test/all_data_0.json: has no 'user_data'", path=path)
+        (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], "user_data": {}}')
+        one_line_error("leaf", 'user "u": has no x and y', path=path)
+
+
+class TestHuggingFace:
+    def test_a_saved_data_set_with_pictures_and_writers(self, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        image = pytest.importorskip("PIL.Image")
+        pictures = [image.fromarray(np.full((4, 5), k, dtype=np.uint8)) for k in range(6)]
+        columns = {"image": pictures, "character": [0, 1] * 3, "writer_id": ["ann"] * 4 + ["bob"] * 2}
+        split = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+        datasets.DatasetDict({"train": split, "test": split.select([0])}).save_to_disk(tmp_path / "saved")
+        options = {"inputs": ["image"], "target": "character", "ids": ["writer_id"]}
+        train, test = fedsim.load_dataset("huggingface", path=str(tmp_path / "saved"), **options)
+        assert train.inputs.shape == (6, 1, 4, 5)
+        assert train.inputs[:, 0, 0, 0].tolist() == list(range(6))
+        assert train.ids["writer_id"].tolist() == ["ann"] * 4 + ["bob"] * 2
+        assert len(test) == 1
+
+    def test_bad_folders(self, tmp_path):
+        pytest.importorskip("datasets")
+        one_line_error("huggingface", "cannot be read", path=str(tmp_path))
+
+
+def test_synthetic_is_the_generator_of_fedprox():
+    """Sizes, splits and the parts of the distribution that can be read off the samples."""
+    train, test = fedsim.load_dataset("synthetic", alpha=0.0, beta=0.0, users=400)
+    sizes = np.bincount(train.ids["user"]) + np.bincount(test.ids["user"])
+    assert sizes.min() >= 50
+    assert 4 - 0.4 < np.log(sizes - 49.5).mean() < 4 + 0.4
+    assert all(np.bincount(train.ids["user"]) == (0.9 * sizes).astype(int))
+    largest = train.ids["user"] == np.argmax(sizes)
+    variances = train.inputs[torch.from_numpy(largest)].var(0).numpy()
+    assert np.allclose(variances, np.arange(1, 61) ** -1.2, rtol=0.35)
+    centers = np.array([train.inputs[torch.from_numpy(train.ids["user"] == k)].numpy().mean(0) for k in range(400)])
+    assert abs(centers.mean()) < 0.05
+    assert 0.9 < centers[:, 30:].std() < 1.1
+    shifted, _ = fedsim.load_dataset("synthetic", alpha=0.0, beta=3.0, users=400)
+    means = [shifted.inputs[torch.from_numpy(shifted.ids["user"] == k)].numpy().mean() for k in range(400)]
+    assert 2.7 < np.std(means) < 3.3
+
+
+def test_synthetic_iid_has_one_model_for_all_users():
+    train, test = fedsim.load_dataset("synthetic", iid=True, users=60)
+    inputs, labels = train.inputs.double(), train.targets
+    linear = torch.nn.Linear(60, 10).double()
+    optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=200)
+
+    def loss():
+        optimizer.zero_grad()
+        value = torch.nn.functional.cross_entropy(linear(inputs), labels)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    assert (linear(test.inputs.double()).argmax(1) == test.targets).double().mean() > 0.95
