@@ -42,10 +42,15 @@ def peak_pss(*overrides: str) -> float:
         )
         peak = 0
         while process.poll() is None:
-            peak = max(peak, sum(map(_pss, _tree(process.pid))))
+            peak = max(peak, tree_pss(process.pid))
             time.sleep(0.02)
         assert process.returncode == 0, command
     return peak / 1e6
+
+
+def tree_pss(pid: int) -> int:
+    """PSS of a process and all its descendants, in bytes."""
+    return sum(map(_pss, _tree(pid)))
 
 
 def _tree(pid: int) -> list[int]:

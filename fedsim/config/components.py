@@ -204,7 +204,13 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     from fedsim.config.source_catalog import source_components  # this module imports components
 
     kinds_of_name = families or [kind for kind in COMPONENTS if name in source_components(kind)]
-    components = {kind: registry_of(kind).get(name) for kind in kinds_of_name}
+    components: dict[str, Registration] = {}
+    for kind in kinds_of_name:
+        try:
+            components[kind] = registry_of(kind).get(name)
+        except ExperimentError:  # models, data sets and transforms of one library have one prefix
+            if kind == kinds_of_name[-1] and not components:
+                raise
     blocks = [
         _described(f"{name} ({COMPONENTS[kind][0]})", registration.target, _parameter_lines(registration))
         for kind, registration in components.items()

@@ -173,7 +173,9 @@ def compact(values: Tensor) -> Tensor:
 def _moved(values: Tensor, device: torch.device) -> Tensor:
     """Return values on a device. An overlapping view remains a view of its elements."""
     moved = compact(values).to(device)
-    return moved if moved.shape == values.shape else moved.as_strided(values.size(), values.stride())
+    strides = moved.stride() if moved.shape == values.shape else values.stride()
+    # PyTorch's views keep their base, so a data set in shared memory would also stay in the memory where it was read.
+    return moved.new_empty(0).set_(moved.untyped_storage(), moved.storage_offset(), values.size(), strides)
 
 
 def in_order(inputs: Tensor) -> Tensor:

@@ -291,3 +291,15 @@ def test_samples_may_be_dicts_of_an_input_and_a_target():
     assert (inputs.tolist(), targets.tolist()) == ([[4.0], [3.0]], [1, 0])
     inputs, targets = fedsim.CustomSubset(samples, [3]).gather(torch.tensor([0]))
     assert (inputs.tolist(), targets.tolist()) == ([[3.0]], [1])
+
+
+def test_data_for_a_run_keep_no_memory_but_their_own():
+    """A view would keep the memory of its base when `share` moves it: a large data set would lie in memory twice."""
+    images = torch.arange(24, dtype=torch.uint8).view(6, 2, 2).unsqueeze(1)
+    assert images._base is not None
+    data = fedsim.TensorData(images, torch.arange(6))
+    moved = data.to(torch.device("cpu"), torch.float32)
+    assert moved.inputs._base is None
+    assert torch.equal(moved.inputs, images)
+    assert moved.inputs.data_ptr() == images.data_ptr()
+    assert moved.inputs.stride() == images.stride()

@@ -29,6 +29,9 @@ BASE = {
 TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}}
 
 CASES = {
+    "transforms of torchvision": {
+        "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]},
+    },
     "server optimizer": {"cohort": 2, "server": "yogi", "precision": "float64"},
     "slow momentum": {
         "server": {"name": "momentum", "lr": 0.5, "beta": 0.9},

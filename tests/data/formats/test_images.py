@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import fedsim
+from fedsim.config.load import load_experiment
 from fedsim.data.formats import images
 from fedsim.errors import DataError, ExperimentError
 from fedsim.system import packages
@@ -374,3 +375,11 @@ def test_real_images_of_fashion_mnist(data_root):
     assert abs(inputs.std() - 1) < 1e-3
     other, _ = fedsim.load_dataset("torchvision:FashionMNIST", data_root)
     assert torch.equal(other.inputs, train.inputs)
+
+
+def test_the_experiment_on_cifar10_runs_on_a_few_images(cifar10, data_root):
+    """In a quick form: it says that the file fits the data set and the model, nothing about accuracy."""
+    quick = [f"data.root={data_root}", "rounds=1", "workers=2", "cohort=2", "local.batch_size=4", "local.epochs=1"]
+    result = fedsim.run(load_experiment("cifar10_fedavg", [*quick, "engine=serial"]))
+    assert sum(result.history[-1].samples) == 20
+    assert result.global_row.isfinite().all()
