@@ -1,12 +1,13 @@
-"""Asynchronous training against baselines in the same run.
+"""Asynchronous training compared with baselines that are measured in the same run.
 
-Race: Hogwild with one process for each core, against (i) the floor, a bare loop over the same shards in one process
-with one thread, its time divided by the number of cores, and (ii) PyTorch's own Hogwild example written the usual way:
-spawn processes, `share_memory`, a DataLoader over a preloaded data set and `torch.optim.SGD` in each.
+Race: Hogwild with one process per core, compared with two baselines. (i) The floor is a bare loop over the same shards
+in one process with one thread, with its time divided by the number of cores. (ii) PyTorch's own Hogwild example in its
+usual form: spawned processes, `share_memory`, and in each process a DataLoader over a preloaded data set and
+`torch.optim.SGD`.
 
-Clock: fedbuff whose buffer holds everybody's work, with constant delays, against the synchronous loop of the engine
-`serial`, which then does the very same steps; asgd against sync = "gradients", with as many steps. Events per second
-of a clock on which nothing is computed.
+Clock: fedbuff with a buffer for all workers and constant delays, compared with the synchronous loop of the engine
+`serial`, which takes exactly the same steps. asgd compared with sync = "gradients" for the same number of steps. Also
+the events per second of a clock on which nothing is computed.
 
     FEDSIM_DATA=... python benchmarks/async.py [--repeats 3]
 """
@@ -47,7 +48,7 @@ EVENTS = 200_000
 
 
 def shards_of_mnist(cores: int) -> list[tuple[Tensor, Tensor]]:
-    """Everybody's images, preloaded and normalised, and labels."""
+    """Return the preloaded, normalised images and the labels of each of `cores` contiguous MNIST shards."""
     train, _ = load_dataset("mnist")
     inputs, targets = train.gather(torch.arange(len(train)))
     shards = partition(train.targets.numpy(), cores, "contiguous")
@@ -55,7 +56,7 @@ def shards_of_mnist(cores: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def bare_loop_seconds(shards: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """One process with one thread goes through all shards once; without the time of preparing them."""
+    """Return the seconds of one pass over all shards in one process with one thread, without preparing the shards."""
     torch.set_num_threads(1)
     model = Net().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -70,7 +71,7 @@ def bare_loop_seconds(shards: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def usual_hogwild_seconds(shards: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The usual way; each process times its own pass, after a pass of a few batches, and the slowest counts."""
+    """Return the seconds that the slowest process needs for one pass over its shard in PyTorch's usual Hogwild."""
     context = mp.get_context("spawn")
     model = Net()
     model.share_memory()
@@ -99,21 +100,21 @@ def _usual_worker(model: nn.Module, shard: tuple[Tensor, Tensor], start: Any, re
 
 
 def train_seconds(**tables: Any) -> tuple[float, fedsim.Result]:
-    """Seconds of a run's rounds without their tests."""
+    """Return the seconds of a run's rounds without their tests, and the result."""
     result = fedsim.run({"engine": "serial", **tables})
     return sum(sum(record["seconds"].values()) - record["seconds"]["test"] for record in result.history), result
 
 
 @dataclass(frozen=True)
 class Nothing(Policy):
-    """Counts arrivals as versions."""
+    """A policy that only increments the version for each arrival."""
 
     def take(self, server: ServerState, arrival: Arrival) -> None:
         server.increment_version()
 
 
 def events_per_second(workers: int = 100) -> float:
-    """Of a clock whose work is nothing, with exponential delays."""
+    """Return the events per second of a virtual clock with exponential delays on which nothing is computed."""
     clock = {"noise": {"name": "shifted_exponential", "shift": 0.0}}
     tables = {"workers": workers, "mode": "clock", "policy": Nothing, "model": "logistic", "clock": clock}
     experiment = Experiment(engine="serial", **tables)
@@ -133,7 +134,7 @@ def events_per_second(workers: int = 100) -> float:
 
 
 def race_seconds(cores: int) -> float:
-    """Seconds that a pass over MNIST takes by Hogwild, one worker for each core, without the test."""
+    """Return the median seconds of a pass over MNIST with Hogwild, one worker per core, without the test."""
     local = {"batch_size": BATCH, "lr": LR, "momentum": MOMENTUM}
     where = {"data": "mnist", "partition": "contiguous", "workers": cores, "processes": cores}
     how = {"mode": "race", "policy": "hogwild", "race": {"runs": 1}, "rounds": 3}
@@ -142,11 +143,11 @@ def race_seconds(cores: int) -> float:
 
 
 def compare_clock() -> dict[str, float]:
-    """Ratios of seconds on the clock to those of the synchronous loop, which does as many steps."""
+    """Return the time of runs on the clock, relative to that of the synchronous loop with the same number of steps."""
     common = {"workers": 4, "rounds": 3, "data": "mnist", "local": {"batch_size": BATCH, "lr": LR}}
     clock = {"mode": "clock", **common}
     mean, buffer = {"aggregate": {"rule": "mean"}}, {"policy": "fedbuff"}
-    exact = {"rounds": 1, "precision": "float64"}  # in float32, rounding is amplified by many steps
+    exact = {"rounds": 1, "precision": "float64"}  # over many steps, rounding differences grow too large in float32
     rows = [train_seconds(**{**tables, **exact})[1].global_row for tables in ({**common, **mean}, {**clock, **buffer})]
     furthest = float((rows[0] - rows[1]).abs().max())
     assert furthest < 1e-9, f"fedbuff and the synchronous loop did different work: rows differ by {furthest}"

@@ -1,9 +1,9 @@
 """The floor: an experiment as a bare loop in plain PyTorch, in one process with one thread.
 
-One client after another loads the global state, steps with `torch.optim.SGD` over preloaded float tensors, and is added
-to the weighted average, which is tested every round. Initial model, cohorts and batches are those of fedsim; dropout is
-drawn by PyTorch. So after a round without dropout both have the same global row up to rounding, which long training in
-float32 amplifies and float64 keeps small.
+One client after another loads the global state and trains with `torch.optim.SGD` on preloaded float tensors. Its state
+is added to the weighted average, which is tested in every round. Initial model, cohorts and batches equal those of
+fedsim, but PyTorch draws the dropout. After a round without dropout both have the same global row up to rounding.
+Long training amplifies the rounding differences in float32, while they stay small in float64.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class BareRun(NamedTuple):
-    rounds: list[float]  # seconds of each
-    accuracy: float  # after the last
-    start: State  # of the global model
-    first: State  # after the first round
+    rounds: list[float]  # seconds of each round
+    accuracy: float  # after the last round
+    start: State  # initial global model
+    first: State  # global model after the first round
 
 
 def bare_loop(
@@ -41,11 +41,11 @@ def bare_loop(
     make_model: Callable[[], nn.Module] | None = None,
     loss: Loss | None = None,
 ) -> BareRun:
-    """The rounds of an experiment that has nothing but plain SGD for some epochs, averaging and tests.
+    """Run the rounds of an experiment that consists of epochs of plain SGD, averaging and tests.
 
     Args:
-        make_model: of the same parameters as the experiment's model, in its place.
-        loss: default: NLL for a model that gives log-probabilities, cross-entropy for one that gives logits.
+        make_model: creates the model, which must have the parameters of the experiment's model (the default).
+        loss: loss function. Default: NLL for a model that outputs log-probabilities, otherwise cross-entropy.
     """
     local, seed = experiment.local, experiment.seed
     assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
@@ -87,7 +87,7 @@ def bare_loop(
 
 
 def without_dropout(experiment: Experiment) -> Experiment:
-    """The same experiment, in a form in which the loop and fedsim draw the same."""
+    """Return the experiment without dropout, so that the loop and fedsim draw the same numbers."""
     if "dropout" not in experiment.model.params:
         return experiment
     return load_experiment(experiment, ["model.dropout=0.0"])
@@ -100,7 +100,7 @@ def _preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tu
 
 @torch.no_grad()
 def _loss_for(model: nn.Module, inputs: Tensor) -> Loss:
-    """What one writes behind this model."""
+    """Return NLL for a model that outputs log-probabilities, otherwise cross-entropy."""
     sums = model.eval()(inputs).exp().sum(1)
     return F.nll_loss if torch.allclose(sums, torch.ones_like(sums)) else F.cross_entropy
 

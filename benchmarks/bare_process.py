@@ -1,4 +1,4 @@
-"""The bare loop as a process of its own, given what `run_experiment.py` is given.
+"""The bare loop in a separate process, with the arguments of `run_experiment.py`.
 
 python benchmarks/bare_process.py RESULT.pt DEVICE CONFIG.toml [KEY=VALUE ...]
 """
@@ -14,7 +14,7 @@ import torch
 def main() -> None:
     result, device, *words = sys.argv[1:]
     started = time.perf_counter()
-    from bare_loop import bare_loop  # and with it fedsim, which a bare loop would not need but for the same draws
+    from bare_loop import bare_loop  # also imports fedsim, which the loop only needs to draw the same numbers
 
     from fedsim import load_experiment
 

@@ -1,4 +1,4 @@
-"""Functions of several benchmarks: they run commands, describe the machine, and write JSON lines."""
+"""Functions shared by the benchmarks: run commands, describe the machine and write JSON lines."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CPU = torch.device("cpu")
 
 
 def of_torch(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the client algorithm `sgd` as those of `torch.optim.SGD`."""
+    """Return the parameters of the client algorithm `sgd` as arguments of `torch.optim.SGD`."""
     if params.get("momentum_at", "server") != "server":
-        raise ValueError('momentum_at: torch.optim.SGD has "server" only')
+        raise ValueError('momentum_at: torch.optim.SGD only supports "server"')
     return {name: value for name, value in params.items() if name != "momentum_at"}
 
 
 class CommandRun(NamedTuple):
-    """A run of fedsim in its own process, and its records."""
+    """A run of fedsim in its own process, with its records."""
 
     seconds: float  # of the whole process
     history: list[dict[str, Any]]  # one record per round
@@ -54,7 +54,7 @@ class CommandRun(NamedTuple):
 
 
 def run_command(*words: str) -> CommandRun:
-    """The command a user types: `python run_experiment.py CONFIG.toml KEY=VALUE ...`."""
+    """Run `python run_experiment.py CONFIG.toml KEY=VALUE ...` as a user would, and return its records."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         command = [sys.executable, "run_experiment.py", *words, "--quiet", "--out", str(folder)]
@@ -73,7 +73,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figures: Any) -> None:
-    """Print the benchmark's figures as one JSON line, and keep them as results/<name>-<device>.json."""
+    """Print the benchmark's figures as one JSON line and (`keep`) store them in results/<name>-<device>.json."""
     facts = describe_environment()
     gpu = "" if device.type == "cpu" else f", {describe_device(device)}"
     line = {

@@ -1,9 +1,9 @@
-"""Convolutions of a stack of rows, each with its own kernels: which way is fastest for which shape.
+"""Convolutions of a stack of rows, each with its own kernels: the fastest implementation for each shape.
 
-Forward and backward pass of one layer in float32, for k rows of a batch each, with gradients for the kernels and, but
-for first layers, for the inputs. Ways: one row after another, which is the baseline, and one grouped
-convolution. That both give the same is checked in float64. On a GPU,
-`python -m benchmarks.gpu` times them within CUDA graphs, as the steps of stacks are.
+Timed is the forward and backward pass of one layer in float32, for k rows with one batch each, with gradients for the
+kernels and (except in first layers) for the inputs. The implementations are one convolution per row, which is the
+baseline, and one grouped convolution. In float64 the benchmark checks that both return the same. On a GPU,
+`python -m benchmarks.gpu` times them within CUDA graphs, as stacked steps use them.
 
     python benchmarks/convolutions.py [--device auto] [--rows 1,4,16] [--repeats 5]
 """
@@ -25,7 +25,7 @@ from fedsim.data.tensors import in_order
 from fedsim.engines.stacking.operations import WAYS, Options, one_by_one
 from fedsim.system.devices import resolve_device, synchronize
 
-SECONDS = 0.15  # how long each timing takes, at least
+SECONDS = 0.15  # minimum duration of each timing
 BASELINE = "one by one"
 
 
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     padding: int
 
 
-SHAPES = {  # the layers of the networks `cnn` and `net`, and two of deeper networks
+SHAPES = {  # the layers of the networks `cnn` and `net`, and two layers of deeper networks
     "cnn, first": Shape(10, 1, 32, 28, 5, 2),
     "cnn, second": Shape(10, 32, 64, 14, 5, 2),
     "net, first": Shape(64, 1, 10, 28, 5, 0),
@@ -54,7 +54,7 @@ SHAPES = {  # the layers of the networks `cnn` and `net`, and two of deeper netw
 
 
 def layer(shape: Shape, k: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Inputs in the memory order of fedsim's batches, kernels and biases of k rows: the same on every device."""
+    """Return inputs (in the memory order of fedsim's batches), kernels and biases of k rows, equal on all devices."""
     generator = torch.Generator().manual_seed(0)
     sizes = (
         (k * shape.batch, shape.inputs, shape.size, shape.size),
@@ -66,7 +66,7 @@ def layer(shape: Shape, k: int, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def step(way: Callable[..., Tensor], shape: Shape, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Outputs, and the gradients of half their squares."""
+    """Return the outputs, and the gradients of half their sum of squares."""
     leaves = [tensor.detach().requires_grad_(shape.inputs > 1 or place > 0) for place, tensor in enumerate(tensors)]
     outputs = way(F.conv2d, *leaves, Options(padding=shape.padding))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -74,7 +74,7 @@ def step(way: Callable[..., Tensor], shape: Shape, tensors: list[Tensor]) -> tup
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one call, by as many as fill the time."""
+    """Return the seconds of one call, averaged over as many calls as fill SECONDS."""
     run()
     synchronize(device)
     calls, started = 0, time.perf_counter()
@@ -86,7 +86,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Milliseconds for a row of the baseline, and how many times faster each way is."""
+    """Return the milliseconds of the baseline per row, and the speedup of each implementation."""
     for name, way in WAYS.items():
         exact = layer(shape, k, torch.double, device)
         for actual, expected in zip(step(way, shape, exact), step(one_by_one, shape, exact), strict=True):
@@ -94,7 +94,7 @@ def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[st
     tensors = layer(shape, k, torch.float, device)
     runs = {name: lambda way=way: step(way, shape, tensors) for name, way in WAYS.items()}
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):  # in turn, so that a slow spell of the machine meets all of them
+    for _ in range(repeats):  # in turn, so that a slow period of the machine affects all of them
         for name, run in runs.items():
             taken[name].append(seconds(run, device))
     base = taken[BASELINE]
@@ -108,7 +108,7 @@ def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--rows", default="1,4,16", help="with commas between")
+    parser.add_argument("--rows", default="1,4,16", help="comma-separated numbers of rows")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     device = resolve_device(options.device)

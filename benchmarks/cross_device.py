@@ -1,18 +1,18 @@
 """Three experiments compared with a bare loop of the same steps, both timed in one run.
 
-w1: the classic experiment, 4 workers of 15,000 MNIST images, `net`, batches of 64.
-w2: 100 clients of 600 images, 10 in a round, `cnn`, batches of 10.
-w3: 1,000 clients of 60 images, 100 in a round, `2nn`, batches of 10.
+w1: the classic experiment, 4 workers with 15,000 MNIST images each, `net`, batch size 64.
+w2: 100 clients with 600 images each, 10 per round, `cnn`, batch size 10.
+w3: 1,000 clients with 60 images each, 100 per round, `2nn`, batch size 10.
 
-fedsim runs as a command in its own process; the times of rounds are those in its records. The floor is a bare loop in
+fedsim runs as a command in its own process, and its round times are those in its records. The floor is a bare loop in
 plain PyTorch with one thread (bare_loop.py), also in its own process. The benchmark compares
 
-- a round: on a CPU with the floor's time divided by the number of cores; on a GPU with the same loop there, and with
-  fedsim's engine `serial`, which trains one client after another;
-- the whole run, from start to end. The floor is not divided, and excludes the time to import fedsim.
+- a round: on a CPU with the floor's time divided by the number of cores; on a GPU with the same loop on the GPU and
+  with fedsim's engine `serial`, which trains one client after another;
+- the whole run from start to end. Here the floor's time is not divided, and it excludes the import of fedsim.
 
-A check in float64 shows that both do the same work: after a round their global rows are equal up to rounding.
-limits.py computes the least time of a round on this machine from counts of operations and bytes.
+A check in float64 shows that both do the same work: after one round their global rows are equal up to rounding.
+limits.py computes the shortest possible time of a round on this machine from counts of operations and bytes.
 
     FEDSIM_DATA=... python benchmarks/cross_device.py [--workloads w1,w2,w3] [--repeats 3] [--engine auto]
 """
@@ -43,24 +43,24 @@ WORKLOADS = {
     "w2": ("experiments/fedavg_cnn.toml", "rounds=5", "local.epochs=1"),
     "w3": ("experiments/fedavg_2nn.toml", "rounds=20", "workers=1000", "cohort=100"),
 }
-ROUNDING = 1e-6  # between global rows after a round in float64, relative to how far it moved them
-ACCURACY = 0.03  # between final accuracies of what was timed
-HOW = ("engine", "processes", "threads", "width", "reason")  # what the run record says of how it was computed
+ROUNDING = 1e-6  # maximum difference of global rows after a round in float64, relative to the move of the round
+ACCURACY = 0.03  # maximum difference of the timed runs' final accuracies
+HOW = ("engine", "processes", "threads", "width", "reason")  # entries of the run record about how it was computed
 PINS = {
     "engine": "engine",
     "processes": "processes",
     "threads_per_process": "threads",
     "batched.max_rows": "width",
-}  # keys that ask for the same again
+}  # keys that repeat a run in the same way
 
 
 class BareProcess(NamedTuple):
-    seconds: float  # from start to end, but for importing fedsim
+    seconds: float  # from start to end, without the import of fedsim
     run: BareRun
 
 
 class Pair(NamedTuple):
-    """Runs that followed one another."""
+    """The runs of one repetition, which followed one another."""
 
     fedsim: CommandRun
     serial: CommandRun | None
@@ -79,11 +79,11 @@ def bare_process(words: Sequence[str], device: torch.device) -> BareProcess:
 
 
 def check_same_work(words: Sequence[str], pair: Pair, device: torch.device) -> float:
-    """Both once more for one round in float64, fedsim in the way that it was timed: how far their global rows differ.
+    """Return the difference of the global rows of fedsim and the bare loop after one more round in float64.
 
-    In terms of how far the round moved them, by Euclidean norms. Refuses what rounding cannot be. (In float32, rounding
-    grows to a percent of the move in the 235 steps of w1, between any two orders of summation.) Without dropout, which
-    the bare loop draws otherwise.
+    It is a Euclidean norm relative to the move of the round. Raises AssertionError if rounding cannot explain it. (In
+    float32, two summation orders differ by one percent of the move after the 235 steps of w1.) fedsim runs in the way
+    that was timed, without dropout, because the bare loop draws dropout differently.
     """
     words, how = [*words, "rounds=1", "precision=float64"], pair.fedsim.environment
     if "dropout" in load_experiment(words[0], words[1:]).model.params:
@@ -102,18 +102,18 @@ def norm_of_difference(a: State, b: State) -> float:
 
 
 def later_round(rounds: Sequence[float]) -> float:
-    """The median over the rounds after the first, which may have to warm up."""
+    """Return the median over all rounds except the first, which may warm up."""
     return statistics.median(rounds[1:])
 
 
 def phases(runs: Sequence[CommandRun]) -> dict[str, float]:
-    """Seconds of each phase in a round, over all rounds after the first."""
+    """Return the median seconds of each phase, over all rounds except the first."""
     later = [record["seconds"] for run in runs for record in run.history[1:]]
     return {phase: median([seconds[phase] for seconds in later]) for phase in later[0]}
 
 
 def measure(name: str, options: argparse.Namespace, device: torch.device, machine: Machine) -> dict[str, Any]:
-    """All figures of a workload."""
+    """Return all figures of a workload."""
     words = [*WORKLOADS[name], *([f"rounds={options.rounds}"] if options.rounds else [])]
     command = [*words, f"device={device}"]
     pairs = []
@@ -145,7 +145,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device, machin
 
 
 def against_serial(pairs: Sequence[tuple[CommandRun, CommandRun]]) -> dict[str, Any]:
-    """Against fedsim's own engine that takes one client after another."""
+    """Return the comparison with fedsim's engine `serial`, which trains one client after another."""
     if not pairs:
         return {}
     rounds = [(later_round(ours.rounds), later_round(serial.rounds)) for ours, serial in pairs]
@@ -160,7 +160,7 @@ def against_serial(pairs: Sequence[tuple[CommandRun, CommandRun]]) -> dict[str, 
 def limit(
     experiment: Experiment, environment: dict[str, Any], machine: Machine, round_seconds: float
 ) -> dict[str, float]:
-    """A round's counted cost against what was measured of the machine."""
+    """Return the counted cost of a round, compared with the measured rates of the machine."""
     train, _ = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
     sizes = environment["train_samples"], environment["test_samples"]
     return machine.compare(round_cost(experiment, tuple(train.inputs.shape[1:]), *sizes), round_seconds)
@@ -168,12 +168,14 @@ def limit(
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between; default: all")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated names; default: all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--engine", help="default: auto on a CPU, batched on a GPU")
-    parser.add_argument("--serial", action=argparse.BooleanOptionalAction, help="by default on a GPU only")
-    parser.add_argument("--rounds", type=int, help="other than the workloads': to try out; the figures are not kept")
+    parser.add_argument(
+        "--serial", action=argparse.BooleanOptionalAction, help="time the engine serial too (default: only on a GPU)"
+    )
+    parser.add_argument("--rounds", type=int, help="number of rounds for a trial, whose figures are not stored")
     options = parser.parse_args(words)
     options.workloads = options.workloads.split(",")
     if unknown := set(options.workloads) - set(WORKLOADS):

@@ -1,14 +1,14 @@
-"""Ranks of the engine `distributed` on one host: scaling, time against spawn on the same cores, and bytes sent.
+"""Ranks of the engine `distributed` on one host: scaling, time compared with `spawn`, and bytes sent.
 
-Workers train `2nn` on random images of MNIST's size, in batches of 10, one thread to a process; a round's time is that
-of its phases without the test, the median of all rounds but the first. Strong scaling: 8 workers on 1, 2 and 4 ranks.
-Weak: 4 workers for each rank. Against: the engine `spawn` with as many processes. Then rounds of `sync = "gradients"`,
-averaged with each hook, against the same mean of rows of single workers. Before anything is
-timed, the rows of the ranks are compared with those of `serial`.
+Workers train `2nn` on random images of MNIST's size with batch size 10 and one thread per process. The time of a round
+is the sum of its phases without the test, as the median over all rounds except the first. Strong scaling: 8 workers on
+1, 2 and 4 ranks. Weak scaling: 4 workers per rank. The baseline is the engine `spawn` with the same number of
+processes. Then rounds of `sync = "gradients"` that average with each hook are compared with the mean of the workers'
+rows. Before the timing, the rows of the ranks are compared with those of `serial`.
 
-Bytes are the kernel's counts at the loopback interface of a new network namespace (Linux, as root): those of a run of
-six rounds less those of a run of two, so without start and end. They are compared with the formulas of
-docs/explanation/performance.md. Without such a namespace they are not measured.
+Bytes are counted by the kernel at the loopback interface of a new network namespace (Linux, as root). The bytes of a
+run of two rounds are subtracted from those of a run of six rounds, which removes start and end. The result is compared
+with the formulas in docs/explanation/performance.md. Without a network namespace, bytes are not measured.
 
     python benchmarks/distributed.py [--rounds 6] [--most-ranks 4]
 """
@@ -38,25 +38,25 @@ from fedsim.data import TensorData
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 
-ALLOWED = 1.3  # times spawn's round
-EXACT = 0.05  # relative difference allowed between bytes and the formula
-TOLERANCE = 1e-9  # between rows of engines, in float64
-WORKERS, A_RANK = 8, 4  # in strong and in weak scaling
-SAMPLES = 100  # of each worker
+ALLOWED = 1.3  # allowed multiple of the time of spawn's round
+EXACT = 0.05  # allowed relative difference between measured bytes and the formula
+TOLERANCE = 1e-9  # allowed difference between rows of engines, in float64
+WORKERS, A_RANK = 8, 4  # workers in strong scaling, and workers per rank in weak scaling
+SAMPLES = 100  # per worker
 NAMESPACE = "fedsim-benchmark"
 BATCH = 10
 RULES = {"mean": {}, "median": {"aggregate": "median"}, "krum": {"aggregate": {"rule": "krum", "f": 1}}}
-RANK = 4  # of PowerSGD's factors
+RANK = 4  # rank of PowerSGD's factors
 HOOKS = {
     "allreduce": {"name": "allreduce"},
     "fp16": {"name": "fp16"},
     "powersgd": {"name": "powersgd", "matrix_approximation_rank": RANK, "start_powerSGD_iter": 2},
 }
-AS_ROWS = {"sync": "gradients", "aggregate": {"nonfinite": "exclude"}}  # the same mean, of rows of single workers
+AS_ROWS = {"sync": "gradients", "aggregate": {"nonfinite": "exclude"}}  # the mean, computed from the workers' rows
 
 
 def images(root: str | None, *, n: int = 800) -> tuple[TensorData, TensorData]:
-    """As many random images of MNIST's size."""
+    """Return n random training images of MNIST's size, and test images."""
     rng = np.random.default_rng(0)
 
     def some(count: int) -> TensorData:
@@ -79,7 +79,7 @@ def experiment(workers: int, rounds: int, **changes: Any) -> dict[str, Any]:
 
 
 def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None) -> tuple[list[Any], Any, int]:
-    """The history and final model of a run, by so many ranks (0: in this program's own), and bytes at loopback."""
+    """Return a run's history, final model and bytes at loopback. `ranks`: number of ranks (0: without a launcher)."""
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "experiment.toml", Path(folder) / "run"
         path.write_text(fedsim.config.files.to_toml(fedsim.Experiment(**tables)))
@@ -87,7 +87,7 @@ def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None)
         command = [sys.executable, *launcher, "run_experiment.py", str(path), "--allow-imports", "--quiet"]
         command += ["--out", str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or torchrun tells of hosts without a name
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise torchrun warns of hosts without a name
         before = loopback_bytes(inside)
         subprocess.run([*(inside or []), *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
         sent = loopback_bytes(inside) - before
@@ -96,7 +96,7 @@ def run(tables: dict[str, Any], ranks: int = 0, inside: list[str] | None = None)
 
 
 def loopback_bytes(inside: list[str] | None) -> int:
-    """What has been sent through the loopback interface, by the kernel's count."""
+    """Return the kernel's count of bytes sent through the loopback interface."""
     if inside is None:
         return 0
     counts = subprocess.run([*inside, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
@@ -106,7 +106,7 @@ def loopback_bytes(inside: list[str] | None) -> int:
 
 @contextlib.contextmanager
 def own_network() -> Iterator[list[str] | None]:
-    """What to put before a command so that it runs in a network of its own; None where there can be none."""
+    """Yield the command prefix that runs a command in a separate network, or None if that is not possible."""
     if shutil.which("ip") is None or subprocess.run(["ip", "netns", "add", NAMESPACE], capture_output=True).returncode:
         yield None
         return
@@ -118,12 +118,12 @@ def own_network() -> Iterator[list[str] | None]:
 
 
 def round_seconds(history: list[Any]) -> float:
-    """Median seconds of a round without its test; the first does not count."""
+    """Return the median seconds of a round without its test. The first round is ignored."""
     return median([sum(record["seconds"].values()) - record["seconds"]["test"] for record in history[1:]])
 
 
 def check_work(ranks: int) -> float:
-    """The greatest difference between the rows of the ranks and of `serial`; asserts that it is rounding."""
+    """Return the largest difference between rows of the ranks and of `serial`, which must be due to rounding."""
     tables = experiment(WORKERS, 2, precision="float64")
     models = [run({**tables, "engine": "distributed"}, ranks)[1], run({**tables, "engine": "serial"})[1]]
     difference = max(float((models[0][name] - models[1][name]).abs().max()) for name in models[0])
@@ -132,7 +132,7 @@ def check_work(ranks: int) -> float:
 
 
 def formula(rule: str, n: int, d: int, ranks: int) -> float:
-    """Bytes that all ranks together send in a round, of float32 rows; docs/explanation/performance.md."""
+    """Return the bytes of float32 rows that all ranks together send per round (docs/explanation/performance.md)."""
     if rule == "mean":
         return 2 * (ranks - 1) * d * 4
     pairs = 2 * (ranks - 1) * n * n * 8 if rule == "krum" else 0
@@ -140,7 +140,7 @@ def formula(rule: str, n: int, d: int, ranks: int) -> float:
 
 
 def formula_of_hook(hook: str, shapes: list[tuple[int, ...]], ranks: int) -> float:
-    """The same of a step in which gradients of these shapes are averaged."""
+    """Return the bytes that all ranks together send to average gradients of these shapes with a hook."""
     d = sum(map(math.prod, shapes))
     if hook == "powersgd":
         factors = sum(RANK * sum(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes)
@@ -149,7 +149,7 @@ def formula_of_hook(hook: str, shapes: list[tuple[int, ...]], ranks: int) -> flo
 
 
 def measured_bytes(changes: dict[str, Any], ranks: int, inside: list[str]) -> tuple[float, list[tuple[int, ...]]]:
-    """Bytes of a round as the kernel has counted them, and the shapes of the model's tensors."""
+    """Return the bytes of a round as counted by the kernel, and the shapes of the model's tensors."""
     rounds = {}
     for count in (2, 6):
         _, model, rounds[count] = run(experiment(WORKERS, count, engine="distributed", **changes), ranks, inside)
@@ -161,7 +161,7 @@ def by_hook(hook: str) -> dict[str, Any]:
 
 
 def bytes_of_all(counts: list[int], inside: list[str]) -> dict[str, Any]:
-    """Bytes of a round under each rule, and of gradients by each hook, with their shares of the formulas."""
+    """Return the bytes of a round for each rule and hook, and their ratios to the formulas."""
     figures: dict[str, Any] = {}
     cases = {**RULES, **{f"gradients_{hook}": by_hook(hook) for hook in HOOKS}}
     for name, changes in cases.items():
@@ -177,7 +177,7 @@ def bytes_of_all(counts: list[int], inside: list[str]) -> dict[str, Any]:
 
 
 def seconds_of_gradients(counts: list[int], rounds: int) -> dict[str, Any]:
-    """Seconds of a round of gradients, by each hook and as rows of single workers."""
+    """Return the seconds of a round of gradients, for each hook and for rows of single workers."""
     ways = {**{f"gradients_{hook}_seconds": by_hook(hook) for hook in HOOKS}, "gradients_as_rows_seconds": AS_ROWS}
     tables = {name: experiment(WORKERS, rounds + 1, engine="distributed", **way) for name, way in ways.items()}
     return {name: [round_seconds(run(each, count)[0]) for count in counts] for name, each in tables.items()}

@@ -1,6 +1,6 @@
-"""The operations and bytes of a round of training, and the measured rates of the machine.
+"""The operations and bytes of a training round, and the measured rates of the machine.
 
-One plain training step and one test batch of a single row are counted on the CPU, in float32. The counts hold for any
+One plain training step and one test batch of a single row are counted on the CPU in float32. The counts hold for any
 device and engine that does this work.
 """
 
@@ -25,17 +25,17 @@ VALUE = 4  # bytes of a float32
 TEST_BATCH = 1000
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes, more than any cache holds
 MULTIPLIED = {"cpu": 2048, "cuda": 8192}  # rows and columns of a square matrix
-TIMINGS, SECONDS = 5, 0.2  # repetitions of a measurement, and the least seconds of each
+TIMINGS, SECONDS = 5, 0.2  # repetitions of a measurement, and minimum seconds of each
 
 
 class Cost(NamedTuple):
     """The cost of some work.
 
     Attributes:
-        flops: floating-point operations of its convolutions and matrix products; a multiply-add counts as two.
-        row_bytes: traffic of the rows, if everything else stays in caches and registers.
-        operation_bytes: traffic if every operation of PyTorch reads its inputs from memory and writes its outputs.
-        operations: number of operations without views; on a GPU each is one or a few kernels.
+        flops: floating-point operations of convolutions and matrix products. A multiply-add counts as two.
+        row_bytes: memory traffic of the rows, assuming that everything else stays in caches and registers.
+        operation_bytes: memory traffic if every PyTorch operation reads its inputs from memory and writes its outputs.
+        operations: number of operations without views. On a GPU each is one or a few kernels.
     """
 
     flops: float
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the operations within the `with` block, and the bytes of their inputs and outputs."""
+    """A mode that counts the operations in its `with` block and the bytes of their inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class Traffic(TorchDispatchMode):
 
 
 def _bytes_of(tree: Any) -> int:
-    """Of all tensors in nested lists and dicts, without what expanded ones repeat."""
+    """Return the bytes of all tensors in nested lists and dicts. Repeated elements of expanded tensors count once."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
 def measured(work: Callable[[], object], row_bytes: float) -> Cost:
-    """The cost of what `work` does on the CPU."""
+    """Return the cost of executing `work` on the CPU."""
     with FlopCounterMode(display=False) as flops:
         work()
     with Traffic() as traffic:
@@ -86,11 +86,11 @@ def measured(work: Callable[[], object], row_bytes: float) -> Cost:
 
 
 def step_cost(model: nn.Module, inputs: Tensor, targets: Tensor, **sgd: Any) -> Cost:
-    """One step of SGD on one batch, everything on the CPU.
+    """Return the cost of one SGD step on one batch on the CPU.
 
-    Of a row of d values, the forward pass reads all and the backward pass all but the first layer's weights, for the
-    images need no gradient. The gradient is written and read, and the step reads and writes the row, and the momentum
-    where there is one: 6 d values less that layer, or 8 d.
+    The forward pass reads all d values of a row. The backward pass reads all except the first layer's weights, because
+    images need no gradient. The gradient is written and read, and the step reads and writes the row and the momentum
+    (if any). This makes 6 d values (8 d with momentum) minus those of the first layer.
     """
     first, d = next(model.parameters()).numel(), sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), **sgd)
@@ -101,12 +101,12 @@ def step_cost(model: nn.Module, inputs: Tensor, targets: Tensor, **sgd: Any) -> 
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
 
-    step()  # the first makes the momentum
+    step()  # the first step creates the momentum
     return measured(step, ((8 if sgd.get("momentum") else 6) * d - first) * VALUE)
 
 
 def test_cost(model: nn.Module, inputs: Tensor) -> Cost:
-    """The forward pass of one test batch."""
+    """Return the cost of the forward pass of one test batch."""
     d = sum(parameter.numel() for parameter in model.parameters())
 
     @torch.no_grad()
@@ -117,15 +117,15 @@ def test_cost(model: nn.Module, inputs: Tensor) -> Cost:
 
 
 def average_cost(rows: int, d: int) -> Cost:
-    """Rows set to the global row, and later averaged: each is written once and read once."""
+    """Return the cost of setting rows to the global row and averaging them: each row is written once and read once."""
     traffic = 2 * rows * d * VALUE
     return Cost(2 * rows * d, traffic, traffic, 2 * rows)
 
 
 def round_cost(experiment: Experiment, sample_shape: tuple[int, ...], train_samples: int, test_samples: int) -> Cost:
-    """A whole round: training, averaging and testing. A short batch counts as its part of a whole one."""
+    """Return the cost of a whole round (training, averaging and testing). A short batch counts proportionally."""
     local, cohort = experiment.local, experiment.cohort_size
-    assert local.epochs, "counted are epochs"
+    assert local.epochs, "the cost of a round requires local.epochs"
     model = experiment.model.component()
     inputs, targets = torch.randn(local.batch_size, *sample_shape), torch.zeros(local.batch_size, dtype=torch.long)
     steps = local.epochs * cohort * train_samples / experiment.workers / local.batch_size
@@ -136,14 +136,14 @@ def round_cost(experiment: Experiment, sample_shape: tuple[int, ...], train_samp
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a large copy from device memory to device memory."""
+    """Return the bytes per second, read and written, of a large copy within device memory."""
     source = torch.rand(COPIED[device.type] // VALUE, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
 
 
 def matmul_rate(device: torch.device) -> float:
-    """Floating-point operations per second of a large float32 matrix product, in the mode that PyTorch is in."""
+    """Return the floating-point operations per second of a large float32 matrix product in PyTorch's current mode."""
     n = MULTIPLIED[device.type]
     a, b = torch.randn(2, n, n, device=device)
     product = torch.empty_like(a)
@@ -151,11 +151,11 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The least of several times; what is short is done many times over in each."""
+    """Return the shortest of several measured times. Short work is repeated within each measurement."""
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
     try:
-        once = timed(work, 1, device)  # warms up
+        once = timed(work, 1, device)  # warm-up
         once = timed(work, 1, device)
         count = max(1, round(SECONDS / once))
         return min(timed(work, count, device) / count for _ in range(TIMINGS))
@@ -164,7 +164,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def timed(work: Callable[[], object], count: int, device: torch.device) -> float:
-    """Return the seconds of so many calls, until the device has done them."""
+    """Return the seconds of `count` calls, including the work on the device."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(count):
@@ -185,9 +185,10 @@ class Machine(NamedTuple):
         return {"copy_gb_per_second": round(self.bandwidth / 1e9, 1), "matmul_gflops": round(self.rate / 1e9, 1)}
 
     def compare(self, cost: Cost, round_seconds: float) -> dict[str, float]:
-        """A round's counts, the seconds that each would take at this machine's best, and how far a round is from it.
+        """Return a round's counts, their times at the machine's best rates, and the round's multiple of the limit.
 
-        The limit is the larger one of arithmetic and of the rows' traffic, as if no cache held rows between steps.
+        The limit is the larger of the times for arithmetic and for row traffic, assuming that no cache holds rows
+        between steps.
         """
         arithmetic, rows = cost.flops / self.rate, cost.row_bytes / self.bandwidth
         return {

@@ -1,9 +1,9 @@
-"""Make the file of the data set `mnist5k`, fedsim/data/mnist5k.npz, from MNIST's own files.
+"""Create the file of the data set `mnist5k`, fedsim/data/mnist5k.npz, from MNIST's own files.
 
     python benchmarks/make_mnist5k.py --root ~/.cache/fedsim/data
 
-Which images of MNIST's training set it holds, and in which order, stands in the file itself (`index`) and stays as it
-is. The same MNIST files give the same bytes.
+The existing file itself determines (`index`) which images of MNIST's training set it contains and in which order. The
+same MNIST files give the same bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fedsim.data.sources import MNIST5K_FILE, default_root
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--root", type=Path, default=default_root(), help="folder of data sets, with MNIST/raw in it")
+    parser.add_argument("--root", type=Path, default=default_root(), help="data folder that contains MNIST/raw")
     write(np.load(MNIST5K_FILE)["index"], parser.parse_args().root)
 
 
 def write(index: np.ndarray, root: Path) -> None:
-    """Write the images and labels at these positions of MNIST's training set."""
+    """Write the images and labels at the positions `index` of MNIST's training set."""
     train, _ = fedsim.load_dataset("mnist", root)
     images, labels = (values.numpy()[index].astype(np.uint8) for values in (train.inputs[:, 0], train.targets))
     np.savez_compressed(MNIST5K_FILE, images=images, labels=labels, index=index)

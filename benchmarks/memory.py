@@ -1,8 +1,8 @@
 """Peak memory of the process tree for 4 and 64 workers, and the number of copies of the data set in memory.
 
 The benchmark samples the proportional set size (PSS) of all processes together, in which a page that k processes share
-counts once. The baseline is the same experiment on fewer images. The difference of the peaks, divided by the difference
-of the sizes of the data, is the number of copies.
+counts once. The baseline is the same experiment on fewer images. The number of copies is the difference between the
+peaks divided by the difference between the data sizes.
 
     FEDSIM_DATA=... python benchmarks/memory.py
 """
@@ -26,14 +26,14 @@ SMALL = 5_000  # images of the baseline
 
 
 def small_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """The first images of MNIST: the baseline's data set, named by import path."""
+    """Return the first images of MNIST, the baseline's data set, which is named by import path."""
     parts = load_dataset("mnist", root)
     train, test = (TensorData(p.inputs[:SMALL].clone(), p.targets[:SMALL].clone(), p.scale, p.shift) for p in parts)
     return train, test
 
 
 def peak_pss(*overrides: str) -> float:
-    """Highest PSS of a run's process tree, in MB."""
+    """Return the peak PSS of a run's process tree in MB."""
     with tempfile.TemporaryDirectory() as parent:
         script = str(ROOT / "run_experiment.py")
         command = [sys.executable, script, str(EXPERIMENT), "rounds=2", "engine=spawn", *overrides]

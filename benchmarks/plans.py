@@ -1,15 +1,15 @@
-"""Whether the engine `auto` chooses well: its choice against the best of all choices, measured in one run.
+"""How good the choice of the engine `auto` is, compared with the best of all choices in the same run.
 
-Two parts, on a CPU:
+There are two parts, both on a CPU:
 
-- stacks: training of ten rows in one process with one thread, one by one and stacked, for models and batch sizes. The
-  constants of `fedsim/engines/auto.py` were chosen by these figures.
-- workloads: the whole commands of `cross_device.py`, by `auto` and by each engine that it chooses from, in turn. The
-  figure is the time of `auto` over the least of the others, for the whole command from start to end.
+- stacks: training of ten rows in one process with one thread, row by row and stacked, for several models and batch
+  sizes. The constants in `fedsim/engines/auto.py` are based on these figures.
+- workloads: the whole commands of `cross_device.py` with `auto` and with each engine that it chooses from, in turn.
+  The figure is the time of `auto` divided by the shortest time of the others, for the whole command.
 
-That all ways do the same work is checked: in float64 their global rows agree after a round of few steps.
+The benchmark checks that all engines do the same work: in float64 their global rows agree after a round of few steps.
 
-A repeat takes more than seven minutes on 2 cores; nothing is printed before the end.
+A repetition takes more than seven minutes on 2 cores, and nothing is printed before the end.
 
     FEDSIM_DATA=... python benchmarks/plans.py [--workloads w1,w2,w3] [--repeats 3]
 """
@@ -37,7 +37,7 @@ WAYS = {
 
 
 def training_seconds(model: str, batch_size: int, engine: str) -> float:
-    """Return the least time of a short round in one process."""
+    """Return the shortest time of a short round in one process."""
     local = {"batch_size": batch_size, "steps": STEPS}
     tables = {"model": model, "workers": ROWS, "engine": engine, "rounds": TIMES, "local": local}
     if engine == "batched":
@@ -46,7 +46,7 @@ def training_seconds(model: str, batch_size: int, engine: str) -> float:
 
 
 def choice(model: str, batch_size: int) -> str:
-    """What `auto` does in one process."""
+    """Return the engine that `auto` chooses in one process."""
     settings: list[Any] = []
     local = {"batch_size": batch_size, "steps": 1}
     fedsim.run({"model": model, "workers": ROWS, "rounds": 1, "processes": 1, "local": local}, on_start=settings.append)
@@ -54,7 +54,7 @@ def choice(model: str, batch_size: int) -> str:
 
 
 def stacks() -> dict[str, Any]:
-    """Of each model and batch size: microseconds a step of a row takes, and how many times faster stacks are."""
+    """Return the microseconds per step and row and the speedup of stacks, for each model and batch size."""
     figures = {}
     for model, batch_size in itertools.product(MODELS, BATCHES):
         seconds = {engine: training_seconds(model, batch_size, engine) for engine in ("serial", "batched")}
@@ -67,17 +67,17 @@ def stacks() -> dict[str, Any]:
 
 
 def check_same_work(words: tuple[str, ...]) -> float:
-    """How far global rows of the ways are apart after one round in float64."""
+    """Return the largest difference of the engines' global rows after one round in float64."""
     short = (*words, "rounds=1", "precision=float64", "local.steps=2")
     short = tuple(word for word in short if not word.startswith("local.epochs"))
     states = [run_command(*short, *way).state for way in WAYS.values()]
     apart = max(norm_of_difference(states[0], state) for state in states[1:])
-    assert apart < ROUNDING, f"{words[0]}: the engines' global rows are {apart} apart"
+    assert apart < ROUNDING, f"{words[0]}: the engines' global rows differ by {apart}"
     return apart
 
 
 def workload(words: tuple[str, ...], repeats: int) -> dict[str, Any]:
-    """Whole commands in turn."""
+    """Return the figures of a workload, with the whole commands timed in turn."""
     ways = {"auto": ("engine=auto",), **WAYS}
     runs = {name: [] for name in ways}
     for _ in range(repeats):
@@ -98,7 +98,7 @@ def workload(words: tuple[str, ...], repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas between; default: all")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated names; default: all")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     names = options.workloads.split(",")

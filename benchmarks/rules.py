@@ -1,9 +1,9 @@
-"""Time and memory of every aggregation rule: against PyTorch's plain operations, and against the package byzfl.
+"""Time and memory of every aggregation rule, compared with plain PyTorch operations and with the package byzfl.
 
-Everything is timed on the same float32 updates, and the least of several times counts. What is compared is timed in
-turn: a rule, then byzfl's or the product that it needs, and again. Where byzfl has the same rule, both results must
-agree. Memory is what a process of its own, which gives back at once what it frees, needed at its peak beyond what it
-had before, in terms of the updates' size; on Linux only.
+All rules are timed on the same float32 updates, and the shortest of several times counts. Compared functions are timed
+in turn: a rule, then byzfl's rule or the matrix product that the rule needs, then the rule again. If byzfl has the same
+rule, both results must agree. Memory (Linux only) is the additional peak memory of a separate process that returns
+freed memory at once, in units of the size of the updates.
 
     python -m pip install byzfl
     python benchmarks/rules.py [--rows 20 100] [--columns 21840 1663370] [--repeats 3] [--threads 2]
@@ -33,7 +33,7 @@ from fedsim.system.packages import import_torchvision
 KRUM_FAMILY = ("krum", "multi_krum", "medoid")
 PRODUCTS = ("product_float64", "product_float32")
 PLAINLY = dict.fromkeys(KRUM_FAMILY, PRODUCTS) | {"median": ("torch_median",), "trimmed_mean": ("torch_sort",)}
-ENOUGH_TIME = 0.2  # seconds that a short measurement is repeated for
+ENOUGH_TIME = 0.2  # minimum seconds of a short measurement, with repetitions
 STATUS = Path("/proc/self/status")
 
 
@@ -46,9 +46,9 @@ def params_of(name: str, f: int) -> dict[str, Any]:
 def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
     registration, parameters = rule.get(name), params_of(name, f)
     if name == "geometric_median":
-        parameters |= {"nu": 0.1, "iterations": 3, "tol": 0.0, "start": "zeros"}  # byzfl's
+        parameters |= {"nu": 0.1, "iterations": 3, "tol": 0.0, "start": "zeros"}  # as in byzfl
     if name == "centered_clipping":
-        parameters |= {"tau": 100.0}  # byzfl's
+        parameters |= {"tau": 100.0}  # as in byzfl
     if "root" in registration.takes:
         parameters["root"] = updates[0].clone()
     if "losses" in registration.takes:
@@ -57,8 +57,8 @@ def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
 
 
 def theirs(f: int) -> dict[str, Any]:
-    """byzfl's rules under our names; those whose definition is another one are timed, but not compared."""
-    import_torchvision()  # which byzfl imports as well
+    """Return byzfl's rules by fedsim's names. Rules with a different definition are timed but not compared."""
+    import_torchvision()  # byzfl imports torchvision as well
     import byzfl
 
     return {
@@ -79,7 +79,7 @@ OTHERWISE_DEFINED = {"median", "caf", "multi_krum"}  # torch.median's lower valu
 
 
 def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
-    """The least of several times of each function; they take turns, in each of which a short one is called often."""
+    """Return the shortest time of each function. The functions take turns, and a short one is repeated in each turn."""
     least = [float("inf")] * len(functions)
     for _ in range(repeats):
         for place, function in enumerate(functions):
@@ -93,7 +93,7 @@ def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
 
 
 def memory(function: Callable[[], object], updates: Tensor) -> float:
-    """Peak memory beyond what there was, over the updates' own size."""
+    """Return the additional peak memory of a call, relative to the size of the updates."""
 
     def kilobytes(field: str) -> int:
         return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field))
@@ -106,7 +106,7 @@ def memory(function: Callable[[], object], updates: Tensor) -> float:
 
 
 def memories(n: int, d: int) -> dict[str, float]:
-    """Of every rule, by another process: what this one has freed before would hide what a rule needs."""
+    """Return the memory of every rule, measured in a new process, where no freed memory hides what a rule needs."""
     if not STATUS.exists():
         return {}
     at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -128,7 +128,7 @@ def some_updates(n: int, d: int) -> Tensor:
 
 def largest_f(name: str, n: int) -> int:
     if name == "smea" and n > 20:
-        return 1  # it searches all subsets of n - f rows
+        return 1  # searches all subsets of n - f rows
     return (n - 3) // 4 if name == "bulyan" else n // 5
 
 
@@ -187,7 +187,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[21_840, 1_663_370])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--memory-only", action="store_true", help="of the first number of rows and columns")
+    parser.add_argument(
+        "--memory-only", action="store_true", help="measure only memory, for the first of --rows and --columns"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.memory_only:

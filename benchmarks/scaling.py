@@ -1,9 +1,9 @@
-"""What a round costs against the sizes of cohort and population: it depends on the first, never on the second.
+"""The cost of a round depends on the size of the cohort but not on the size of the population.
 
-Workers train `2nn` for one epoch on virtual shards of 60 MNIST images, engine=batched, processes=1. Time is that of a
-whole round without the test of the global model, which depends on neither; populations take turns within one process.
-Memory is the highest resident set of a run in a process of its own (it has no others). Before anything is timed, rows
-that the engine `serial` gives are compared with those of the engine that is.
+Workers train `2nn` for one epoch on virtual shards of 60 MNIST images with engine=batched and processes=1. Time is that
+of a whole round without the test of the global model, which depends on neither size. Populations take turns within one
+process. Memory is the largest resident set of a run in a separate process. Before the timing, the rows of the timed
+engine are compared with those of the engine `serial`.
 
     python benchmarks/scaling.py [--repeats 5]
 """
@@ -29,10 +29,10 @@ from fedsim import Session
 
 COHORTS, POPULATION = (1, 3, 10, 30, 100, 300, 1000), 10**4
 POPULATIONS, COHORT = (10**2, 10**3, 10**4, 10**5, 10**6), 10
-ALLOWED = 1.5  # of the time of a round at the smallest population, at the largest
-TOLERANCE = 1e-9  # between rows of engines, in float64
+ALLOWED = 1.5  # allowed ratio of round times, largest to smallest population
+TOLERANCE = 1e-9  # allowed difference between rows of engines, in float64
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "scaling_cpu.png"
-COLOURS = ("#0072B2", "#D55E00")  # blue and vermilion of Okabe and Ito, safe for colour blindness
+COLOURS = ("#0072B2", "#D55E00")  # blue and vermilion of Okabe and Ito, distinguishable with colour blindness
 
 
 def experiment(population: int, cohort: int, rounds: int, **changes: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def experiment(population: int, cohort: int, rounds: int, **changes: Any) -> dic
 
 
 def check_work(population: int, cohort: int, rounds: int) -> float:
-    """The greatest difference between the rows of the engines `batched` and `serial`; asserts that it is rounding."""
+    """Return the largest difference between rows of `batched` and `serial`, which must be due to rounding."""
     row, reference = (
         fedsim.run(experiment(population, cohort, rounds, engine=engine, precision="float64")).global_row
         for engine in ("batched", "serial")
@@ -61,7 +61,7 @@ def check_work(population: int, cohort: int, rounds: int) -> float:
 
 
 def round_seconds(population: int, cohort: int, rounds: int, session: Session) -> float:
-    """Median seconds of a round, without its test; the first one is not counted."""
+    """Return the median seconds of a round without its test. The first round is ignored."""
     ends: list[float] = []
     tests: list[float] = []
 
@@ -75,7 +75,7 @@ def round_seconds(population: int, cohort: int, rounds: int, session: Session) -
 
 
 def start_seconds(population: int, session: Session) -> float:
-    """From the call to the first round."""
+    """Return the seconds from the call to the first round."""
     begun = time.perf_counter()
     started: list[float] = []
     fedsim.run(
@@ -85,20 +85,20 @@ def start_seconds(population: int, session: Session) -> float:
 
 
 def peak_megabytes(population: int, cohort: int) -> float:
-    """The highest resident set of a run of two rounds in a process of its own."""
+    """Return the largest resident set in MB of a run of two rounds in a separate process."""
     command = [sys.executable, __file__, "--alone", str(population), str(cohort)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def run_alone(population: int, cohort: int) -> None:
-    """In that process: run, and print the kernel's mark of the highest resident set, in MB."""
+    """Run two rounds and print the largest resident set of this process in MB, as counted by the kernel."""
     fedsim.run(experiment(population, cohort, 2))
     marks = Path("/proc/self/status").read_text().splitlines()
     print(next(1024 * int(line.split()[1]) for line in marks if line.startswith("VmHWM:")) / 1e6)
 
 
 def draw(figures: dict[str, Any]) -> None:
-    """The four curves, time and memory by cohort and by population, as a PNG."""
+    """Draw four curves (time and memory, by cohort and by population) and store them as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -123,7 +123,7 @@ def draw(figures: dict[str, Any]) -> None:
 
 
 def measure_cohorts(repeats: int, session: Session) -> list[float]:
-    """Seconds of a round for each cohort: the median over the repeats."""
+    """Return the seconds of a round for each cohort size, as medians over the repetitions."""
     times: list[list[float]] = [[] for _ in COHORTS]
     for _ in range(repeats):
         for cohort, seconds in zip(COHORTS, times, strict=True):
@@ -132,7 +132,7 @@ def measure_cohorts(repeats: int, session: Session) -> list[float]:
 
 
 def measure_populations(repeats: int, session: Session) -> tuple[list[float], float]:
-    """Seconds of a round for each population, and the last over the first: medians over the repeats."""
+    """Return the seconds of a round for each population, and the ratio of the last to the first (medians)."""
     times: list[list[float]] = [[] for _ in POPULATIONS]
     for _ in range(repeats):
         for population, seconds in zip(POPULATIONS, times, strict=True):
@@ -142,7 +142,7 @@ def measure_populations(repeats: int, session: Session) -> tuple[list[float], fl
 
 
 def significant(values: Sequence[float]) -> list[float]:
-    """To three digits."""
+    """Return the values rounded to three significant digits."""
     return [float(f"{value:.3g}") for value in values]
 
 

@@ -1,11 +1,11 @@
-"""Seconds of a local step of each client algorithm, over a step of plain SGD on the same engine.
+"""Time of a local step of each client algorithm, relative to a step of plain SGD on the same engine.
 
-Every algorithm trains the same workers on the same batches. `per_gradient` is its time over that of SGD, divided by the
-gradients that its definition needs for each batch; a pass over all samples at the start of a round counts as one. In
-float64 the rows of both engines must agree up to rounding after two rounds. Timed, in float32, is the training alone,
-not start-up and not tests.
+Every algorithm trains the same workers on the same batches. `per_gradient` is its time relative to SGD, divided by the
+number of gradients that its definition needs per batch. A pass over all samples at the start of a round counts as one
+gradient. In float64 the rows of both engines must agree up to rounding after two rounds. Only training is timed, in
+float32, without start-up and tests.
 
-    python benchmarks/algorithms.py [--repeats 5] [--rounds 11] [--model 2nn]
+    python benchmarks/solvers.py [--repeats 5] [--rounds 11] [--model 2nn]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common import median, report
 import fedsim
 
 ENGINES: dict[str, dict[str, Any]] = {"serial": {}, "batched": {"processes": 1}}
-ALGORITHMS: dict[str, tuple[int, dict[str, Any]]] = {  # gradients for each batch, and parameters
+ALGORITHMS: dict[str, tuple[int, dict[str, Any]]] = {  # gradients per batch, and parameters
     "sgd": (1, {}),
     "fedprox": (1, {}),
     "adam": (1, {"lr": 1e-3}),
@@ -36,11 +36,11 @@ ALGORITHMS: dict[str, tuple[int, dict[str, Any]]] = {  # gradients for each batc
     "per_fedavg": (1, {}),
 }
 BATCH = 10
-TOLERANCE = 1e-8  # between rows of float64
+TOLERANCE = 1e-8  # allowed difference between float64 rows
 
 
 def seconds_of_step(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    """The median time of a local step over the rounds after the first, and the final row."""
+    """Return the median time of a local step over all rounds except the first, and the final row."""
     result = fedsim.run({**tables, "local": {"batch_size": BATCH, **tables["local"]}})
     seconds = [
         record["seconds"]["train"] / sum(-(-samples // BATCH) for samples in record["samples"])
@@ -54,11 +54,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--model", default="2nn")
-    parser.add_argument("--no-keep", action="store_true", help="print the figures only")
+    parser.add_argument("--no-keep", action="store_true", help="print the figures without storing them")
     arguments = parser.parse_args()
     base = {"model": arguments.model, "workers": 20, "cohort": 4, "rounds": arguments.rounds, "data": "mnist5k"}
     times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(arguments.repeats):  # all algorithms in turn, so that a slow minute does not fall on one of them
+    for _ in range(arguments.repeats):  # algorithms take turns, so that a slow period does not affect only one of them
         for engine, settings in ENGINES.items():
             for name, (_, params) in ALGORITHMS.items():
                 local = {"algorithm": name, **params}

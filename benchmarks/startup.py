@@ -1,9 +1,9 @@
-"""Seconds of whole commands besides their rounds, over the import of PyTorch: to the first round, and after the last.
+"""Time of whole commands without their rounds, relative to the import of PyTorch.
 
-A command runs tiny rounds: ten of `model=logistic` with four workers. Commands and `import torch` take turns; each
-figure is the median over the turns of its ratio to the import in the same turn, measured up to where the import
-returns. All commands must leave the same model, up to the rounding of
-stacks.
+A command runs ten tiny rounds of `model=logistic` with four workers. Commands and `import torch` take turns. Each
+figure is the median over the turns of the ratio to the import in the same turn, measured until the import returns. The
+figures are the time to the first round, the time after the last round, and the whole time. All commands must leave the
+same model, up to the rounding of stacks.
 
     python benchmarks/startup.py [--repeats 5] [--no-keep]
 """
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def times_of_lines(arguments: list[str]) -> tuple[list[tuple[float, str]], float]:
-    """The lines that a Python program prints, with the seconds since its start, and the seconds until its end."""
+    """Return a Python program's output as (seconds since its start, line), and the seconds until its end."""
     started = time.perf_counter()
     with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout
@@ -51,13 +51,13 @@ def seconds_of_import() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-keep", action="store_true", help="print the figures only")
+    parser.add_argument("--no-keep", action="store_true", help="print the figures without storing them")
     arguments = parser.parse_args()
     os.environ["PYTHONUNBUFFERED"] = "1"
     ratios: dict[str, dict[str, list[float]]] = {name: {} for name in COMMANDS}
     imports: list[float] = []
     first: dict[str, torch.Tensor] | None = None
-    seconds_of_import()  # reads the files once
+    seconds_of_import()  # warms the file cache
     for _ in range(arguments.repeats):
         imports.append(seconds_of_import())
         for name, settings in COMMANDS.items():
@@ -69,7 +69,7 @@ def main() -> None:
             first = weights if first is None else first
             for key, tensor in weights.items():
                 torch.testing.assert_close(tensor, first[key], atol=1e-6, rtol=0)
-            rounds = {int(found[1]): at for at, line in lines if (found := re.match(r"\s*(\d+)\s+[\d.]+", line))}
+            rounds = {int(match[1]): at for at, line in lines if (match := re.match(r"\s*(\d+)\s+[\d.]+", line))}
             for phase, seconds in {
                 "to_first_round": rounds[1],
                 "after_last_round": end - rounds[ROUNDS],

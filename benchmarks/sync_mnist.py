@@ -1,13 +1,13 @@
-"""The classic experiment against two baselines in the same run.
+"""The classic experiment compared with two baselines in the same run.
 
-(i)  The naive way: fresh spawn processes every round, a DataLoader with per-sample transforms in each, then an
-     average. Timed from outside, as fedsim is, so both include their start-up.
-(ii) The floor: a bare loop over preloaded tensors that does the same SGD steps and the same tests with plain
-     PyTorch in one process with one thread, its time divided by the number of cores. Once with images in PyTorch's
-     usual order, which is the stated baseline, and once in channels_last order, as fedsim has them.
+(i)  The naive way: new spawned processes in every round, each with a DataLoader with per-sample transforms, then an
+     average. It is timed from outside, as fedsim is, so both times include the start-up.
+(ii) The floor: a bare loop over preloaded tensors that takes the same SGD steps and runs the same tests in plain
+     PyTorch, in one process with one thread, with its time divided by the number of cores. It is timed with images in
+     PyTorch's usual memory order, which is the stated baseline, and in channels_last order, as in fedsim.
 
-The floor draws the same batches as fedsim, so after a round without dropout the global rows must agree up to rounding
-(later rounds amplify it); the naive way draws its own, and must reach about the same accuracy.
+The floor draws the same batches as fedsim, so after one round without dropout the global rows must agree up to rounding
+(later rounds amplify the difference). The naive way draws its own batches and must reach about the same accuracy.
 
     FEDSIM_DATA=... python benchmarks/sync_mnist.py [--repeats 3]
 """
@@ -38,30 +38,30 @@ from fedsim.system.devices import usable_cores
 from fedsim.system.packages import import_torchvision
 
 EXPERIMENT = "experiments/mnist_sync_sgd.toml"
-WORKERS, ROUNDS, BATCH, LR, MOMENTUM, SEED = 4, 3, 64, 0.01, 0.5, 0  # its values, for the naive way
+WORKERS, ROUNDS, BATCH, LR, MOMENTUM, SEED = 4, 3, 64, 0.01, 0.5, 0  # values of the experiment, for the naive way
 
 
 class ChannelsLast(Net):
-    """The network with its images in channels_last order (for one channel that is a matter of strides)."""
+    """The network with images in channels_last order (with one channel this only changes the strides)."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images.as_strided(images.shape, (784, 1, 28, 1)))
 
 
 def channels_last_loop(experiment: Experiment) -> BareRun:
-    """Its loss is fedsim's too: on log-probabilities the same as NLL but for rounding."""
+    """Run the bare loop with channels_last images and fedsim's loss, which equals NLL on log-probabilities."""
     return bare_loop(experiment, make_model=ChannelsLast, loss=F.cross_entropy)
 
 
 def naive_run() -> dict[str, Any]:
-    """The naive way, as a whole process."""
+    """Run the naive way as a whole process."""
     started = time.perf_counter()
     done = subprocess.run([sys.executable, __file__, "--naive"], check=True, stdout=subprocess.PIPE, text=True)
     return {"seconds": time.perf_counter() - started, **json.loads(done.stdout)}
 
 
 def naive_main() -> None:
-    """Fresh processes every round; each makes its own data set, DataLoader and optimizer."""
+    """Start new processes in every round, each with its own data set, DataLoader and optimizer."""
     torch.set_num_threads(1)
     context = torch.multiprocessing.get_context("spawn")
     torch.manual_seed(SEED)
@@ -89,7 +89,8 @@ def naive_main() -> None:
 
 
 def _naive_worker(worker: int, round: int, state: dict[str, Tensor], results: Any) -> None:
-    torch.set_num_threads(1)  # the kind version: with PyTorch's default the processes would fight for the cores
+    # in favour of the baseline: with PyTorch's default, the processes would compete for the cores
+    torch.set_num_threads(1)
     torch.manual_seed(1000 * round + worker)
     model = Net()
     model.load_state_dict(state)
@@ -132,7 +133,7 @@ def main() -> None:
     furthest = max(float((check[name] - value).abs().max()) for name, value in first.items())
     assert furthest < 1e-6, f"fedsim and the floor did different work: global rows differ by {furthest}"
     accuracy = {"fedsim": ours[0].accuracy, "floor": floor[0].accuracy, "naive": naive[0]["accuracy"]}
-    assert max(accuracy.values()) - min(accuracy.values()) < 0.03, f"they did different work: {accuracy}"
+    assert max(accuracy.values()) - min(accuracy.values()) < 0.03, f"accuracies differ too much: {accuracy}"
     cores = usable_cores()
     floor_round = [median(run.rounds) / cores for run in floor]
     floor_last_round = [median(run.rounds) / cores for run in floor_last]

@@ -1,7 +1,7 @@
-"""Steps per second of synchronous SGD with two processes: fedsim against DistributedDataParallel on gloo.
+"""Steps per second of synchronous SGD with two processes: fedsim and DistributedDataParallel on gloo.
 
-Both take the same steps on the same batches of the embedded MNIST images, from the same start, one thread to a
-process; their final parameters must agree up to rounding. Timed are the steps alone, not start-up and not tests.
+Both take the same steps on the same batches of the embedded MNIST images, from the same initial model, with one thread
+per process. Their final parameters must agree up to rounding. Only the steps are timed, without start-up and tests.
 
     python benchmarks/sync_step.py [--repeats 5]
 """
@@ -31,11 +31,11 @@ from fedsim.models import model as models
 
 PROCESSES, BATCH, LR, MOMENTUM, SEED = 2, 64, 0.01, 0.9, 0
 STEPS = {"2nn": 300, "cnn": 20, "net": 100}
-NO_DROPOUT = {"net": {"dropout": 0.0}}  # DDP's processes would draw other masks
+NO_DROPOUT = {"net": {"dropout": 0.0}}  # DDP's processes would draw other dropout masks
 
 
 def fedsim_steps(name: str) -> tuple[float, Tensor]:
-    """Seconds a step, and the final row."""
+    """Return the seconds per step and the final row of fedsim."""
     result = fedsim.run(
         {
             "model": {"name": name, **NO_DROPOUT.get(name, {})},
@@ -53,7 +53,7 @@ def fedsim_steps(name: str) -> tuple[float, Tensor]:
 
 
 def ddp_steps(name: str) -> tuple[float, Tensor]:
-    """The same with DistributedDataParallel, started the usual way."""
+    """Return the seconds per step and the final row of DistributedDataParallel, started in the usual way."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_ddp_worker, (name, folder), nprocs=PROCESSES)
         done = torch.load(Path(folder) / "result.pt", weights_only=True)
@@ -69,7 +69,7 @@ def _ddp_worker(rank: int, name: str, folder: str) -> None:
     module = models.get(name).target(**NO_DROPOUT.get(name, {}))
     parallel = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
-    for round in (1, 2):  # the first round warms up, and is timed over
+    for round in (1, 2):  # only the second round is timed, after a warm-up
         batches = _preloaded_batches(shard, round, rank, STEPS[name])
         torch.distributed.barrier()
         started = time.perf_counter()

@@ -11,9 +11,9 @@ from typing import Any
 
 MAX_PROBLEMS = 100  # maximum number of error lines per experiment
 MAX_NAME = 100  # maximum number of characters of a name
-MAX_TEXT = 300  # the same for a path, or a message of another library, in an error line
-MAX_LINE = 1000  # the same for an error line on the terminal
-MAX_VALUE = 80  # the same for a value in an error line
+MAX_TEXT = 300  # maximum number of characters of a path, or of another library's message, in an error line
+MAX_LINE = 1000  # maximum number of characters of an error line on the terminal
+MAX_VALUE = 80  # maximum number of characters of a value in an error line
 DEVICE_ASSERT = (
     "often an index is out of range, such as a label or a token of nn.Embedding; run with device=cpu to see which; "
     "this process can no longer use the GPU"
@@ -26,10 +26,10 @@ class FedsimError(Exception):
 
 
 class ExperimentError(FedsimError, ValueError):
-    """The experiment is invalid. The message has one line per problem, with the key, its value, and what is allowed.
+    """Error for an invalid experiment. The message has one line per problem: the key, its value, and what is allowed.
 
     Args:
-        lines: error lines, which start with the wrong key: `aggregate.f = 9: must be ...`, `clock: needs ...`.
+        lines: error lines, each starting with the key concerned: `aggregate.f = 9: must be ...`, `clock: needs ...`.
         source: file that contains the experiment. Each line then starts with this file.
 
     Attributes:
@@ -51,16 +51,17 @@ class ExperimentError(FedsimError, ValueError):
 
     @property
     def key(self) -> str:
+        """The key of the first error line, or "" if the line has no key."""
         return self.keys[0] if self.keys else ""
 
 
 class DivergedError(ExperimentError):
-    """Updates or the global model contain NaN or infinity.
+    """Error for updates or a global model that contain NaN or infinity.
 
     Args:
-        problem: what contains NaN or infinity, as a sentence.
-        remedy: what to change. "" if unknown.
-        round: round in which the problem occurred. None if unknown.
+        problem: sentence that says what contains NaN or infinity.
+        remedy: what to change; "" if unknown.
+        round: round in which the problem occurred; None if unknown.
 
     >>> str(DivergedError("an update contains NaN", "reduce local.lr", 3))
     'round 3: an update contains NaN; reduce local.lr'
@@ -77,29 +78,29 @@ class DivergedError(ExperimentError):
 
 
 class DataError(FedsimError):
-    """A data set is missing, damaged, or cannot be downloaded."""
+    """Error for a data set that is missing, damaged, unsuitable, or cannot be downloaded."""
 
 
 class RecordError(FedsimError):
-    """A run folder cannot be created, read or written."""
+    """Error for a run folder, or a file in it, that cannot be created, read or written."""
 
 
 class FedsimWarning(UserWarning):
-    """The run continues, but deviates from its description. The message is one line."""
+    """Base class of fedsim's warnings: the run continues, but deviates from the experiment. The message is one line."""
 
 
 class SettingWarning(FedsimWarning):
-    """A setting has no effect, or an effect that is probably not intended. The message is one line."""
+    """Warning about a setting without effect, or with an effect that is probably not intended, in one line."""
 
 
 class MissingPackageError(FedsimError, ImportError):
-    """A package from one of fedsim's extras is needed but not installed."""
+    """Error for a package from one of fedsim's extras that is needed but not installed."""
 
 
 class StopRun(Exception):  # noqa: N818  # not an error, like StopIteration
-    """Raise this exception in `on_round` to end the run after the current round.
+    """Exception that a user's `on_round` function raises to end the run after the current round.
 
-    `fedsim.run` then returns the result so far. The message of the exception becomes `Result.stopped`.
+    `fedsim.run` then returns the result so far. The exception's message becomes `Result.stopped`.
 
     >>> import fedsim
     >>> def on_round(record):
@@ -112,16 +113,16 @@ class StopRun(Exception):  # noqa: N818  # not an error, like StopIteration
 
 
 class WorkerError(FedsimError, RuntimeError):
-    """A worker or its process failed. The message names the worker, the process, the round and the reason."""
+    """Error in a worker or its process. The message names the worker, the process, the round and the reason."""
 
 
 class ProcessLostError(WorkerError):
-    """A process that trains workers died or hangs. Another process can repeat its work.
+    """Error for a process that died or hangs while it trained workers. Another process can repeat its work.
 
     Attributes:
-        why: what happened to the process, as the predicate of a sentence: "was killed by SIGKILL".
+        why: what happened to the process, such as "was killed by SIGKILL".
         process: number of the process.
-        worker: worker that the process was training. None if it was training no worker or several at once.
+        worker: ID of the worker that the process was training; None if it was training no worker or several at once.
     """
 
     def __init__(self, line: str, why: str, process: int, worker: int | None) -> None:
@@ -130,7 +131,7 @@ class ProcessLostError(WorkerError):
 
 
 def show_warnings_as_lines() -> None:
-    """Print each fedsim warning on stderr as one line, `warning: ...`. Other warnings do not change."""
+    """Print each fedsim warning on stderr as one line, `warning: ...`. Warnings of other libraries do not change."""
     show_other = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **further: Any) -> None:
@@ -143,7 +144,7 @@ def show_warnings_as_lines() -> None:
 
 
 def show(value: Any) -> str:
-    """Format a value as in an experiment file, with printable characters only and at most MAX_VALUE of them."""
+    """Format a value as in an experiment file, with at most MAX_VALUE characters, all printable."""
     text = printable(_as_toml(value))
     return text if len(text) <= MAX_VALUE else f"{text[:47]}...{text[-30:]}"  # the end of a path matters
 
@@ -168,7 +169,7 @@ def show_bytes(count: float) -> str:
 
 
 def plural(count: int, thing: str) -> str:
-    """Return `1 round`, `2 rounds` and so on."""
+    """Return a count with its noun, in the plural unless the count is 1: `1 round`, `2 rounds`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
@@ -179,7 +180,7 @@ def cut(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Format an exception of another library as `Type: message` on one line."""
+    """Format another library's exception as `Type: message` on one line."""
     message = str(error)
     if "device-side assert" in message:  # the rest of CUDA's message is for kernel developers
         message = f"{message.partition(chr(10))[0]}; {DEVICE_ASSERT}"

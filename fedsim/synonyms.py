@@ -11,7 +11,7 @@ Meaning = TypeVar("Meaning")
 
 
 def _split_words(table: dict[str, Meaning]) -> dict[str, Meaning]:
-    """Return a table with a separate entry for each word of a key."""
+    """Return a table with a separate entry for each word of a key that consists of several words."""
     return {word: meaning for words, meaning in table.items() for word in words.split()}
 
 
@@ -107,7 +107,7 @@ NAMES: dict[str, tuple[str, ...]] = _split_words(
     }
 )
 
-# Words that fedsim expresses in another way or does not support, each with the hint for it.
+# Words that fedsim expresses differently or does not support, each with the hint that error messages show.
 NOTES: dict[str, str] = _split_words(
     {
         "gpu gpus cuda use_cuda use_gpu num_gpus accelerator devices": "write device=cuda",
@@ -162,12 +162,7 @@ NOTES: dict[str, str] = _split_words(
         "compile torch_compile": "training steps are not compiled",
         "config config_file": "write the file without a key: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "cifar cifar10 cifar_10": (
-            'write in my_data.py "from torchvision.datasets import CIFAR10" and '
-            '"def cifar10(root): return [CIFAR10(root, train, download=True) for train in (True, False)]", '
-            "then data=my_data:cifar10 model=torchvision.models:resnet18 model.num_classes=10"
-        ),
-        "cifar100 emnist femnist svhn imagenet shakespeare celeba": (
+        "femnist imagenet shakespeare celeba": (
             'write a function that returns the data set: data="package.module:function"'
         ),
         "resnet resnet18 resnet20 resnet34 resnet50 vgg vgg11 vgg16 mobilenet": (

@@ -1,6 +1,6 @@
-"""Imported before PyTorch is, here and in every process that tests start."""
+"""Settings that must be in the environment before PyTorch is imported, here and in every process that a test starts."""
 
 import os
 
-# Threads that wait for others must not spin: processes of several tests share the cores.
+# OpenMP threads must not spin while they wait: several test processes share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

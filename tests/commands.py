@@ -1,4 +1,4 @@
-"""Programs that tests start as a user would."""
+"""Start programs from tests in the way that a user would."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def _environment(**more):
 
 
 def run_python(*words, timeout=300, **options):
-    """`python *words`, to its end."""
+    """Run `python *words` to its end and return the completed process."""
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=_environment(), **options
     )
 
 
 def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
-    """`python *words`, just begun, in a process group of its own; forked from the server that has imported fedsim."""
+    """Start `python *words` in its own process group, forked from a server that has already imported fedsim."""
     return Program(words, cwd=cwd, environment=_environment(**environment), stdout=stdout, stderr=stderr)
 
 
 def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
-    """The same as a new interpreter, which spawns its processes."""
+    """Start `python *words` in a new interpreter, which spawns its processes."""
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=cwd,
@@ -49,26 +49,33 @@ def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **
 
 
 def free_port():
-    """A port that no program uses now."""
+    """Return a port that no program uses now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
 
 
-def start_ranks(count, *words, cwd, own=None):
-    """Start the ranks of a group, each `python *words` as by a launcher; `own`: further words by rank."""
+def start_ranks(count, *words, cwd, words_by_rank=None):
+    """Start `count` ranks, each as `python *words` with the environment variables of a launcher.
+
+    Return the processes, ordered by rank.
+
+    words_by_rank: further command-line words of single ranks, as {rank: words}.
+    """
     shared = {"WORLD_SIZE": str(count), "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    return [start(*words, *(own or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)]
+    return [
+        start(*words, *(words_by_rank or {}).get(rank, ()), cwd=cwd, RANK=str(rank), **shared) for rank in range(count)
+    ]
 
 
 def start_torchrun(count, *words, cwd, restarts=1):
-    """Start the ranks of a group by PyTorch's launcher, which is the only process of the result."""
+    """Start `count` ranks with torchrun and return its process in a list."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     return [start_python(*launcher, "--max-restarts", str(restarts), *words, cwd=cwd, OMP_NUM_THREADS="1")]
 
 
 def ended(processes, timeout=60):
-    """Wait for programs: their exit codes, stdouts and stderrs."""
+    """Wait for programs to end and return their exit codes, stdouts and stderrs."""
     texts = [process.communicate(timeout=timeout) for process in processes]
     for process in processes:
         assert_none_left(process.pid)
@@ -76,7 +83,7 @@ def ended(processes, timeout=60):
 
 
 def read_until(process, beginning):
-    """Read what a program prints up to the first line that begins so."""
+    """Read the output of a program up to the first line that starts with `beginning`."""
     for line in iter(process.stdout.readline, ""):
         if line.startswith(beginning):
             return
@@ -84,13 +91,14 @@ def read_until(process, beginning):
 
 
 def run_on_a_terminal(*words, cwd):
-    """`python *words`, to its end, where stderr is a terminal: what it printed, and what the terminal was sent."""
+    """Run `python *words` with a terminal as stderr, and return its stdout and what the terminal received."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm hides in a window of size 0
+    # tqdm prints nothing in a window of size 0
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     process = start(*words, cwd=cwd, stderr=theirs)
     os.close(theirs)
     shown = []
-    with contextlib.suppress(OSError):  # end of a terminal
+    with contextlib.suppress(OSError):  # the terminal is closed
         while chunk := os.read(ours, 65536):
             shown.append(chunk.decode())
     os.close(ours)
@@ -113,7 +121,7 @@ def processes_of_group(group):
 
 
 def assert_none_left(group):
-    """Wait up to 3 s, since Python's resource tracker ends after its program."""
+    """Check that no process of a group is left, waiting up to 3 s for Python's resource tracker."""
     deadline = time.monotonic() + 3
     while processes_of_group(group) and time.monotonic() < deadline:
         time.sleep(0.02)

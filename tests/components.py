@@ -1,4 +1,4 @@
-"""Components that tests name by import path, as a user would name their own."""
+"""Components that tests name by import path, as users name their own."""
 
 from __future__ import annotations
 
@@ -44,38 +44,38 @@ def real_images():
 
 
 def tiny(root, *, train: int = TINY_TRAIN):
-    """A few real images; 203 is divided evenly by no number of workers that the tests use."""
+    """203 training images and 90 test images of MNIST. None of the tested numbers of workers divides 203."""
     full_train, full_test = real_images()
     parts = ((full_train, train), (full_test, TINY_TEST))
     return tuple(TensorData(d.inputs[:n].clone(), d.targets[:n].clone(), d.scale, d.shift) for d, n in parts)
 
 
 def tiny_with_other_test_labels(root):
-    """`tiny`, with wrong labels of the test images."""
+    """The data set `tiny` with wrong test labels."""
     train, test = tiny(root)
     return train, TensorData(test.inputs, (test.targets + 1) % 10, test.scale, test.shift)
 
 
 def colour(root):
-    """Not MNIST's shape: three channels."""
+    """Black images with three channels, unlike MNIST's."""
     inputs = torch.zeros(20, 3, 28, 28, dtype=torch.uint8)
     return TensorData(inputs, torch.arange(20) % 10), TensorData(inputs, torch.arange(20) % 10)
 
 
 def uneven(labels, n_workers, rng):
-    """Worker k holds about k + 1 parts."""
+    """A partition in which worker k holds about k + 1 parts of the samples."""
     cuts = np.cumsum(np.arange(1, n_workers)) * len(labels) // (n_workers * (n_workers + 1) // 2)
     return np.split(rng.permutation(len(labels)), cuts)
 
 
 def ending_in_one(labels, n_workers, rng):
-    """All but the last worker have shards of like size; the last has one sample."""
+    """A partition into shards of about equal size, except that the last worker has one sample."""
     order = rng.permutation(len(labels))
     return [*np.array_split(order[1:], n_workers - 1), order[:1]]
 
 
 def same_last(labels, n_workers, rng, *, first: int):
-    """Three shards: the last is always the same, the others depend on `first`."""
+    """A partition into three shards: the last is always the same, the first has `first` samples."""
     return np.split(np.arange(len(labels)), [first, 150])
 
 
@@ -84,7 +84,7 @@ def lossy(labels, n_workers, rng):
 
 
 def neighbours(labels, worker, n_workers, rng, by_class, ids, *, most: int = 30):
-    """A virtual partition of uneven shards: some samples of one class."""
+    """A virtual partition into uneven shards, each with samples of one class."""
     assert n_workers > worker
     assert len(labels) == len(ids["id"]) == sum(map(len, by_class))
     members = by_class[worker % len(by_class)]
@@ -92,12 +92,12 @@ def neighbours(labels, worker, n_workers, rng, by_class, ids, *, most: int = 30)
 
 
 def some(labels, worker, rng, *, most: int = 30):
-    """A virtual partition of uneven shards."""
+    """A virtual partition into uneven shards."""
     return rng.choice(len(labels), rng.integers(1, most + 1), replace=False)
 
 
 def planned(round, *, cohorts: list[list[int]]):
-    """A cohort strategy: these workers in each round, each with probability 1/2."""
+    """A cohort strategy that takes round k's workers from `cohorts`, each with probability 1/2."""
     return np.array(cohorts[round - 1]), np.full(len(cohorts[round - 1]), 0.5)
 
 
@@ -111,7 +111,7 @@ def beyond(labels, worker):
 
 @dataclass(frozen=True)
 class Boasting:
-    """Says that its shards are larger than they are."""
+    """A virtual partition that reports larger shards than it returns."""
 
     def __call__(self, labels, worker):
         return np.arange(2)
@@ -122,7 +122,7 @@ class Boasting:
 
 @dataclass(frozen=True)
 class Shade:
-    """As many transforms as there are workers, made when they are asked for."""
+    """A lazy sequence of transforms, one for each worker."""
 
     by: float
     n_workers: int
@@ -140,7 +140,7 @@ def darkened(images, generator, *, factor):
 
 @dataclass(frozen=True)
 class Darkened:
-    """A virtual partition whose workers see their samples differently."""
+    """A virtual partition in which each worker's images are darkened by a different factor."""
 
     by: float = 1.0
 
@@ -152,24 +152,24 @@ class Darkened:
 
 
 def clipped_mean(updates: Tensor, *, c: float = 1.0) -> Tensor:
-    """A rule that looks at whole rows and has no weighted form."""
+    """An aggregation rule that needs whole rows and has no weighted form."""
     norms = updates.norm(dim=1, keepdim=True).clamp(min=1e-12)
     return (updates * (c / norms).clamp(max=1)).mean(0)
 
 
 def brightened(images: Tensor, generator: torch.Generator) -> Tensor:
-    """An augmentation that draws from PyTorch's generator."""
+    """An augmentation that draws from a torch generator."""
     return images * torch.rand((), generator=generator)
 
 
 def negated(images: Tensor) -> Tensor:
-    """An augmentation that draws nothing."""
+    """An augmentation without random draws."""
     return -images
 
 
 @dataclass(frozen=True)
 class Relabelled:
-    """An attack on data that draws from NumPy's generator: all labels of a batch are one class."""
+    """An attack on data that draws from a NumPy generator and gives all labels of a batch the same class."""
 
     def __call__(self, own_updates: Tensor) -> Tensor:
         return own_updates
@@ -179,17 +179,17 @@ class Relabelled:
 
 
 def drawn_mean(updates: Tensor, rng: np.random.Generator) -> Tensor:
-    """A linear rule whose coefficients are drawn."""
+    """A linear aggregation rule with random coefficients."""
     return torch.from_numpy(rng.dirichlet(np.ones(len(updates)))).to(updates) @ updates
 
 
 def drawn_on_device(updates: Tensor, draws: Draws) -> Tensor:
-    """The same, of coefficients that are drawn where the updates lie."""
+    """A linear aggregation rule with random coefficients that are drawn on the device of the updates."""
     return draws.uniform(len(updates), dtype=updates.dtype) @ updates
 
 
 def lossy_mean(updates: Tensor, losses: Tensor) -> Tensor:
-    """A linear rule whose coefficients are in proportion to the losses."""
+    """A linear aggregation rule whose coefficients are proportional to the losses."""
     return (losses / losses.sum()).to(updates) @ updates
 
 
@@ -199,7 +199,7 @@ for function in (drawn_mean, drawn_on_device, lossy_mean):
 
 @dataclass(frozen=True)
 class Smoothed(Classification):
-    """Label smoothing; an answer is correct if the label is among the two largest outputs."""
+    """Classification with label smoothing. An answer is correct if the label is among the two largest outputs."""
 
     smoothing: float = 0.1
 
@@ -231,30 +231,30 @@ def int32_labels(root):
 
 
 def refusing(updates: Tensor, *, f: int = 5) -> Tensor:
-    if updates.shape[1] < 100:  # rehearsed
+    if updates.shape[1] < 100:  # in the rehearsal before the run
         return updates.mean(0)
     raise fedsim.ExperimentError(f"aggregate.f = {f}: needs more than {2 * f} workers, not {len(updates)}")
 
 
 def clipping(updates: Tensor, *, c: float = 1.0) -> Tensor:
-    """Another rule with the parameter of `clipped_mean`."""
+    """A second aggregation rule with a parameter `c`, as `clipped_mean` has."""
     return updates.clamp(-c, c).mean(0)
 
 
 def tested_on_many(root):
-    """A few images to train on, and test images for four batches."""
+    """A few training images, and test images for four batches."""
     train, _ = tiny(root)
     return train, real_images()[1]
 
 
 def few(root):
-    """As few inputs."""
+    """60 samples with 4 input features and 3 classes."""
     inputs = torch.arange(240.0).reshape(60, 4).sin()
     return TensorData(inputs, torch.arange(60) % 3), TensorData(inputs, torch.arange(60) % 3)
 
 
 def tiny_on_rank(root):
-    """Other images on the second of several ranks."""
+    """The data set `tiny` with a changed image on rank 1."""
     train, test = tiny(root)
     if os.environ.get("RANK") == "1":
         train.inputs[0] += 1
@@ -262,19 +262,19 @@ def tiny_on_rank(root):
 
 
 def absent_on_rank(root):
-    """No images on the second of several ranks."""
+    """The data set `tiny`, which cannot be loaded on rank 1."""
     if os.environ.get("RANK") == "1":
         raise fedsim.errors.DataError("there is nothing here")
     return tiny(root)
 
 
 def with_a_hole(root):
-    """Images as numbers, of which the first 60 are NaN."""
+    """Float images of which the first 60 are NaN."""
     return with_nan_at(slice(60))
 
 
 def with_a_hole_at_the_end(root):
-    """Images as numbers, of which the last 60 are NaN."""
+    """Float images of which the last 60 are NaN."""
     return with_nan_at(slice(-60, None))
 
 
@@ -286,13 +286,13 @@ def with_nan_at(where):
 
 
 def in_blocks(labels, n_workers):
-    """The samples as they lie: the first to the first worker."""
+    """A partition into consecutive blocks of samples, in the order of the workers."""
     return np.array_split(np.arange(len(labels)), n_workers)
 
 
 @dataclass(frozen=True)
 class Costly:
-    """A client algorithm without a base class, whose steps count as three gradients."""
+    """A client algorithm without a base class that declares three gradients per step."""
 
     lr: float = 0.05
     gradients_per_step = 3
@@ -306,10 +306,10 @@ class Costly:
 
 @dataclass(frozen=True)
 class Counting(ClientAlgorithm):
-    """A client algorithm that uses all of the contract: workers count their rounds, and drift towards a mean.
+    """A client algorithm with worker state, server state and messages: workers count rounds and drift towards a mean.
 
-    Each worker keeps the number of its rounds and its last change per step. The server keeps the number of all rounds
-    and the mean change, and sends both.
+    Each worker keeps its number of rounds and its last change per step. The server keeps the total number of rounds and
+    the mean change, and sends both.
     """
 
     lr: float = 0.05

@@ -21,27 +21,27 @@ from tests.components import TINY_TEST, TINY_TRAIN
 from tests.forking import fork_workers
 from tests.leftovers import left_behind, segments
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it; the tests' must not
-# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile all for itself.
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT, the tests must not
+# With PYTHONDONTWRITEBYTECODE, each of the hundreds of test processes would compile every module again.
 sys.dont_write_bytecode = False
 for folder in (Path(fedsim.__file__).parent, Path(__file__).parent):
     compileall.compile_dir(folder, quiet=2, rx=re.compile(r"/test_\w+\.py$"))
-for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):  # with these, typer and rich write colours into pipes
+for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):  # with these, typer and rich write colour codes into pipes
     os.environ.pop(name, None)
 fork_workers()
-os.fsync = lambda file: None  # waits for the disk for milliseconds, thousands of times; no test cuts the power
-torch.set_num_threads(1)  # tests that compute in several processes must not fight for the cores
+os.fsync = lambda file: None  # fsync takes milliseconds, thousands of times, and no test cuts the power
+torch.set_num_threads(1)  # several test processes share the cores
 
 
 def pytest_collection_finish():
-    """Let garbage collections pass over what has been imported, a million objects."""
+    """Exclude the million objects of the imported modules from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Begin every test with the same state of the global random number generators."""
+    """Give every test the same state of the global random number generators."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def nothing_stays_behind(request):
-    """Every test must leave as many processes and shared-memory segments as it found.
+    """Check that a test leaves no processes and no shared-memory segments behind.
 
     A fixture whose name begins with `session` keeps its processes from test to test, and ends them itself.
     """
@@ -62,14 +62,14 @@ def nothing_stays_behind(request):
 
 @pytest.fixture(scope="module")
 def session():
-    """A session that keeps its engine and data for the runs of a test module."""
+    """Yield a session that keeps its engine and data for all runs of a test module."""
     with fedsim.Session() as shared:
         yield shared
 
 
 @pytest.fixture
 def tiny_experiment():
-    """A quick experiment on a few real images, as nested tables."""
+    """Return a quick experiment on a few real images, as nested tables."""
     assert (TINY_TRAIN, TINY_TEST) == (203, 90)
     return {
         "rounds": 2,
@@ -78,20 +78,20 @@ def tiny_experiment():
         "model": {"name": "2nn", "hidden": 20},
         "data": "tests.components:tiny",
         "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
-        "records": {"curve": False},  # a tenth of a second
+        "records": {"curve": False},  # the picture takes 0.1 s
     }
 
 
 @pytest.fixture
 def data_root(tmp_path, monkeypatch):
-    """An empty folder for downloads, and no $FEDSIM_DATA."""
+    """Return a folder for downloads that does not exist yet, and unset $FEDSIM_DATA."""
     monkeypatch.delenv("FEDSIM_DATA", raising=False)
     return tmp_path / "data"
 
 
 @pytest.fixture
 def cli(tmp_path, monkeypatch):
-    """`fedsim` with some words, in an empty folder."""
+    """Return a function that calls `fedsim` with command-line words, in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def invoke(*words):

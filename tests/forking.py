@@ -1,10 +1,10 @@
-"""Fork the processes that tests start from one server that has imported fedsim.
+"""Fork test processes from one server that has already imported fedsim.
 
-A spawned process imports PyTorch for two seconds; a fork of the server takes milliseconds. The server itself is
-spawned and has computed nothing, so a fork of it is in the same state as a spawned process after its imports.
+Importing PyTorch takes a spawned process two seconds, while a fork of the server takes milliseconds. The server is
+spawned and has computed nothing, so its forks are in the state of a spawned process after its imports.
 
-`fork_workers` makes fedsim fork its processes in place of spawning them, `Program` is a Python program that is forked.
-A few tests still start and spawn real interpreters, with `tests.commands.start_python`.
+`fork_workers` makes fedsim fork its processes instead of spawning them. `Program` is a forked Python program. A few
+tests still start and spawn real interpreters with `tests.commands.start_python`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *("tests.forking", "tests.models", "tests.components"),
     *("fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"),
-    "torch._dynamo",  # which PyTorch imports at the first use of some functions, for a second
+    "torch._dynamo",  # some PyTorch functions import this on first use, which takes a second
 ]
 
 
 def fork_workers():
-    """Make fedsim fork its processes from the server, which the first of them starts."""
+    """Make fedsim fork its processes from the server, which starts with the first process."""
     CONTEXT.set_forkserver_preload(PRELOADED)
     child_process.get_context = lambda method: (
         ForkingContext if method == "spawn" else multiprocessing.get_context(method)
@@ -53,7 +53,7 @@ class ForkingContext:
 
 
 class Program:
-    """`python *words` as a process group of its own, forked; it has the part of `subprocess.Popen` that tests use."""
+    """A forked `python *words` in its own process group, with the `subprocess.Popen` methods that tests use."""
 
     def __init__(self, words, *, cwd, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
         (self.stdout, out), (self.stderr, error) = _reader(stdout), _reader(stderr)
@@ -86,7 +86,7 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout=None):
-        """What is still unread of stdout and stderr, when the program has ended."""
+        """Wait for the program to end and return its unread stdout and stderr."""
         texts = {}
         readers = {name: file for name in ("stdout", "stderr") if (file := getattr(self, name)) and not file.closed}
         threads = [
@@ -105,7 +105,7 @@ class Program:
 
 
 def _reader(wanted):
-    """A file that reads what a program writes, and the descriptor to which the program writes."""
+    """Return a file that reads what a program writes, and the descriptor for the program."""
     if wanted is subprocess.PIPE:
         ours, theirs = os.pipe()
         return open(ours), theirs  # closed by `communicate`
@@ -117,7 +117,7 @@ def _number(file):
 
 
 class _Descriptor:
-    """A descriptor that is passed to a process as it starts."""
+    """A file descriptor that is passed to a process at its start."""
 
     def __init__(self, number):
         self.number = number
@@ -131,13 +131,13 @@ def _detach(received):
 
 
 def _begin(surroundings):
-    """Take over what a spawned process inherits: the environment, the process group, and the cores it may use."""
+    """Set the environment, process group and allowed cores that a spawned process would inherit."""
     environment, group, cores = surroundings
     os.environ.clear()
     os.environ.update(environment)
     os.setpgid(0, group)
     os.sched_setaffinity(0, cores)
-    forkserver._forkserver.ensure_running = lambda: None  # the processes of this one come from the same server
+    forkserver._forkserver.ensure_running = lambda: None  # processes of this process use the same server
     fork_workers()
 
 
@@ -147,7 +147,7 @@ def _work(surroundings, target, *args):
 
 
 def _run(surroundings, words, cwd, stdout, stderr):
-    """Run a script, a module after `-m`, or code after `-c`, as the interpreter would."""
+    """Run a script, a module (`-m`) or code (`-c`) as the interpreter would."""
     _begin(surroundings)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number, descriptor in ((1, stdout), (2, stderr)):

@@ -1,4 +1,4 @@
-"""Shared memory that tests leave behind, without that of other programs."""
+"""Detect shared memory that tests leave behind, ignoring that of other programs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-NAME = re.compile(r"(?:torch_|pym-)(?P<maker>\d+)|psm_")  # PyTorch's and multiprocessing's, most with the maker's pid
-SHARED = ("/memfd:fedsim", "/dev/shm/", "/torch_")  # what shared memory is called among the maps of a process
+# segments of PyTorch and multiprocessing, most with the pid of their creator
+NAME = re.compile(r"(?:torch_|pym-)(?P<maker>\d+)|psm_")
+SHARED = ("/memfd:fedsim", "/dev/shm/", "/torch_")  # names of shared memory among the memory maps of a process
 PATIENCE = 5.0  # seconds
-MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all descendants, orphans included
+MARK = f"FEDSIM_TESTS={os.getpid()}"  # in the environment of all descendants, including orphans
 
 os.environ.update([MARK.split("=")])
 
 
 def segments() -> set[str]:
-    """The names of all segments."""
+    """Return the names of all shared-memory segments."""
     return {path.name for path in SHARED_MEMORY.glob("*") if NAME.match(path.name)}
 
 
 def left_behind(before: set[str]) -> set[str]:
-    """The new segments, except those that another living program made or uses.
+    """Return the new segments, except those that another living program created or uses.
 
-    A segment that no living process uses counts as ours after PATIENCE, in which parallel tests may remove theirs.
+    A segment that no living process uses counts as left behind after PATIENCE seconds, in which parallel tests may
+    remove their segments.
     """
     deadline = time.monotonic() + PATIENCE
     while (left := _left_behind(before)) and time.monotonic() < deadline:
@@ -40,19 +42,19 @@ def _left_behind(before: set[str]) -> set[str]:
 
 
 def _other_programs() -> list[int]:
-    """The living processes that are not descendants of this one."""
+    """Return the IDs of living processes that are not descendants of this process."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and _is_foreign(pid)]
 
 
 def _is_foreign(pid: int) -> bool:
     try:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # dead, but not reaped
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":  # dead but not yet reaped
             return False
         return MARK.encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except PermissionError:  # another user's
+    except PermissionError:  # a process of another user
         return True
-    except OSError:  # it has gone
+    except OSError:  # the process has ended
         return False
 
 
@@ -64,7 +66,7 @@ def _uses(pid: int, name: str) -> bool:
     path = str(SHARED_MEMORY / name)
     try:
         return path in Path(f"/proc/{pid}/maps").read_text() or any(
-            os.readlink(each) == path for each in Path(f"/proc/{pid}/fd").iterdir()
+            os.readlink(link) == path for link in Path(f"/proc/{pid}/fd").iterdir()
         )
-    except OSError:  # it has gone, or is another user's
+    except OSError:  # the process has ended or belongs to another user
         return False

@@ -16,25 +16,25 @@ from tests.components import tiny
 
 
 def order(folder, *orders):
-    """Order one process to die in each phase: `train`, `test`, `aggregate` or `take`; with -stop, to stop."""
-    for number, each in enumerate(orders):
-        (Path(folder) / f"{each}-{number}").touch()
+    """Order one process to die in each phase (`train`, `test`, `aggregate` or `take`), or to stop (`train-stop`)."""
+    for number, phase in enumerate(orders):
+        (Path(folder) / f"{phase}-{number}").touch()
 
 
 def obey(folder, phase):
-    """Carry out an order for this phase, in one of the processes, but not in that of the test."""
+    """Carry out an order for this phase, in a child process but not in the test's own process."""
     if parent_process() is None:
         return
-    for each in sorted(Path(folder).glob(f"{phase}-*")):
+    for path in sorted(Path(folder).glob(f"{phase}-*")):
         try:
-            each.unlink()
+            path.unlink()
         except FileNotFoundError:  # another process was faster
             continue
-        os.kill(os.getpid(), signal.SIGSTOP if "stop" in each.name else signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if "stop" in path.name else signal.SIGKILL)
 
 
 class Mortal(nn.Module):
-    """A model that obeys in training and in the test."""
+    """A model that carries out orders in training and in the test."""
 
     def __init__(self, *, folder: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Mortal(nn.Module):
 
 
 class MortalNormalised(Mortal):
-    """The same with BatchNorm."""
+    """`Mortal` with BatchNorm."""
 
     def __init__(self, *, folder: str) -> None:
         super().__init__(folder=folder)
@@ -58,7 +58,7 @@ class MortalNormalised(Mortal):
 
 @dataclass(frozen=True)
 class MortalAdam(ServerAdam):
-    """A server optimizer that obeys after its step."""
+    """A server optimizer that carries out orders after its step."""
 
     folder: str = ""
 
@@ -69,7 +69,7 @@ class MortalAdam(ServerAdam):
 
 @dataclass(frozen=True)
 class MortalLocked(Locked):
-    """A policy that obeys in the middle of an update, while it holds the lock."""
+    """A policy that carries out orders in the middle of an update, while it holds the lock."""
 
     folder: str = ""
 
@@ -81,7 +81,7 @@ class MortalLocked(Locked):
 
 
 def tiny_after_orders(root, *, folder: str):
-    """A data set that obeys when it is loaded."""
+    """Carry out orders for the phase `load`, then load the data set `tiny`."""
     obey(folder, "load")
     return tiny(root)
 

@@ -1,4 +1,4 @@
-"""Matrices of cases of which a part runs by default."""
+"""Matrices of test cases of which only a part runs by default."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def in_turn(names, firsts, seconds):
-    """Parametrize by pairs: each of `firsts` with one of `seconds` in turn by default, with the others if slow."""
+    """Parametrize by pairs: each of `firsts` with one of `seconds`, alternating. The other pairs are slow tests."""
     seconds = list(seconds)
     return pytest.mark.parametrize(
         names,

@@ -1,4 +1,4 @@
-"""Models that tests name by import path, as users name their own; other components are in `tests/components.py`."""
+"""Models that tests name by import path, as users name their own. Other components are in tests/components.py."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 
 def sized(*, hidden: tuple[int, ...] = (16,), scale: float | None = 2.0) -> nn.Module:
-    """A model whose parameters TOML has no types for."""
+    """Return a perceptron. Its parameters have Python types that TOML lacks (a tuple and None)."""
     widths = [784, *hidden, 10]
     return nn.Sequential(nn.Flatten(), *(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
 class OnImages(nn.Module):
-    """A linear layer on flattened images, which further models change."""
+    """A linear layer on flattened images, the base class of other models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class OnImages(nn.Module):
 
 
 class Normalised(nn.Module):
-    """A network with BatchNorm, so with float and integer buffers."""
+    """A network with BatchNorm, which has float and integer buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Normalised(nn.Module):
 
 
 def layer_normalised() -> nn.Module:
-    """A network with LayerNorm, so without buffers."""
+    """Return a network with LayerNorm, which has no buffers."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.LayerNorm(8), nn.Linear(8, 10))
 
 
 class WithFeatures(nn.Module):
-    """A network with a method that computes its features."""
+    """A network with a method that returns its hidden features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class WithFeatures(nn.Module):
 
 
 class NormalisedFeatures(WithFeatures):
-    """The same with BatchNorm, so that no merged batch can be used."""
+    """`WithFeatures` with BatchNorm, so that its batches cannot be merged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Convolved(nn.Module):
 
 
 class MoreThanTwo(Normalised):
-    """Fails on batches of two samples."""
+    """A model that fails on batches of two samples."""
 
     def forward(self, images: Tensor) -> Tensor:
         if len(images) == 2:
@@ -104,7 +104,7 @@ class Frozen(OnImages):
 
 
 class Stateful(nn.Module):
-    """Keeps state that no row holds, of every sort: a worker must not find in it what another has left."""
+    """A model with many kinds of state outside the row, which must not leak from one worker to another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Stateful(nn.Module):
 
 
 class Tied(nn.Module):
-    """Shared parameters, and ones that are never used."""
+    """A model with shared parameters and with unused ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Tied(nn.Module):
 
 
 class LetsGo(OnImages):
-    """Replaces the data of its parameters."""
+    """A model that replaces the data of its parameters."""
 
     def forward(self, images: Tensor) -> Tensor:
         for parameter in self.parameters():
@@ -148,7 +148,7 @@ class LetsGo(OnImages):
 
 
 class MovesFrozen(nn.Module):
-    """A momentum encoder: parameters without gradient that are moved by hand."""
+    """A momentum encoder: parameters without gradients that the model moves itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MovesFrozen(nn.Module):
 
 
 class WithExtraState(nn.Sequential):
-    """Puts more than tensors into its state."""
+    """A model whose state_dict contains more than tensors."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(784, 10))
@@ -180,7 +180,7 @@ class Lazy(nn.Sequential):
 
 
 class Embedded(nn.Module):
-    """Takes token numbers."""
+    """A model on token numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Embedded(nn.Module):
 
 
 class Fails(OnImages):
-    """Trains for a while, then does something terrible. `how` says what."""
+    """A model that fails after some training steps, in the way that `how` names."""
 
     def __init__(self, *, how: str = "raise", after: int = 3) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Fails(OnImages):
 
 
 class FailsInRank(Fails):
-    """Does it in one rank alone, of those that a launcher has started, after so many steps of all its workers."""
+    """A model that fails only on one launched rank, after `after` steps of all its workers."""
 
     steps = 0
 
@@ -236,7 +236,7 @@ class FailsInRank(Fails):
 
 
 class FailsInBackward(FailsInRank):
-    """Does it in the backward pass, when the ranks have begun to exchange gradients."""
+    """A model that fails in the backward pass, after the ranks have begun to exchange gradients."""
 
     def forward(self, images: Tensor) -> Tensor:
         outputs = self.linear(images.flatten(1))
@@ -246,7 +246,7 @@ class FailsInBackward(FailsInRank):
 
 
 class Complex(nn.Module):
-    """Has a complex parameter, or a complex buffer."""
+    """A model with a complex parameter or a complex buffer."""
 
     def __init__(self, *, buffer: bool = False) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Complex(nn.Module):
 
 
 class Halving(OnImages):
-    """Writes to its parameters when it is tested."""
+    """A model that writes to its parameters when it is tested."""
 
     def __init__(self, *, halves: bool = True) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Halving(OnImages):
 
 
 class Renormalised(Embedded):
-    """Looking up an embedding shortens it."""
+    """A model with an embedding that shortens the rows that are looked up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,14 +283,14 @@ class Renormalised(Embedded):
 
 
 class AlwaysDropping(OnImages):
-    """Draws in evaluation mode too."""
+    """A model that draws dropout in evaluation mode too."""
 
     def forward(self, images: Tensor) -> Tensor:
         return self.linear(nn.functional.dropout(images.flatten(1), 0.5, training=True))
 
 
 class Few(nn.Module):
-    """So few parameters that, of four ranks, one has none of them."""
+    """A model with so few parameters that one of four ranks holds none of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class Few(nn.Module):
 
 
 class FailsInRankOnce(FailsInRank):
-    """Does it before the launcher has started the ranks again, and not after."""
+    """A model that fails only before the launcher has restarted the ranks."""
 
     def fail(self) -> None:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
@@ -309,7 +309,7 @@ class FailsInRankOnce(FailsInRank):
 
 
 class Branching(nn.Module):
-    """Uses one of two layers, by what the batch holds: so which of them has a gradient is another for each worker."""
+    """A model that uses one of two layers depending on the batch, so workers have gradients for different layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ class Branching(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A module that keeps references to its parameters beside those that are registered."""
+    """A module that keeps additional references to its registered parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,14 +334,14 @@ class Recurrent(nn.Module):
 
 
 class OneIsTooFew(OnImages):
-    """Has no finite gradient for a batch of one sample."""
+    """A model without a finite gradient for batches of one sample."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) / (len(images) - 1 if self.training else 1)
 
 
 class Steep(nn.Linear):
-    """Has gradients that float16 cannot hold."""
+    """A model whose gradients exceed the range of float16."""
 
     def __init__(self) -> None:
         super().__init__(784, 10)
@@ -351,7 +351,7 @@ class Steep(nn.Linear):
 
 
 class Greedy(OnImages):
-    """A model that asks for more memory than any machine has as it trains."""
+    """A model that tries to allocate more memory than any machine has during training."""
 
     def forward(self, images):
         if self.training and torch.is_grad_enabled() and len(images) > 1 and images.device.type != "meta":

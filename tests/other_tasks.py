@@ -1,4 +1,4 @@
-"""Data and models of tasks without class labels, which tests name by import path."""
+"""Data and models for tasks without class labels, which tests name by import path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAIN, TEST, INPUTS, WORDS, LENGTH, PADDING = 120, 40, 5, 7, 6, -100
 
 
 def planes(root, *, outputs: int = 0) -> tuple[TensorData, TensorData]:
-    """Noisy linear functions of random inputs: targets [n], or [n, outputs]."""
+    """A data set of noisy linear functions of random inputs, with targets [n] or [n, outputs]."""
     generator = torch_generator(0, "planes")
     inputs = torch.randn(TRAIN + TEST, INPUTS, generator=generator)
     slopes = torch.randn(INPUTS, max(outputs, 1), generator=generator)
@@ -26,7 +26,7 @@ def plane(*, outputs: int = 1) -> nn.Module:
 
 
 def counting(root) -> tuple[TensorData, TensorData]:
-    """Sequences in which the next word is the present one plus one or two, with padding of 0 to 3 places at the end."""
+    """A data set of sequences in which each word is the previous one plus 1 or 2, padded by 0 to 3 places."""
     generator = torch_generator(0, "counting")
     steps = torch.randint(1, 3, (TRAIN + TEST, LENGTH + 1), generator=generator)
     words = steps.cumsum(1) % WORDS
@@ -39,7 +39,7 @@ def counting(root) -> tuple[TensorData, TensorData]:
 
 
 class Bigrams(nn.Module):
-    """Logits [batch, length, words] of the next word, from the present one."""
+    """A model that returns logits [batch, length, words] of the next word from the current one."""
 
     def __init__(self, words: int = WORDS) -> None:
         super().__init__()

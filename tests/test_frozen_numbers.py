@@ -1,8 +1,8 @@
-"""The numbers of small experiments stay what they are, to 1e-12, whatever is done to the structure of the code.
+"""The results of small experiments stay the same to 1e-12 when code is restructured.
 
-One experiment for every component, and one for each mode and way to synchronise, with engine=serial in float64. For a
-new component, `python -m tests.test_frozen_numbers` adds its numbers. Where numbers are meant to change, write all of
-them again with `python -m tests.test_frozen_numbers all`, and say why in the commit.
+There is one experiment per component, mode and synchronisation, with engine=serial in float64. `python -m
+tests.test_frozen_numbers` adds the numbers of new components. If numbers change intentionally, rewrite all of them with
+`python -m tests.test_frozen_numbers all` and give the reason in the commit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ SMALL = {
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
-NOT_FROZEN = {"a large model", "worker state and messages", "worker state of rows left out"}  # too slow, or newer
-SLOW = {  # cases of components that have an experiment of their own
+# too slow, too new, or of another library
+NOT_FROZEN = {
+    *("a large model", "worker state and messages", "worker state of rows left out", "transforms of torchvision")
+}
+SLOW = {  # cases whose components have an experiment of their own
     *("case: fedprox", "case: scaffold", "case: scaffold with full gradients", "case: fednova", "case: feddyn"),
     *("case: adam", "case: adamw", "case: adagrad", "case: augmentation", "case: a rule with a state"),
     *("case: a rule that draws", "case: a rule that asks for losses", "case: an adaptive server", "case: dropout"),
@@ -59,24 +62,24 @@ SETTINGS_OF_ALGORITHMS = {
             "head_steps": 2,
         }
     },
-    "moon": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # which has hidden features
+    "moon": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # a model with hidden features
 }
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}
 
 
 def named(registration, key):
-    """The table of a component whose name stands under `key`."""
+    """Return the table of a component whose name is stored under `key`."""
     settings = settings_of(registration)
     return {key: settings.pop("name"), **settings}
 
 
 def experiments():
-    """Each experiment by name."""
+    """Return the tables of each experiment by name."""
     clock = {"mode": "clock", "clock": {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}}
     plain = {"workers": 3, "cohort": None, "partition": "iid", "data": {**SMALL["data"], "train": 203}}
     plain["local"] = {**SMALL["local"], "batch_size": 12}
-    found = {f"case: {name}": {**plain, **case} for name, case in CASES.items() if name not in NOT_FROZEN}
-    found |= {
+    tables_by_name = {f"case: {name}": {**plain, **case} for name, case in CASES.items() if name not in NOT_FROZEN}
+    tables_by_name |= {
         f"gradients: {name}": {**plain, **CASES[name], "sync": "gradients"}
         for name in (
             "plain averaging",
@@ -87,7 +90,7 @@ def experiments():
         )
     }
     for registration in rule:
-        found[f"rule: {registration.name}"] = {
+        tables_by_name[f"rule: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": named(registration, "rule"),
             "workers": 12,
@@ -95,7 +98,7 @@ def experiments():
         }
     for registration in pre_aggregator:
         rules = {"rule": [named(registration, "rule"), "median"]}
-        found[f"pre-aggregator: {registration.name}"] = {
+        tables_by_name[f"pre-aggregator: {registration.name}"] = {
             "attack": ATTACK,
             "aggregate": rules,
             "workers": 12,
@@ -103,31 +106,34 @@ def experiments():
         }
     for registration in attack_strategy:
         attack = settings_of(registration, workers=[1, 4])
-        found[f"attack: {registration.name}"] = {
+        tables_by_name[f"attack: {registration.name}"] = {
             "attack": attack,
             "aggregate": {"rule": "median", "nonfinite": "exclude"},
         }
     for registration in partition_strategy:
-        if registration.name != "natural":  # which needs a data set with writers
-            found[f"partition: {registration.name}"] = {"partition": named(registration, "name")}
+        if registration.name not in ("natural", "given"):  # whose shards come with the data
+            tables_by_name[f"partition: {registration.name}"] = {"partition": named(registration, "name")}
     for registration in client_algorithm:
         local = {"batch_size": 8, "lr": 0.01, **named(registration, "algorithm")}
-        found[f"algorithm: {registration.name}"] = {"local": local, **SETTINGS_OF_ALGORITHMS.get(registration.name, {})}
+        tables_by_name[f"algorithm: {registration.name}"] = {
+            "local": local,
+            **SETTINGS_OF_ALGORITHMS.get(registration.name, {}),
+        }
     for registration in server_optimizer:
-        found[f"server: {registration.name}"] = {"server": named(registration, "name")}
+        tables_by_name[f"server: {registration.name}"] = {"server": named(registration, "name")}
     for registration in augmentation:
-        found[f"augmentation: {registration.name}"] = {
+        tables_by_name[f"augmentation: {registration.name}"] = {
             "data": {**SMALL["data"], "augment": [settings_of(registration)]}
         }
     for registration in policy:
         sync = {"sync": "gradients"} if registration.name == "sync" else {}
         more = {"model": "tests.models:Normalised", "policy": settings_of(registration), "cohort": 6, **sync}
-        found[f"policy: {registration.name}"] = {**clock, **more}
-    return {name: {**SMALL, **tables} for name, tables in found.items()}
+        tables_by_name[f"policy: {registration.name}"] = {**clock, **more}
+    return {name: {**SMALL, **tables} for name, tables in tables_by_name.items()}
 
 
 def numbers(result):
-    """What is held of a result: projections of the global row, and the numbers of each round's record."""
+    """Return the stored numbers of a result: projections of the global row, and the numbers of each round."""
     row = result.global_row.double()
     state = torch.cat([value.double().flatten() for value in result.model.state_dict().values()])
     rounds = [[number for key in KEYS for number in numbers_in(record[key])] for record in result.history]
@@ -138,7 +144,7 @@ KEYS = ("test_loss", "test_accuracy", "train_loss", "attack_success", "coefficie
 
 
 def projections(row):
-    """Three sums over all elements, which differ where any element does."""
+    """Return three weighted sums over all elements, which change if any element changes."""
     at = torch.arange(len(row), dtype=torch.double)
     return [float(row @ torch.cos(k * at + k)) for k in (1, 2, 3)]
 
@@ -163,12 +169,14 @@ def frozen():
 )
 @pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning")
 def test_the_numbers_of_an_experiment_stay(name, frozen):
-    found, expected = run(experiments()[name]), frozen[name]
-    pairs = [(found["row"], expected["row"]), *zip(found["rounds"], expected["rounds"], strict=True)]
+    computed, expected = run(experiments()[name]), frozen[name]
+    pairs = [(computed["row"], expected["row"]), *zip(computed["rounds"], expected["rounds"], strict=True)]
     for ours, theirs in pairs:
         assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (one != one and other != other)
+        for our_number, their_number in zip(ours, theirs, strict=True):
+            assert math.isclose(our_number, their_number, rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
+                our_number != our_number and their_number != their_number
+            )
 
 
 def test_every_component_is_held(frozen):
@@ -177,9 +185,9 @@ def test_every_component_is_held(frozen):
 
 
 def write(held):
-    """Write the numbers of all experiments, a line for each: those that are `held` already, or new ones."""
-    found = {name: held.get(name) or run(tables) for name, tables in experiments().items()}
-    lines = [f"{json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in found.items()]
+    """Write the numbers of all experiments, one line each. Numbers in `held` are kept, missing ones are computed."""
+    numbers_by_name = {name: held.get(name) or run(tables) for name, tables in experiments().items()}
+    lines = [f"{json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in numbers_by_name.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

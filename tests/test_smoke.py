@@ -1,4 +1,4 @@
-"""Whether an installation works: the main things once, on a few hundred images. Takes some seconds."""
+"""A check of an installation: the main features on a few hundred images, in a few seconds."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_a_run_learns_and_leaves_its_records(cli):
     assert fedsim.run("first/experiment.toml", allow_imports=True).test_accuracy > 0.5
 
 
-def test_spawn_gives_the_bits_of_serial():
+def test_spawn_is_bit_identical_to_serial():
     serial = fedsim.run({**TABLES, "engine": "serial"})
     spawn = fedsim.run({**TABLES, "engine": "spawn", "processes": 2})
     assert torch.equal(spawn.global_row, serial.global_row)
 
 
-def test_a_resumed_run_gives_the_bits_of_a_whole_one(tmp_path):
+def test_a_resumed_run_is_bit_identical_to_a_whole_one(tmp_path):
     whole = fedsim.run({**TABLES, "engine": "serial"})
     first = {**TABLES, "engine": "serial", "checkpoint": {"every": 1}}
     fedsim.run({**first, "rounds": 1}, tmp_path / "run")

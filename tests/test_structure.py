@@ -1,4 +1,4 @@
-"""The structure of the package: which package may import which, which names are unique, and how much code there is.
+"""Structure of the package: which package may import which, unique names, and the amount of code.
 
 `python -m tests.test_structure` prints the code lines and files of each folder.
 """
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FLOORS = (  # from the lowest to the highest; a package imports packages of lower floors, and itself
+FLOORS = (  # from lowest to highest; a package may import itself and packages of lower floors
     ("synonyms", "version"),
     ("errors",),
     ("system",),
@@ -37,7 +37,7 @@ FLOORS = (  # from the lowest to the highest; a package imports packages of lowe
     ("cli",),
 )
 
-ENGINE_FLOORS = (  # the same for the modules of `engines`, by the beginnings of their names
+ENGINE_FLOORS = (  # floors of the modules in `engines`, by module name or its beginning
     ("schedule", "round_stats", "pool.retry", "pool.shared_memory", "trainers.capture", "trainers.row_module",
      "distributed.hooks", "distributed.watchdog"),
     ("task", "pool.process_context", "distributed.rendezvous"),
@@ -88,7 +88,7 @@ def package_of(path: Path) -> str:
 
 
 def imports(node: ast.AST) -> Iterator[str]:
-    """The packages of fedsim that a module imports, in functions too; not those that only type checkers import."""
+    """Yield the packages of fedsim that a module imports, also inside functions, but not imports for type checkers."""
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return
     modules = []
@@ -103,7 +103,7 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 def test_every_package_has_a_floor():
     unlisted = {package_of(path) for path in modules()} - {package for packages in FLOORS for package in packages}
-    assert unlisted == {"__init__", "__main__"}  # these two import the public names and the command line
+    assert unlisted == {"__init__", "__main__"}  # they import the public names and the command line
 
 
 def test_no_two_classes_have_one_name():
@@ -115,7 +115,7 @@ def test_no_two_classes_have_one_name():
     assert {name for name, paths in places.items() if len(paths) > 1} <= {
         "Callback",
         "Group",
-    }  # of a run and of a comparison; of processes and of rows
+    }  # Callback: of runs and of comparisons; Group: of processes and of rows
 
 
 def test_an_init_module_lists_what_it_offers_or_offers_nothing():
@@ -128,7 +128,7 @@ def test_an_init_module_lists_what_it_offers_or_offers_nothing():
 
 
 def code_lines(path: Path) -> int:
-    """The number of lines that hold code: not blank, not only a comment, and not part of a docstring."""
+    """Return the number of lines with code: not blank, not only a comment, and not in a docstring."""
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     with path.open("rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in (*layout, tokenize.ENCODING)]

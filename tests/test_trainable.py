@@ -139,7 +139,10 @@ def test_a_finished_run_with_weights_and_adapters_is_read_without_the_file(table
         ({"model": {"weights": "missing.safetensors"}}, "model.weights = .*: cannot be read: No such file"),
         ({"model": {"weights": "model.pt"}}, "must be a .safetensors file, because reading a pickle runs code"),
         ({"model": {"weights": "damaged.safetensors"}}, "model.weights = .*: is damaged"),
-        ({"model": {"weights": "small.safetensors"}}, r'"1.weight" is \[2, 784\] there, and \[20, 784\] in the model'),
+        (
+            {"model": {"weights": "small.safetensors"}},
+            r'shape of "1.weight": \[2, 784\] in the file, \[20, 784\] in the model',
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_one_line(changes, line, tables, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What more than one test compares with, in plain PyTorch."""
+"""Reference implementations in plain PyTorch that several tests share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedsim.runs.setup import prepare
 
 
 def small_two_nn():
-    """The model of the fixture `tiny_experiment`: 16,330 parameters."""
+    """Return the model of the fixture `tiny_experiment` (16,330 parameters)."""
     return two_nn(hidden=20)
 
 
 def start_of(factory, seed=0, dtype=torch.float64):
-    """The initial model of a run with this seed, made without the engines."""
+    """Return the initial model of a run with this seed, created without the engines."""
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(seed, "model"))
         return factory().to(dtype)
@@ -33,10 +33,10 @@ class Federation:
     """The workers of a run with seed 0: their shards, batches and gradients. `row` is the global model.
 
     Args:
-        factory: makes the model.
-        data: the function that gives (train, test).
-        workers, strategy, params: of the partition.
-        batch_size: of local work.
+        factory: function that creates the model.
+        data: function that returns (train, test).
+        workers, strategy, params: number of workers, and the partition with its parameters.
+        batch_size: batch size of the workers.
     """
 
     def __init__(self, factory, data, workers, batch_size, strategy="iid", dtype=torch.float64, **params):
@@ -47,18 +47,18 @@ class Federation:
         self.row = Layout.of(self.model).read(self.model)
 
     def epoch(self, round, worker, epoch=0):
-        """The batches (inputs, targets) of an epoch."""
+        """Return the batches (inputs, targets) of an epoch."""
         shard = self.shards[worker]
         order = shard[batch_order(0, round, worker, epoch, len(shard))]
         return [self.train.gather(positions) for positions in order.split(self.batch_size)]
 
     def batches(self, round, worker):
-        """The batches of one epoch after another, without end."""
+        """Yield the batches of one epoch after another, without end."""
         for epoch in itertools.count():
             yield from self.epoch(round, worker, epoch)
 
     def loss(self, row, batch):
-        """The mean loss of a batch, of the model with this row."""
+        """Return the mean loss of the model with this row on a batch."""
         shapes = [parameter.shape for parameter in self.model.parameters()]
         parts = row.split([shape.numel() for shape in shapes])
         names = [name for name, _ in self.model.named_parameters()]
@@ -70,13 +70,13 @@ class Federation:
         return torch.autograd.grad(self.loss(leaf, batch), leaf)[0]
 
     def average(self, rows):
-        """The mean of the workers' rows, weighted by their samples."""
+        """Return the mean of the workers' rows, weighted by their sample counts."""
         total = sum(len(self.shards[worker]) for worker in rows)
         return sum(len(self.shards[worker]) / total * row for worker, row in rows.items())
 
 
 def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=16, seed=0):
-    """Synchronous SGD as one process does it: each step on what all workers' batches hold together."""
+    """Train with synchronous SGD in one process: each step uses the batches of all workers together."""
     for round in rounds:
         orders = [batch_order(seed, round, worker, 0, len(shard)) for worker, shard in enumerate(shards)]
         for start in range(0, max(map(len, shards)), batch_size):
@@ -88,17 +88,18 @@ def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=1
 
 
 def finished(tables):
-    """A run of synchronous rounds: its `start` and `row` (global rows), `records`, last `updates`, and `algorithm`.
+    """Run synchronous rounds and return their results as a namespace.
 
-    `states` has what each worker that has taken part keeps, by name, and `initial` what the others have.
+    Attributes: `start` and `row` (global rows), `records`, `updates` of the last round, `algorithm`, `states` (each
+    participant's worker state by name) and `initial` (the state of all other workers).
     """
     experiment = fedsim.Experiment(**tables)
     with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
         loop, start = SynchronousLoop(task, engine), engine.shared.server.row.clone()
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        kept = engine.backend.states.tensors()
-        workers = kept.pop("workers").tolist() if kept else []
-        rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in kept.items()}
+        saved = engine.backend.states.tensors()
+        workers = saved.pop("workers").tolist() if saved else []
+        rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in saved.items()}
         states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
         updates, _ = engine.backend.round_rows(records[-1].cohort, experiment.rounds)
         return SimpleNamespace(

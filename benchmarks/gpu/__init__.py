@@ -1,4 +1,4 @@
-"""The GPU check: everything that can be checked and measured on a real GPU, in one command.
+"""The GPU check: one command for everything that can be checked and measured on a real GPU.
 
 See docs/how-to/gpu.md.
 """

@@ -2,8 +2,8 @@
 
 python -m benchmarks.gpu --out results
 
-Everything runs in pytest processes, which `plugin` keeps going when a test fails, hangs or crashes. Results are in
-`lines.jsonl` as soon as they are known. See docs/how-to/gpu.md.
+Everything runs in pytest processes, and `plugin` continues after tests that fail, hang or crash. Each result is written
+to `lines.jsonl` as soon as it is known. See docs/how-to/gpu.md.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Part(NamedTuple):
     """A part of the check.
 
     Attributes:
-        share: of the time that is left when the part begins.
-        words: for pytest.
-        processes: that run tests side by side; 1 if the part needs the device for itself.
-        seconds: after which a single test is ended.
+        share: fraction of the remaining time that the part may use.
+        words: arguments of pytest.
+        processes: number of processes that run tests in parallel; 1 if the part needs the device exclusively.
+        seconds: time limit of a single test.
     """
 
     share: float
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 GPU_TESTS = ("-m", "gpu", "-W", "default::UserWarning", "-W", "error::fedsim.errors.FedsimWarning")
-PARTS = {  # warnings of PyTorch are reported and are no errors
+PARTS = {  # warnings of PyTorch are reported but are not errors
     "tests": Part(0.6, (*GPU_TESTS, "tests/device", "--ignore=tests/device/test_full_gpu.py"), 4, 100),
     "a full GPU": Part(0.3, (*GPU_TESTS, "tests/device/test_full_gpu.py"), 1, 60),
     "speed and memory": Part(1.0, ("-W", "default", "benchmarks/gpu/measure.py"), 1, 100),
@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the results so far are reported
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like Ctrl-C: the results so far are reported
     results = Results(out / "lines.jsonl")
     with contextlib.suppress(KeyboardInterrupt):
         results.machine = machine(environment)
@@ -84,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the results (default: a temporary folder)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time after which the check ends (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the check in minutes (default: 9)")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try out the check without a GPU"
     )
@@ -98,7 +98,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def folder_of(out: Path | None) -> Path:
-    """Return the folder of the results, without the files of an earlier check."""
+    """Return the folder of the results after removing the files of an earlier check."""
     if out is None:
         return Path(tempfile.mkdtemp(prefix="fedsim-gpu-"))
     out.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def folder_of(out: Path | None) -> Path:
 
 
 def machine(environment: dict[str, str]) -> dict[str, object]:
-    """Return what `benchmarks.gpu.machine` prints, or under "error" why it failed."""
+    """Return the output of `benchmarks.gpu.machine`, or the reason of its failure under "error"."""
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
     try:
         done = subprocess.run(
@@ -122,7 +122,7 @@ def machine(environment: dict[str, str]) -> dict[str, object]:
 
 
 def run_part(part: Part, expression: str, seconds: float, out: Path, environment: dict[str, str]) -> None:
-    """Run pytest for at most `seconds`; then kill all of its processes."""
+    """Run pytest for at most `seconds`, then kill all of its processes."""
     command = [sys.executable, *PYTEST, *part.words, "-k", expression, "-n", str(part.processes)]
     command += ["--lines", str(out / "lines.jsonl"), "--test-seconds", str(part.seconds)]
     with open(out / "log.txt", "ab") as log:
@@ -136,7 +136,8 @@ def run_part(part: Part, expression: str, seconds: float, out: Path, environment
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a driver may not even die
+            # a process that waits for a driver may survive even a kill
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)
 
 

@@ -1,4 +1,4 @@
-"""MNIST if it is there, else random images of its shape."""
+"""MNIST if it is available, otherwise random images of the same shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from fedsim import TensorData
-from fedsim.data.sources import default_root, lacks_files
+from fedsim.data.formats.images import lacks_files
+from fedsim.data.sources import default_root
 
 
 def has_mnist() -> bool:
@@ -15,7 +16,7 @@ def has_mnist() -> bool:
 
 
 def synthetic(root: Path, *, train: int = 60_000, test: int = 10_000) -> tuple[TensorData, TensorData]:
-    """Ten blurred patterns with noise: images and labels as many and as large as MNIST's, which can be learned."""
+    """Return ten blurred patterns with noise, with the numbers and sizes of MNIST's images. They can be learned."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.rand(10, 1, 7, 7, generator=generator).repeat_interleave(4, 2).repeat_interleave(4, 3)
 
@@ -28,7 +29,7 @@ def synthetic(root: Path, *, train: int = 60_000, test: int = 10_000) -> tuple[T
 
 
 def workload_data(quick: bool) -> dict[str, object]:
-    """The data set of the workloads, as the table `data` of an experiment."""
+    """Return the data set of the workloads as the table `data` of an experiment."""
     if quick:
         return {"name": "benchmarks.gpu.data:synthetic", "train": 6000, "test": 1000}
     return {"name": "mnist"} if has_mnist() else {"name": "benchmarks.gpu.data:synthetic"}

@@ -15,12 +15,12 @@ QUERY = "driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limi
 
 
 def describe() -> dict[str, object]:
-    """Return versions, device, cores and free shared memory. Raises an error if the device does not compute."""
+    """Return versions, device, cores and free shared memory. Raises an error if the device cannot compute."""
     facts = {**describe_environment(), "cores": usable_cores(), "shm_free": shutil.disk_usage("/dev/shm").free}
     if not torch.cuda.is_available():
         return {**facts, "device": "cpu"}
     if torch.ones(3, device="cuda").sum().item() != 3:
-        raise RuntimeError("the device does not compute")
+        raise RuntimeError("the device returns wrong results")
     properties = torch.cuda.get_device_properties(0)
     facts |= {"device": properties.name, "gib": round(properties.total_memory / 2**30, 1), "cuda": torch.version.cuda}
     facts |= {"capability": f"{properties.major}.{properties.minor}", "cudnn": torch.backends.cudnn.version()}
@@ -28,7 +28,7 @@ def describe() -> dict[str, object]:
 
 
 def nvidia_smi() -> dict[str, str] | str:
-    """Return driver, memory, clocks and modes as nvidia-smi reports them, or why they are not known."""
+    """Return driver, memory, clocks and modes as reported by nvidia-smi, or why they are unknown."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -1,14 +1,14 @@
-"""Measure speed, launches and memory on a GPU, or in small on the CPU: one case of pytest for each measurement.
+"""Measure speed, launches and memory on a GPU, or at a small scale on the CPU. Each measurement is a pytest case.
 
-Workloads, each a round of an experiment in several ways:
+The workloads are rounds of experiments, each run in several ways:
 
-w1: 4 workers of 15,000 MNIST images, `net`, batches of 64.
-w2: 10 of 100 clients of 600 images, `cnn`, batches of 10.
-w3: 100 of 1,000 clients of 60 images, `2nn`, batches of 10.
+w1: 4 workers with 15,000 MNIST images each, `net`, batch size 64.
+w2: 10 of 100 clients with 600 images each, `cnn`, batch size 10.
+w3: 100 of 1,000 clients with 60 images each, `2nn`, batch size 10.
 
-The time of a round is the median over all rounds but the first. The baseline is a bare loop in plain PyTorch, which
-trains one worker after another with the data on the device. In float64 a round leaves both with the same model up to
-rounding, which "same work" checks.
+The time of a round is the median over all rounds except the first. The baseline is a bare loop in plain PyTorch, which
+trains one worker after another with the data on the device. The case "same work" checks that both have the same model
+up to rounding after a round in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.gpu.data import workload_data
 from benchmarks.gpu.profiling import profiled
 from fedsim.engines.stacking.operations import WAYS, way_on
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the other benchmarks, which are programs
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports of the other benchmarks, which are scripts
 
 from bare_loop import bare_loop, without_dropout
 from convolutions import SHAPES, Shape, layer, step
@@ -49,22 +49,22 @@ ENGINES = {
 }
 NAMES = ("w3", "w1", "w2") if ON_GPU else ("w3",)
 ROUNDS = {"w1": 4, "w2": 4, "w3": 12}
-SLOW_ROUNDS = 3  # of what trains one worker after another
-ROWS = (10, 100) if ON_GPU else (4,)  # of stacks of convolutions
-NODES = 120  # of a graph
+SLOW_ROUNDS = 3  # of ways that train one worker after another
+ROWS = (10, 100) if ON_GPU else (4,)  # rows per stack in the convolution measurements
+NODES = 120  # kernels in a measured CUDA graph
 
 torch.set_num_threads(1)
 
 
 def microseconds(work: Callable[[], object], seconds: float = 0.1) -> float:
-    """Return the time of one call on the device, over as many calls as fill `seconds`, at least 3."""
-    timed(work, 3, DEVICE)  # warms up
+    """Return the microseconds of one call on the device, averaged over as many calls as fill `seconds` (at least 3)."""
+    timed(work, 3, DEVICE)  # warm-up
     count = max(3, min(2000, int(seconds / max(timed(work, 1, DEVICE), 1e-7))))
     return round(1e6 * timed(work, count, DEVICE) / count, 2)
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a CUDA graph of `work`; on the CPU, `work` itself."""
+    """Return the replay of a CUDA graph of `work`, or on the CPU `work` itself."""
     if not ON_GPU:
         return work
     stream = torch.cuda.Stream()
@@ -92,7 +92,7 @@ def copy_to_the_device() -> Figures:
 
 
 def node_of_a_graph() -> Figures:
-    """A kernel that does next to nothing, among others in a CUDA graph."""
+    """Return the time of a minimal kernel among others in a CUDA graph."""
     numbers = torch.ones(1000, device=DEVICE)
 
     def add() -> None:
@@ -103,7 +103,7 @@ def node_of_a_graph() -> Figures:
 
 
 def convolution(shape: Shape, rows: int) -> Figures:
-    """Microseconds of the forward and backward pass of a stack in each way, captured, as the steps of stacks are."""
+    """Return the microseconds of a stack's forward and backward pass for each implementation, captured in a graph."""
     tensors = layer(shape, rows, torch.float, DEVICE)
     us = {name: microseconds(captured(partial(step, way, shape, tensors))) for name, way in WAYS.items()}
     return {"us": us, "used": way_on(DEVICE)}
@@ -140,7 +140,7 @@ def bare_rounds(workload: str) -> Figures:
 
 
 def same_work(workload: str) -> Figures:
-    """How far fedsim and the bare loop differ after a round in float64, relative to how far the round moved them."""
+    """Return the difference of fedsim and the bare loop after a float64 round, relative to the move of the round."""
     experiment = without_dropout(experiment_of(workload, *STACKED, "precision=float64", rounds=1))
     bare = bare_loop(experiment, DEVICE)
     ours = {key: value.cpu() for key, value in fedsim.run(experiment).model.state_dict().items()}
@@ -155,7 +155,7 @@ def machine() -> Machine:
 
 
 def limit(workload: str) -> Figures:
-    """Milliseconds of a round's arithmetic at the device's rate in float32, and of its rows' traffic."""
+    """Return the milliseconds of a round's arithmetic at the device's float32 rate, and of its row traffic."""
     experiment = experiment_of(workload, rounds=1)
     data = experiment.data
     train, test = fedsim.load_dataset(data.name, data.root, **data.params)
@@ -169,7 +169,7 @@ def limit(workload: str) -> Figures:
 
 
 def profile_of_batched(workload: str) -> Figures:
-    """Kernels, launches and waits of the third round."""
+    """Return the kernels, launches and waits of the third round."""
     with profiled() as (start, stop, figures):
 
         def on_round(record: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ def profile_of_batched(workload: str) -> Figures:
 
 
 def profile_of_the_bare_loop(workload: str) -> Figures:
-    """The same of a run of one round."""
+    """Return the kernels, launches and waits of a run of one round."""
     experiment = experiment_of(workload, rounds=1)
     with profiled() as (start, stop, figures):
         start()
@@ -194,7 +194,7 @@ def milliseconds(seconds: Sequence[float]) -> float:
 
 
 def measurements() -> dict[str, Callable[[], Figures]]:
-    """List what is measured, by its name in the results: what tells most comes first."""
+    """Return all measurements by their names in the results, the most informative first."""
     main: dict[str, Callable[[str], Figures]] = {
         "batched": partial(rounds_of, engine="batched"),
         **{"bare loop": bare_rounds, "limit": limit, "same work": same_work},

@@ -1,8 +1,8 @@
-"""A pytest plugin: write the outcome of each test as it ends, and end tests that hang or spoil the device.
+"""A pytest plugin that writes the outcome of each test as it ends, and ends tests that hang or break the device.
 
 `python -m benchmarks.gpu` starts pytest with this plugin and with pytest-xdist. Tests run in worker processes, and
-pytest-xdist replaces a worker that dies, so a test that hangs, crashes, or breaks the process's use of the device costs
-only itself.
+pytest-xdist replaces a worker that dies. A test that hangs, crashes or breaks the device for its process therefore does
+not affect other tests.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-MOST_TEXT = 600  # characters of an error or a warning
+MOST_TEXT = 600  # maximum characters of an error or a warning
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lines", required=True, help="file to which a JSON line is added for each test")
-    parser.addoption("--test-seconds", type=float, required=True, help="time after which a test is ended")
+    parser.addoption("--lines", required=True, help="file to which JSON lines about the tests are appended")
+    parser.addoption("--test-seconds", type=float, required=True, help="time limit of a test in seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Guard:
-    """In a worker process: exit if a test takes too long, or if the device no longer works after it."""
+    """Guard of a worker process, which exits if a test takes too long or if the device no longer works afterwards."""
 
     def __init__(self, lines: str, seconds: float) -> None:
         self._seconds = seconds
@@ -49,7 +49,7 @@ class Guard:
 
 
 def device_works() -> bool:
-    """Whether this process can compute on its GPU, if there is one. After an illegal access, for example, it cannot."""
+    """Whether this process can compute on its GPU, if there is one. (For example, not after an illegal access.)"""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return True
@@ -59,7 +59,7 @@ def device_works() -> bool:
 
 
 class Lines:
-    """In the main process: a JSON line for the names of all tests, for each start, each outcome and each warning."""
+    """Writer in the main process: a JSON line with the names of all tests, and one per start, outcome and warning."""
 
     def __init__(self, lines: str, seconds: float) -> None:
         self._file = open(lines, "a", buffering=1)  # noqa: SIM115  # for as long as this process lives
@@ -70,7 +70,7 @@ class Lines:
             self._file.write(json.dumps(fields, default=str) + "\n")
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        if not self._selected:  # the workers collect the same
+        if not self._selected:  # all workers collect the same tests
             self._selected = True
             self._write(selected=list(ids))
 
@@ -93,10 +93,10 @@ class Lines:
 
 
 def reason(report: Any) -> str | None:
-    """Return why a test failed or was skipped, in one line; None if it passed."""
+    """Return why a test failed or was skipped, in one line, or None if it passed."""
     if report.passed:
         return None
-    if isinstance(report.longrepr, tuple):  # of a skipped test: file, line, reason
+    if isinstance(report.longrepr, tuple):  # (file, line, reason) of a skipped test
         return str(report.longrepr[2])[:MOST_TEXT]
     crash = getattr(report.longrepr, "reprcrash", None)
     text = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)

@@ -1,4 +1,4 @@
-"""The kernels of a block, their times, the share of the time in which the device was busy, and what the host called."""
+"""The kernels of a block with their times, the fraction of time in which the device was busy, and the host's calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from fedsim.system.devices import synchronize
 
-MOST_KERNELS = 12  # in the report
+MOST_KERNELS = 12  # maximum number in the report
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 @contextlib.contextmanager
 def profiled() -> Iterator[tuple[Callable[[], object], Callable[[], object], dict[str, Any]]]:
-    """Give a function that starts a recording, one that stops it, and a dict that is filled at the end of the block."""
+    """Yield functions that start and stop a recording, and a dict that is filled at the end of the block."""
     on_gpu = torch.cuda.is_available()
     recording = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -38,7 +38,7 @@ def profiled() -> Iterator[tuple[Callable[[], object], Callable[[], object], dic
 
 
 def summarize(events: list[tuple[str, bool, float, float]]) -> dict[str, Any]:
-    """Summarize events: name, whether on the device, start and end in microseconds.
+    """Summarize events (name, whether on the device, start and end in microseconds).
 
     The device is busy while at least one of its events lasts.
     """

@@ -1,4 +1,4 @@
-"""Read the lines of the tests, and summarize them as JSON and as a short table. Imports neither PyTorch nor fedsim."""
+"""Read the test lines and summarize them as JSON and as a short table, without importing PyTorch or fedsim."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3")
 WAYS = ("batched", "no graphs", "tf32", "auto", "spawn", "serial", "bare loop")
-TIMES_FASTER = {"w1": 5.0, "w2": 5.0, "w3": 20.0}  # goals of `batched`, against one worker after another
-TIMES_THE_LIMIT = 5.0  # goal of `batched`: at most
+# goals for the speedup of `batched` over training one worker after another
+TIMES_FASTER = {"w1": 5.0, "w2": 5.0, "w3": 20.0}
+TIMES_THE_LIMIT = 5.0  # goal: maximum multiple of the limit for `batched`
 
 
 class Results:
-    """The outcomes of all tests so far, and the figures that they recorded.
+    """The outcomes of all tests so far, with the recorded figures.
 
     Attributes:
-        machine: what `benchmarks.gpu.machine` tells, or its error.
-        tests: the last line of each test by its name; a failure is kept. "not reached" and "cut" (it was running when
-            the time was over) are outcomes too.
-        warnings: texts, with how often each occurred.
+        machine: output of `benchmarks.gpu.machine`, or its error.
+        tests: last line of each test by name; a failure is not replaced. Further outcomes are "not reached" and "cut"
+            (the test was running at the time limit).
+        warnings: number of occurrences of each text.
     """
 
     def __init__(self, lines: Path) -> None:
@@ -37,7 +38,7 @@ class Results:
         for line in text.splitlines():
             try:
                 fields = json.loads(line)
-            except ValueError:  # half a line, whose writer was killed
+            except ValueError:  # an incomplete line whose writer was killed
                 continue
             for name in fields.get("selected", ()):
                 self.tests.setdefault(name, {"outcome": "not reached"})
@@ -54,17 +55,17 @@ class Results:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Tests that failed, with the reasons."""
+        """Failed tests, with the reasons."""
         failed = {name: test["error"] for name, test in self.tests.items() if test["outcome"] == "failed"}
         return {"machine": self.machine["error"], **failed} if "error" in self.machine else failed
 
     @property
     def complete(self) -> bool:
-        """Whether tests have run, none has failed, and none was cut or not reached."""
+        """Whether tests have run and none of them failed, was cut off or was not reached."""
         return bool(self.tests) and all(test["outcome"] in ("passed", "skipped") for test in self.tests.values())
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """What measurements recorded, by the part of the test's name in brackets, such as "w3, batched"."""
+        """Return the recorded figures by the part of the test's name in brackets, such as "w3, batched"."""
         return {
             name.partition("[")[2].removesuffix("]"): test["figures"]
             for name, test in self.tests.items()
@@ -79,7 +80,7 @@ class Results:
 
 
 def goals(figures: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """Whether `batched` is as fast as wanted: against the faster of `serial` and the bare loop, and the limit."""
+    """Return whether `batched` reaches its goals, relative to the faster of `serial` and bare loop and to the limit."""
     reached = {}
     for name, wanted in TIMES_FASTER.items():
         ours, serial, bare = (cell(figures, name, way, "round_ms") for way in ("batched", "serial", "bare loop"))
@@ -99,7 +100,7 @@ def goals(figures: dict[str, dict[str, Any]]) -> dict[str, bool]:
 
 
 def summarize(results: Results) -> str:
-    """Return the text that is printed last: outcomes, failures, warnings, figures, goals."""
+    """Return the final text: outcomes, failures, warnings, figures and goals."""
     machine, figures, failures = results.machine, results.figures(), results.failures
     lines = [f"fedsim {machine.get('git_commit') or ''} on {machine.get('device', 'no device')}: {results.counted()}"]
     lines += [f"FAILED {name}: {error}" for name, error in [*failures.items()][:MOST_FAILURES]]
@@ -112,7 +113,7 @@ def summarize(results: Results) -> str:
 
 
 def table(figures: dict[str, dict[str, Any]]) -> list[str]:
-    """Milliseconds of a round in each way, peak memory on the device, launches and kernels of a round."""
+    """Return table lines of the milliseconds, peak memory, launches and kernels of a round for each way."""
     rows = [
         (name, key, unit)
         for name in WORKLOADS
@@ -136,6 +137,6 @@ def table(figures: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def cell(figures: dict[str, dict[str, Any]], workload: str, way: str, key: str) -> float | None:
-    """Return a figure of a workload in one way, measured or profiled; None if it is not known."""
+    """Return a measured or profiled figure of a workload in one way, or None if it is unknown."""
     name = f"{workload}, {way}"
     return {**figures.get(f"{name}, profile", {}), **figures.get(name, {})}.get(key)

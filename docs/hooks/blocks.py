@@ -1,4 +1,4 @@
-"""Run the fenced blocks of a page, and put what they print and draw below them.
+"""Run the fenced code blocks of a page, and insert their output and pictures below them.
 
 All blocks of a page run in order in one empty folder:
 
@@ -7,9 +7,9 @@ All blocks of a page run in order in one empty folder:
     ```bash                         is run, command by command
     ```text, or another language    is not run
 
-`output="yes"` shows what the block printed, `picture="PATH"` a picture that it made, `needs="PACKAGE..."` runs the
-block where these packages are installed, and `run="no: REASON"` leaves it out. Results are cached by the blocks and the
-code of fedsim. FEDSIM_DOCS_RUN=no builds without running.
+`output="yes"` shows what the block printed. `picture="PATH"` shows a picture that it created. `needs="PACKAGE..."` runs
+the block only if these packages are installed. `run="no: REASON"` skips it. Results are cached by the blocks and the
+code of fedsim. FEDSIM_DOCS_RUN=no builds without running any block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "docs"
 HOOKS = Path(__file__).parent
 RUN_BLOCKS = HOOKS / "run_blocks.py"
-MOST_SECONDS = 1800  # of all blocks of a page
+MOST_SECONDS = 1800  # time limit for all blocks of a page
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>[\w+-]*)(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
@@ -51,7 +51,7 @@ log = logging.getLogger("mkdocs.hooks.blocks")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page; `line` is that of its first fence."""
+    """A fenced block of a page. `line` is the number of its first fence."""
 
     language: str
     attributes: dict[str, str]
@@ -60,12 +60,12 @@ class Block:
 
     @property
     def missing(self) -> list[str]:
-        """The packages that it needs and that are not installed."""
+        """Packages that the block needs and that are not installed."""
         return [name for name in self.attributes.get("needs", "").split() if find_spec(name) is None]
 
     @property
     def action(self) -> str | None:
-        """What is done with it: "save", "python", "bash", or None for nothing."""
+        """What is done with the block: "save", "python", "bash", or None for nothing."""
         if self.attributes.get("run", "").startswith("no") or self.missing:
             return None
         if "title" in self.attributes:
@@ -74,7 +74,7 @@ class Block:
 
 
 def blocks_of(markdown: str) -> list[Block]:
-    """The fenced blocks of a page. Raises ValueError for an attribute `run` without a reason."""
+    """Return the fenced blocks of a page. Raises ValueError for an attribute `run` without a reason."""
     return [_block(match, markdown) for match in FENCE.finditer(markdown)]
 
 
@@ -92,7 +92,7 @@ def is_run(markdown: str) -> bool:
 
 
 def missing_packages(markdown: str) -> list[str]:
-    """The packages that are not installed, so that blocks of the page are left out."""
+    """Return the missing packages because of which blocks of the page are skipped."""
     return sorted({name for block in blocks_of(markdown) for name in block.missing})
 
 
@@ -102,7 +102,7 @@ def is_slow(markdown: str) -> bool:
 
 
 def run_python(words: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Run `python *words` in a folder: its exit code, and what it printed to standard error."""
+    """Run `python *words` in a folder and return its exit code and standard error."""
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, text=True, capture_output=True, timeout=MOST_SECONDS
     )
@@ -110,48 +110,50 @@ def run_python(words: list[str], folder: Path, environment: dict[str, str]) -> t
 
 
 def run(markdown: str, folder: Path, run_python: RunPython = run_python) -> list[dict[str, Any]]:
-    """Run the blocks of a page in a folder, by `run_python`.
+    """Run the blocks of a page in a folder, using `run_python`.
 
-    Returns one {"output": str, "error": str or None} for each block. After the first error nothing more is run.
+    Returns one {"output": str, "error": str or None} per block. Nothing is run after the first error.
     """
     steps = [{**asdict(block), "action": block.action} for block in blocks_of(markdown)]
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "110", "NO_COLOR": "1"}
     environment |= {"MPLBACKEND": "agg", "TTY_COMPATIBLE": "0", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryDirectory() as own:
-        given, results = Path(own) / "steps.json", Path(own) / "results.json"
-        given.write_text(json.dumps(steps))
+    with tempfile.TemporaryDirectory() as scratch:
+        steps_file, results = Path(scratch) / "steps.json", Path(scratch) / "results.json"
+        steps_file.write_text(json.dumps(steps))
         try:
-            code, error = run_python([str(RUN_BLOCKS), str(given), str(results)], folder, environment)
+            code, error = run_python([str(RUN_BLOCKS), str(steps_file), str(results)], folder, environment)
         except subprocess.TimeoutExpired:
-            return [{"output": "", "error": f"takes more than {MOST_SECONDS} seconds"} for _ in steps]
+            return [{"output": "", "error": f"the blocks took more than {MOST_SECONDS} seconds"} for _ in steps]
         if not results.is_file():
             return [{"output": "", "error": f"the process ended with code {code}\n{error}"}]
         return json.loads(results.read_text())
 
 
 def error_of(markdown: str, results: list[dict[str, Any]], folder: Path) -> str | None:
-    """The first error of a page as `line N: ...`; None if all blocks ran and made the pictures that they show."""
+    """Return the first error of a page as `line N: ...`, or None if all blocks ran and created their pictures."""
     for block, result in zip(blocks_of(markdown), results, strict=False):
         picture = block.attributes.get("picture")
         if result["error"]:
             return f"line {block.line}: {result['error']}"
         if picture and block.action and not (folder / picture).is_file():
-            return f"line {block.line}: made no picture {picture}"
+            return f"line {block.line}: the block created no picture {picture}"
     return None
 
 
 def shown(markdown: str, results: list[dict[str, Any]], place: Callable[[str], str]) -> str:
-    """The page with outputs and pictures below the blocks, and without the attributes that only fedsim knows.
+    """Return the page with outputs and pictures below its blocks, and without the attributes that only fedsim knows.
 
-    `place` returns the address of a picture in the site for its path in the folder.
+    `place` maps the path of a picture in the folder to its address on the site.
     """
     remaining = iter(results)
 
     def replace(match: re.Match[str]) -> str:
         block, result = _block(match, markdown), next(remaining, None)
-        kept = "".join(f' {key}="{value}"' for key, value in block.attributes.items() if key not in OWN_ATTRIBUTES)
-        head = f"{match['indent']}{match['fence']}{match['language']}{kept}\n"
+        attributes = "".join(
+            f' {key}="{value}"' for key, value in block.attributes.items() if key not in OWN_ATTRIBUTES
+        )
+        head = f"{match['indent']}{match['fence']}{match['language']}{attributes}\n"
         text = f"{head}{match['code']}{match['indent']}{match['fence']}"
         if result is None or block.action is None:
             return text
@@ -169,7 +171,7 @@ def shown(markdown: str, results: list[dict[str, Any]], place: Callable[[str], s
 
 
 def code_digest() -> str:
-    """A digest of all that the results of blocks depend on, besides the blocks."""
+    """Return a digest of everything besides the blocks on which their results depend."""
     digest = hashlib.sha256()
     for path in sorted([*(ROOT / "fedsim").rglob("*.py"), *(ROOT / "experiments").glob("*.toml"), *HOOKS.glob("*.py")]):
         digest.update(path.read_bytes())
@@ -177,7 +179,7 @@ def code_digest() -> str:
 
 
 def cached(markdown: str) -> tuple[list[dict[str, Any]], Path]:
-    """The results of a page and its folder, from an earlier build if neither the blocks nor fedsim have changed."""
+    """Return the results of a page and its folder, cached while neither the blocks nor fedsim change."""
     steps = [{**asdict(block), "action": block.action} for block in blocks_of(markdown)]
     digest = hashlib.sha256(json.dumps([code_digest(), *steps]).encode())
     folder = CACHE / digest.hexdigest()[:24]
@@ -191,11 +193,11 @@ def cached(markdown: str) -> tuple[list[dict[str, Any]], Path]:
     return json.loads((folder / "results.json").read_text()), folder / "files"
 
 
-pages: dict[str, Future[tuple[list[dict[str, Any]], Path]]] = {}  # by path, of the present build
+pages: dict[str, Future[tuple[list[dict[str, Any]], Path]]] = {}  # pages of the current build, by path
 
 
 def on_files(files: Any, config: Any) -> None:
-    """mkdocs: start to run the pages, as many at the same time as there are cores."""
+    """mkdocs hook: start running the pages, as many at a time as there are cores."""
     pages.clear()
     if os.environ.get("FEDSIM_DOCS_RUN") == "no":
         return
@@ -209,7 +211,7 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs: put outputs and pictures into a page. A failed block is a warning, so that `--strict` fails."""
+    """mkdocs hook: insert outputs and pictures into a page. A failed block is a warning, so that `--strict` fails."""
     from mkdocs.structure.files import File
 
     if page.file.src_uri not in pages:

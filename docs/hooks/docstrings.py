@@ -1,4 +1,4 @@
-"""Docstrings as Markdown."""
+"""Convert docstrings to Markdown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LABEL = re.compile(r"(?<!\S)(Cost|Draws|Returns|Raises)(:| )")
 
 
 def markdown_of(target: Any, types: Mapping[str, str] | None = None) -> str:
-    """The docstring of a function or class as Markdown.
+    """Return the docstring of a function or class as Markdown.
 
     Args:
-        target: what has the docstring.
-        types: the type and default of each parameter, which are listed even if the docstring does not describe them.
+        target: the function or class.
+        types: type and default of each parameter. These parameters are listed even if the docstring does not name them.
     """
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(target) or "")
     described = {name: text for part in paragraphs for name, text in _entries(part).items() if part.startswith("Args")}
@@ -50,7 +50,7 @@ def _list(text: str) -> str:
 
 
 def _entries(section: str) -> dict[str, str]:
-    """The described names of a section; `a, b: text` describes two."""
+    """Return the described names of a section. `a, b: text` describes two names."""
     entries: dict[str, str] = {}
     names: list[str] = []
     for line in section.splitlines()[1:]:
@@ -63,7 +63,7 @@ def _entries(section: str) -> dict[str, str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text with `code` as Markdown: other characters stand for themselves."""
+    """Return plain text that contains `code` as Markdown, in which all other characters are escaped."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(
         part if part.startswith("`") else re.sub(r"([*_\\])", r"\\\1", part).replace("<", "&lt;") for part in parts
@@ -71,5 +71,5 @@ def escaped(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Markdown on one line of a table."""
+    """Return Markdown on one line, for a table cell."""
     return " ".join(text.split()).replace("|", "&#124;")

@@ -1,16 +1,16 @@
-"""The gallery: a page for each file in experiments/, with its figure and its table from stored results.
+"""The gallery: one page for each file in experiments/, with a figure and a table from stored results.
 
     python docs/hooks/gallery.py add NAME FOLDER [WORDS...]    store the results in the folder of a comparison
-    python docs/hooks/gallery.py check [NAME...]               check that they are those of the files
+    python docs/hooks/gallery.py check [NAME...]               check that stored results belong to the present files
 
-WORDS are those of the command that made the folder, `fedsim compare NAME WORDS`. docs/gallery/results/NAME/ holds
+WORDS are those of the command `fedsim compare NAME WORDS` that created the folder. docs/gallery/results/NAME/ contains
 
-    about.json      the words, the machine, the time, and, to be edited, the arguments of `fedsim.plot` for each figure,
-                    and for a table of other metrics than the compared one their names by heading
-    records.tar.xz  the comparison without models: comparison.json, and of each run experiment.toml and metrics.jsonl
+    about.json      the words, the machine and the time, and (to be edited) the arguments of `fedsim.plot` for each
+                    figure and, for a table of other metrics than the compared one, the metric names by heading
+    records.tar.xz  the comparison without models: comparison.json, and experiment.toml and metrics.jsonl of each run
 
-The site's build stops if a result is not that of the file in experiments/. docs/gallery/NAME.md has the title, and
-below it what is known beside the results; the build puts them between.
+The build of the site stops if a result does not belong to the file in experiments/. docs/gallery/NAME.md contains the
+title, followed by what is known in addition to the results. The build inserts the results between the two.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
-MOST_BYTES = 300_000  # of the records of an experiment
-NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or are of a machine
-NOT_KEPT = ("coefficients", "seconds")  # large, and on no figure
-DIGITS = 6  # of the numbers of a round
-MOST_WIDE = 3  # columns with intervals that fit the width of a page
+MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
+NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or belong to a machine
+NOT_KEPT = ("coefficients", "seconds")  # large entries that no figure shows
+DIGITS = 6  # significant digits of the stored numbers
+MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
 TABLE_COLUMNS = ("score", "difference", "best_accuracy", "to_target")
-CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # of runs on the virtual clock
+CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # for runs on the virtual clock
 
 
 class StaleResultError(Exception):
-    """Stored results are not those of the file in experiments/."""
+    """The stored results do not belong to the present file in experiments/."""
 
 
 def names() -> list[str]:
@@ -56,7 +56,7 @@ def names() -> list[str]:
 
 
 def results(name: str) -> Path | None:
-    """The folder of the stored results; None if there are none."""
+    """Return the folder of the stored results, or None if there are none."""
     folder = GALLERY / "results" / name
     return folder if (folder / "about.json").is_file() else None
 
@@ -65,11 +65,11 @@ def about(name: str) -> dict[str, Any]:
     return json.loads((GALLERY / "results" / name / "about.json").read_text())
 
 
-# -- storing
+# -- Storing
 
 
 def add(name: str, folder: Path, words: list[str]) -> None:
-    """Store the results of a comparison. Raises StaleResultError if they are not those of the experiment."""
+    """Store the results of a comparison. Raises StaleResultError if they do not belong to the experiment."""
     from fedsim.comparison import Comparison
 
     comparison, now = Comparison.read(folder), planned(name, words)
@@ -79,7 +79,7 @@ def add(name: str, folder: Path, words: list[str]) -> None:
     target = GALLERY / "results" / name
     target.mkdir(parents=True, exist_ok=True)
     environment = comparison.runs[0].environment
-    found = {
+    facts = {
         "words": words,
         "runs": len(comparison.runs),
         "core_hours": round(sum(each.total_seconds or 0 for run in comparison.runs for each in run.history) / 3600, 3),
@@ -89,18 +89,18 @@ def add(name: str, folder: Path, words: list[str]) -> None:
         "figures": [{"kind": "heatmap"}] if len(comparison.compared) > 1 else [{}],
     }
     if results(name):
-        found |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
+        facts |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
     (target / "records.tar.xz").write_bytes(packed(folder, now))
-    (target / "about.json").write_text(json.dumps(found, indent=2) + "\n")
+    (target / "about.json").write_text(json.dumps(facts, indent=2) + "\n")
     check(name)
     size = sum(path.stat().st_size for path in target.iterdir())
     if size > MOST_BYTES:
-        raise ValueError(f"{name}: its results have {size:,} bytes; at most {MOST_BYTES:,}")
+        raise ValueError(f"{name}: the results take {size:,} bytes; at most {MOST_BYTES:,} are allowed")
     print(f"{target}: {size:,} bytes")
 
 
 def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
-    """The records of a comparison as an archive, with the experiments of the runs as they are now, by their points."""
+    """Return the records of a comparison as an archive, with the current experiments of its runs, by point."""
     from fedsim.config.files import to_toml
 
     buffer = io.BytesIO()
@@ -111,7 +111,7 @@ def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
         for run in comparison["runs"]:
             path, inside = folder / run["folder"], run["folder"]
             _put(archive, f"{inside}/experiment.toml", to_toml(experiments[canonical_point(run["point"])]))
-            if (path / "metrics.jsonl").is_file():  # a run may have failed in its first round
+            if (path / "metrics.jsonl").is_file():  # missing if a run failed in its first round
                 lines = (path / "metrics.jsonl").read_text().splitlines()
                 _put(archive, f"{inside}/metrics.jsonl", "".join(map(_kept, lines)))
             if (path / "error.txt").is_file():
@@ -120,7 +120,7 @@ def packed(folder: Path, experiments: dict[str, Any]) -> bytes:
 
 
 def _put(archive: tarfile.TarFile, name: str, text: str) -> None:
-    """Add a file; it has no date, so that the same records are the same archive."""
+    """Add a file without a date, so that equal records give equal archives."""
     entry = tarfile.TarInfo(name)
     entry.size = len(content := text.encode())
     archive.addfile(entry, io.BytesIO(content))
@@ -137,11 +137,11 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-# -- checking
+# -- Checking
 
 
 def check(name: str) -> None:
-    """Raise StaleResultError if the stored runs are not those that `fedsim compare NAME WORDS` does now."""
+    """Raise StaleResultError if the stored runs differ from those that `fedsim compare NAME WORDS` would do now."""
     from fedsim.config.files import read_toml
 
     words = about(name)["words"]
@@ -156,7 +156,7 @@ def check(name: str) -> None:
 
 
 def planned(name: str, words: list[str]) -> dict[str, Any]:
-    """The experiments of the runs of `fedsim compare NAME WORDS`, by their points."""
+    """Return the experiments that `fedsim compare NAME WORDS` runs, by point."""
     from fedsim.comparison.plan import plan_comparison
 
     runs = plan_comparison(EXPERIMENTS / f"{name}.toml", None, words).runs
@@ -168,7 +168,7 @@ def canonical_point(point: dict[str, Any]) -> str:
 
 
 def settings(experiment: Any) -> dict[str, Any]:
-    """The settings of an experiment that change results, by dotted keys."""
+    """Return the settings of an experiment that change results, by dotted key."""
     return flat(experiment.resolved())
 
 
@@ -181,20 +181,20 @@ def flat(tables: dict[str, Any]) -> dict[str, Any]:
 def differences(
     name: str, words: list[str], then: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]
 ) -> Iterator[str]:
-    """A line for each difference; a key that only one side has is of an older or newer version, and no difference."""
-    remedy = "run the experiment again and add its folder, or remove its folder of docs/gallery/results"
+    """Return one line per difference. A key on only one side comes from another version and is ignored."""
+    remedy = f"run it again and store its folder with `gallery.py add`, or remove docs/gallery/results/{name}"
     if then.keys() != now.keys():
-        yield f"{name}: its stored runs are not those of fedsim compare {name} {' '.join(words)}: {remedy}"
+        yield f"{name}: the stored runs are not those of fedsim compare {name} {' '.join(words)}; {remedy}"
         return
     for point in then:
         common = then[point].keys() & now[point].keys()
         if different := sorted(key for key in common if then[point][key] != now[point][key]):
-            yield f"{name}: {point}: has another {', '.join(different)}: {remedy}"
+            yield f"{name}: the stored run {point} has another {', '.join(different)}; {remedy}"
 
 
 @contextlib.contextmanager
 def unpacked(name: str) -> Iterator[Path]:
-    """The stored records as the folder of a comparison."""
+    """Yield a temporary comparison folder with the stored records."""
     with (
         tempfile.TemporaryDirectory() as folder,
         tarfile.open(GALLERY / "results" / name / "records.tar.xz") as archive,
@@ -203,18 +203,18 @@ def unpacked(name: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-# -- pages
+# -- Pages
 
 
 def title(name: str) -> str:
-    """The heading of an experiment's page."""
+    """Return the heading of an experiment's page."""
     return (GALLERY / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
 
 
 def question(name: str) -> tuple[str, str]:
-    """The first line of the comment at the top of an experiment's file, and the others, with commands as code.
+    """Return the first comment line of an experiment's file, and the other comment lines with commands as code.
 
-    The command that the page shows anyway is left out.
+    The command that the page shows anyway is omitted.
     """
     lines = itertools.takewhile(
         lambda line: line.startswith("#"), (EXPERIMENTS / f"{name}.toml").read_text().splitlines()
@@ -225,14 +225,14 @@ def question(name: str) -> tuple[str, str]:
 
 
 def command(name: str, words: Iterable[str] = ()) -> str:
-    """The command that runs it, in a shell."""
+    """Return the shell command that runs the experiment."""
     is_comparison_file = "\n[comparison]" in (EXPERIMENTS / f"{name}.toml").read_text()
     return shlex.join(["fedsim", "compare" if is_comparison_file or words else "run", name, *words])
 
 
 @functools.cache
 def figures(name: str) -> dict[str, bytes]:
-    """The figures by file name: each as PNG, to be shown, as SVG, and its caption. Raises StaleResultError.
+    """Return the figures by file name: each as PNG (shown) and SVG, with its caption. Raises StaleResultError.
 
     FEDSIM_DOCS_RUN=no builds without drawing and checking.
     """
@@ -243,19 +243,19 @@ def figures(name: str) -> dict[str, bytes]:
     from fedsim.core.plotting import PAPER, encode
 
     check(name)
-    found = {}
+    files = {}
     with unpacked(name) as folder:
         for number, arguments in enumerate(about(name)["figures"]):
             figure = fedsim.plot(folder, **arguments)
             stem = f"{name}-{number}" if number else name
             with PAPER.applied():
-                found |= {f"{stem}.{format}": encode(figure, format, 200) for format in ("png", "svg")}
-            found[f"{stem}.txt"] = figure.get_label().encode()
-    return found
+                files |= {f"{stem}.{format}": encode(figure, format, 200) for format in ("png", "svg")}
+            files[f"{stem}.txt"] = figure.get_label().encode()
+    return files
 
 
 def filled(name: str, markdown: str) -> str:
-    """The page of an experiment: its title, the question, the command, the figures, the table, and the notes."""
+    """Return the page of an experiment: title, question, command, figures, table and notes."""
     title, _, notes = markdown.partition("\n")
     first, rest = question(name)
     parts = [title, f"**{first}**", rest]
@@ -280,11 +280,11 @@ def filled(name: str, markdown: str) -> str:
 
 
 def results_table(name: str, metrics: dict[str, str] | None) -> str:
-    """The stored results as a Markdown table. FEDSIM_DOCS_RUN=no builds without it.
+    """Return the stored results as a Markdown table, or "" if FEDSIM_DOCS_RUN=no.
 
     Args:
-        metrics: metrics of the last round by heading, shown as means over the seeds. None: the compared metric. Its
-            values along the last of several axes have one column each.
+        metrics: names of metrics by heading. Shown are the means over the seeds after the last round. None: the
+            compared metric, with one column for each value of the last axis if there are several axes.
     """
     if os.environ.get("FEDSIM_DOCS_RUN") == "no":
         return ""
@@ -310,7 +310,7 @@ def _table_of_metrics(comparison: Comparison, metrics: dict[str, str]) -> str:
 
 
 def _table_across(comparison: Comparison) -> str:
-    """One line for each value of the first axes, and one column for each value of the last one."""
+    """Return the table with one line per combination of the first axes and one column per value of the last axis."""
     from fedsim.records.axes import label
 
     *down, across = comparison.compared
@@ -364,7 +364,7 @@ def _hours(hours: float) -> str:
 
 
 def overview() -> str:
-    """The table of all experiments with thumbnails, for the first page of the gallery."""
+    """Return the table of all experiments with thumbnails, for the first page of the gallery."""
     rows = ["| | question | command | stored results |", "|---|---|---|---|"]
     for name in names():
         known = about(name) if results(name) else None
@@ -378,7 +378,7 @@ def overview() -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: add the figures. Raises StaleResultError, which ends the build."""
+    """mkdocs hook: add the figures. Raises StaleResultError, which ends the build."""
     from mkdocs.structure.files import File
 
     for name in filter(results, names()):
@@ -389,7 +389,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs: fill the pages of the gallery."""
+    """mkdocs hook: fill the pages of the gallery."""
     path = Path(page.file.src_uri)
     if path.parent.name != "gallery":
         return markdown

@@ -1,6 +1,6 @@
-"""mkdocs hook: a page for each notebook in docs/notebooks, with the outputs that it has when the site is built.
+"""mkdocs hook: add a page for each notebook in docs/notebooks, with its outputs at the time of the build.
 
-FEDSIM_DOCS_RUN=no builds the pages without running the notebooks. Outputs are cached as those of `blocks.py` are.
+FEDSIM_DOCS_RUN=no builds the pages without running the notebooks. Outputs are cached in the same way as in blocks.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ sys.path.append(str(Path(__file__).parent))
 import blocks
 
 NOTEBOOKS = blocks.ROOT / "docs" / "notebooks"
-MOST_SECONDS = 600  # of a cell
+MOST_SECONDS = 600  # time limit of a cell
 
 log = logging.getLogger("mkdocs.hooks.notebooks")
 
 
 def executed(path: Path) -> dict[str, Any]:
-    """The content of a notebook with outputs, from an earlier build if neither it nor fedsim has changed.
+    """Return a notebook with its outputs, cached while neither the notebook nor fedsim changes.
 
     Raises nbclient's CellExecutionError if a cell fails.
     """
@@ -44,7 +44,7 @@ def executed(path: Path) -> dict[str, Any]:
 
 
 def page_of(book: dict[str, Any], name: str) -> str:
-    """The notebook as Markdown, with its outputs as HTML."""
+    """Return the notebook as Markdown, with its outputs as HTML."""
     parts = []
     for cell in book["cells"]:
         text = "".join(cell["source"])
@@ -65,7 +65,7 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """mkdocs: add the pages. A failed cell is a warning, so that `--strict` fails."""
+    """mkdocs hook: add the pages. A failed cell is a warning, so that `--strict` fails."""
     from mkdocs.structure.files import File
 
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):

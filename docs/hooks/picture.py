@@ -1,7 +1,7 @@
-"""Make docs/picture.png, the picture of the README: python docs/hooks/picture.py [FOLDER]
+"""Create docs/picture.png, the picture of the README: python docs/hooks/picture.py [FOLDER]
 
-Five rules, four attacks and five seeds are 100 runs, four minutes on two cores. Their records stay in FOLDER, if it is
-given; a second call with it only draws.
+Five rules, four attacks and five seeds make 100 runs, which take four minutes on two cores. If FOLDER is given, the
+records are kept there, and a second call with the same FOLDER only draws the picture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DPI = 250
 
 
 def draw(folder: Path) -> Image.Image:
-    """The curves under one attack, and beside them the heat map of all attacks."""
+    """Draw the curves under one attack, and next to them the heat map of all attacks."""
     figures = [
         fedsim.plot(folder, only={"attack": "sign_flipping"}, width=CURVES, height=HEIGHT),
         fedsim.plot(folder, kind="heatmap", width=HEAT_MAP, height=HEIGHT),

@@ -1,4 +1,4 @@
-"""The pages of the reference, written from the code when the site is built."""
+"""The pages of the reference, which are generated from the code when the site is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedsim.errors import show
 from fedsim.records import record
 from fedsim.records.history import FILES
 
-KINDS = {  # the title of the page of each kind of component
+KINDS = {  # page title of each kind of component
     "rules": "Aggregation rules",
     "pre-aggregators": "Pre-aggregators",
     "attacks": "Attacks",
@@ -44,7 +44,7 @@ KINDS = {  # the title of the page of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
-PYTHON = {  # the sections of the page of the Python API, and their names
+PYTHON = {  # section titles of the Python API page, and their names
     "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
     "Compare": "compare Comparison load_comparison plot",
     "Aggregate and attack": "aggregate pre_aggregate attack",
@@ -58,7 +58,7 @@ PYTHON = {  # the sections of the page of the Python API, and their names
 
 
 def component_page(kind: str, pictures: dict[str, str]) -> str:
-    """The page of a kind of component. `pictures` has the address of the picture of each component that has one."""
+    """Return the page of a kind of component. `pictures` maps components to the addresses of their pictures."""
 
     keys = " or ".join(f"`{key}`" if "," not in key else key for key in COMPONENTS[kind][0].split(", "))
     components = list(registry_of(kind))
@@ -130,16 +130,20 @@ def command_page() -> str:
         "`fedsim COMMAND --help` prints the same. Exit codes: 0; 2 for a wrong input; 1 for a failed run.",
     ]
     for name, command in typer.main.get_command(app).commands.items():
-        arguments = [each for each in command.params if each.param_type_name == "argument"]
-        usage = " ".join(["fedsim", name, *(each.metavar or each.name.upper() for each in arguments)])
+        arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+        usage = " ".join(["fedsim", name, *(parameter.metavar or parameter.name.upper() for parameter in arguments)])
         parts += [f"## {name}", f"```text\n{usage}\n```", escaped(inspect.cleandoc(command.help or ""))]
         rows = []
-        for each in command.params:
-            option = each.param_type_name == "option"
-            names = ", ".join(f"`{name}`" for name in each.opts) if option else f"`{each.metavar or each.name.upper()}`"
-            default = each.show_default if isinstance(each.show_default, str) else each.default
+        for parameter in command.params:
+            option = parameter.param_type_name == "option"
+            names = (
+                ", ".join(f"`{name}`" for name in parameter.opts)
+                if option
+                else f"`{parameter.metavar or parameter.name.upper()}`"
+            )
+            default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
             shown = "" if default in (None, False) or callable(default) else f"`{cell(str(default))}`"
-            rows.append(f"| {names} | {cell(escaped(each.help or ''))} | {shown} |")
+            rows.append(f"| {names} | {cell(escaped(parameter.help or ''))} | {shown} |")
         parts.append("\n".join(["| argument | meaning | default |", "|---|---|---|", *rows]))
     return "\n\n".join(parts)
 
@@ -159,18 +163,20 @@ def _api_section(path: str, target: Any) -> Iterator[str]:
     yield markdown_of(target)
     if isinstance(target, type) and not issubclass(target, BaseException):
         methods = [
-            (name, each) for name, each in vars(target).items() if not name.startswith("_") and inspect.getdoc(each)
+            (name, member)
+            for name, member in vars(target).items()
+            if not name.startswith("_") and inspect.getdoc(member)
         ]
-        for name, each in methods:
-            function = getattr(each, "__func__", each)
-            if isinstance(each, property) or inspect.isfunction(function):
-                head = name if isinstance(each, property) else _signature(name, getattr(target, name))
+        for name, member in methods:
+            function = getattr(member, "__func__", member)
+            if isinstance(member, property) or inspect.isfunction(function):
+                head = name if isinstance(member, property) else _signature(name, getattr(target, name))
                 yield f"**`{' '.join(head.split())}`**"
-                yield markdown_of(each)
+                yield markdown_of(member)
 
 
 def _signature(name: str, target: Any) -> str:
-    """`name(parameter: type = default, ...) -> type`, on several lines if it is long."""
+    """Return `name(parameter: type = default, ...) -> type`, on several lines if it is long."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
@@ -214,7 +220,7 @@ def index_page() -> str:
 
 
 def pictures_of(kind: str) -> dict[str, Path]:
-    """The pictures of the components of a kind, drawn once for each version of the code."""
+    """Return the pictures of the components of a kind, drawn once per version of the code."""
 
     folder = CACHE / f"pictures-{code_digest()}" / kind
     if not folder.is_dir():
@@ -228,7 +234,7 @@ def pictures_of(kind: str) -> dict[str, Path]:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """mkdocs: add the pages, and the pictures unless blocks are not run."""
+    """mkdocs hook: add the pages and, unless blocks are not run, the pictures."""
     from mkdocs.structure.files import File
 
     pages = {"index": index_page, "experiment": experiment_page, "command-line": command_page}
@@ -244,5 +250,5 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_config(config: Any) -> None:
-    """mkdocs: build again when the code changes, under `mkdocs serve`."""
+    """mkdocs hook: rebuild when the code changes, under `mkdocs serve`."""
     config.watch.append(str(ROOT / "fedsim"))

@@ -1,6 +1,6 @@
 """The process that runs the blocks of one page in its working directory: python run_blocks.py STEPS RESULTS.
 
-Both files are JSON: the steps a list of {action, code, attributes}, the results a list of {output, error}.
+Both are JSON files. STEPS is a list of {action, code, attributes}, RESULTS is a list of {output, error}.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-SHELL = re.compile(r"[|<>;&`$*~]|\b(?:for|if|while)\b")  # in a line that a shell has to interpret
+SHELL = re.compile(r"[|<>;&`$*~]|\b(?:for|if|while)\b")  # requires a shell
 BASH = 'set -e\nfedsim() { python -m fedsim "$@"; }\n'
 
 
@@ -28,7 +28,7 @@ def save(step: dict[str, Any], notebook: types.ModuleType) -> None:
     path = Path(step["attributes"]["title"])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(step["code"])
-    sys.modules.pop(path.stem, None)  # the next import finds the new file
+    sys.modules.pop(path.stem, None)  # so that the next import finds the new file
     importlib.invalidate_caches()
 
 
@@ -50,7 +50,7 @@ def bash(step: dict[str, Any], notebook: types.ModuleType) -> None:
 
 
 def quoted_out(code: str) -> str:
-    """Code of a shell without comments and single-quoted words."""
+    """Return shell code without comments and single-quoted words."""
     return re.sub(r"'[^']*'|(?:^|\s)#.*", " ", code)
 
 
@@ -67,8 +67,8 @@ def fedsim(words: list[str]) -> None:
 
 @contextmanager
 def output_to(file: TextIO) -> Iterator[None]:
-    """Send standard output and error to a file, also those of other processes."""
-    kept = os.dup(1), os.dup(2)
+    """Redirect standard output and error to a file, including those of child processes."""
+    saved = os.dup(1), os.dup(2)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), 1)
@@ -78,13 +78,13 @@ def output_to(file: TextIO) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, former in zip((1, 2), kept, strict=True):
+        for number, former in zip((1, 2), saved, strict=True):
             os.dup2(former, number)
             os.close(former)
 
 
 def run(step: dict[str, Any], notebook: types.ModuleType) -> dict[str, Any]:
-    """Do one step; what it printed, and the error if it failed."""
+    """Execute one step and return its output, and its error or None."""
     error = None
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         with output_to(file):
@@ -99,7 +99,7 @@ def run(step: dict[str, Any], notebook: types.ModuleType) -> dict[str, Any]:
 
 
 def main(results: Path, steps: list[dict[str, Any]]) -> None:
-    """Do the steps until one fails, in a module without a file, as a notebook has it."""
+    """Execute the steps until one fails, in a module without a file (as in a notebook), and write the results."""
     notebook = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.path[0] = ""  # the working directory instead of the folder of this file
     done = []

@@ -1,4 +1,4 @@
-"""Aggregation rules, which combine the workers' updates into one row."""
+"""Aggregation rules, which combine the workers' updates [n, d] into one update [d]."""
 
 from fedsim.aggregation import rules  # noqa: F401  (registers the rules)
 from fedsim.aggregation.functional import aggregate, pre_aggregate

@@ -1,4 +1,4 @@
-"""Convert updates, which are tensors, arrays, or nested lists and dicts of them, to a matrix [n, d] and back."""
+"""Convert updates (tensors, arrays, or nested dicts and lists of these) to a matrix [n, d] and back."""
 
 from __future__ import annotations
 
@@ -15,41 +15,44 @@ from torch.utils import _pytree as pytree
 
 from fedsim.errors import ExperimentError
 
-Entries = dict[str, Tensor]  # the tensors of an update by their places in it: "['layer.weight']"
+Entries = dict[str, Tensor]  # tensors of one update by key path, such as "['layer.weight']"
 
 
 class MatrixForm:
-    """The form of updates that are the rows of a tensor, or of an array.
+    """Form of updates that are passed as one tensor or array [n, d]. Results have the form of the updates.
 
     Args:
-        is_array: whether the result is an array.
+        is_array: whether results are NumPy arrays instead of tensors.
     """
 
     def __init__(self, is_array: bool) -> None:
         self._is_array = is_array
 
     def row(self, update: Any, place: str) -> Any:
-        """Return an update of this form as a row [d], and any other object unchanged."""
+        """Return an array, or a dict or list of tensors, as a row [d]. Return any other object unchanged.
+
+        `place` is the name of the update in error messages.
+        """
         if isinstance(update, (list, tuple, Mapping)) and has_tensors(update):
             return as_rows([update], place)[0][0]
         return _tensor(update, place) if isinstance(update, np.ndarray) else update
 
     def rebuild(self, result: Tensor) -> Any:
-        """Return a row [d], or rows [m, d], in this form."""
+        """Return a row [d] or rows [m, d] as a tensor, or as an array if the updates were an array."""
         return result.cpu().numpy() if self._is_array else result
 
 
 @dataclass(frozen=True)
 class NestedForm:
-    """The form of updates that are dicts or lists of tensors or arrays, or tensors of any shape.
+    """Form of updates that are dicts or lists of tensors or arrays, or tensors of any shape.
 
     Attributes:
-        first: the first update.
-        entries: of the first update.
-        name: of the first update in errors.
-        shared: of dicts, entries that share the memory of an earlier entry in all updates, as tied weights do; the
-            earlier one. They count once, and share memory in the result.
-        stacked: whether the updates are one dict of stacked tensors [n, ...], and not a list.
+        first: first update. Results have the same structure.
+        entries: tensors of the first update by key path.
+        name: name of the first update in error messages.
+        shared: for dicts, each key path whose tensor shares memory with an earlier tensor in all updates (such as tied
+            weights), mapped to the earlier key path. A row contains shared tensors once.
+        stacked: whether the updates are one dict of stacked tensors [n, ...] instead of a list.
     """
 
     first: Any
@@ -60,28 +63,34 @@ class NestedForm:
 
     @property
     def columns(self) -> list[str]:
-        """The floating entries, of which a row consists."""
+        """Key paths of the floating-point entries that make up a row, in order."""
         return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
 
     def row(self, update: Any, place: str) -> Any:
-        """Return one update, or a row [d], as a row [d]."""
+        """Return one update as a row [d]. Return a row [d], and objects without tensors, unchanged.
+
+        `place` is the name of the update in error messages.
+        """
         if isinstance(update, (Tensor, np.ndarray)) and update.ndim == 1:
             return _tensor(update, place)
         return self.flat(_entries_like(self, update, place)) if has_tensors(update) else update
 
     def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
-        """Return the floating entries, of shapes [*lead, ...], side by side: [*lead, d]."""
+        """Concatenate the floating-point entries, of shapes [*lead, ...], to one tensor [*lead, d]."""
         like = [self.entries[place] for place in self.columns]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in like))
         parts = [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
         return torch.cat(parts, dim=-1)
 
     def rebuild(self, result: Tensor) -> Any:
-        """Return a row [d], or rows [m, d], in this form; other entries are those of the first update."""
+        """Return a row [d] or rows [m, d] with the structure of the updates.
+
+        Entries that are not floating-point are copied from the first update.
+        """
         if result.ndim == 2 and not self.stacked:
             return [self.rebuild(row) for row in result]
         lead, columns = result.shape[:-1], self.columns
-        parts = dict(zip(columns, result.split([self.entries[each].numel() for each in columns], dim=-1), strict=True))
+        parts = dict(zip(columns, result.split([self.entries[name].numel() for name in columns], dim=-1), strict=True))
         leaves: dict[str, Any] = {}
         originals, structure = pytree.tree_flatten(self.first)
         for (place, like), original in zip(self.entries.items(), originals, strict=True):
@@ -102,17 +111,19 @@ Form = MatrixForm | NestedForm
 
 
 def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Form]:
-    """Return the floating entries of updates as a matrix [n, d], and their form.
+    """Return the floating-point entries of updates as a matrix [n, d], and the form of the updates.
 
     Args:
-        updates: a tensor or array [n, d]; a list of updates: tensors or arrays of any shape, or dicts (as a state_dict)
-            or lists of them; or a dict of stacked tensors [n, ...]. All updates have the same entries, in any order.
-        place: the name of the updates in errors.
-        like: the form of other updates, whose entries these must have.
+        updates: a tensor or array [n, d]; a list of n updates (tensors or arrays of any shape, or dicts or lists of
+            these, such as a state_dict); or a dict of stacked tensors [n, ...]. All updates have the same entries, in
+            any order.
+        place: name of the updates in error messages.
+        like: form that the updates must have.
 
-    Entries that are not floating, such as a counter, are those of the first update. A tensor is returned unchanged.
+    A tensor is returned unchanged. Results copy entries that are not floating-point, such as a counter, from the first
+    update.
 
-    Raises ExperimentError with the place of the entry that differs.
+    Raises ExperimentError, which names the entry, if the entries of two updates differ.
     """
     if isinstance(updates, np.ndarray):
         return _tensor(updates, place), MatrixForm(is_array=True)
@@ -132,8 +143,8 @@ def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, 
     named, first = next(iter(stacked.items()))
     for where, tensor in stacked.items():
         if not first.shape or not len(first) or tensor.shape[:1] != first.shape[:1]:
-            wanted = f"[n, ...], a stack of n >= 1 updates, with n as in {place}{named}"
-            raise ExperimentError(f"{place}{where}: must be {wanted}, not of shape {tuple(tensor.shape)}")
+            wanted = f"[n, ...] with the same n >= 1 as {place}{named}"
+            raise ExperimentError(f"{place}{where}: must have shape {wanted}, not {tuple(tensor.shape)}")
     form = like
     if not isinstance(form, NestedForm):
         form = _form_of(pytree.tree_map(lambda leaf: leaf[0], updates), place)
@@ -142,18 +153,18 @@ def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, 
 
 
 def checked_matrix(updates: Any, place: str) -> Tensor:
-    """Return the result of `as_rows` without its gradient.
+    """Return a matrix of updates [n, d], detached from the autograd graph.
 
-    Raises ExperimentError unless it is a floating tensor [n, d].
+    Raises ExperimentError unless `updates` is a floating-point tensor [n, d] with n >= 1.
     """
     if isinstance(updates, Tensor) and updates.ndim == 2 and len(updates) and updates.is_floating_point():
         return updates.detach()
     actual = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
-    raise ExperimentError(f"{place}: must be a floating tensor [n, d] with n >= 1, not {actual}")
+    raise ExperimentError(f"{place}: must be a floating-point tensor [n, d] with n >= 1, not {actual}")
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, an array, or nested dicts and lists that begin with one."""
+    """Whether a value is a tensor, an array, or nested dicts and lists whose first leaf is a tensor or an array."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and isinstance(leaves[0], (Tensor, np.ndarray))
 
@@ -165,9 +176,9 @@ def _counts(tensor: Tensor) -> bool:
 def _form_of(update: Any, place: str) -> NestedForm:
     entries = _entries(update, place)
     if not any(map(_counts, entries.values())):
-        raise ExperimentError(f"{place}: has no floating numbers")
+        raise ExperimentError(f"{place}: contains no floating-point numbers")
     if refused := [where for where, tensor in entries.items() if tensor.is_complex()]:
-        raise ExperimentError(f"{place}{refused[0]}: must be real, not {entries[refused[0]].dtype}")
+        raise ExperimentError(f"{place}{refused[0]}: must be real-valued, not {entries[refused[0]].dtype}")
     return NestedForm(update, entries, place)
 
 
@@ -188,18 +199,21 @@ def _tensor(value: Any, place: str) -> Tensor:
 
 
 def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> Entries:
-    """Return the entries of an update, of which the first `skip` dimensions number updates.
+    """Return the tensors of an update by key path.
 
-    Raises ExperimentError unless they are those of the form, with the same shapes.
+    `skip` is the number of leading dimensions that number updates: 1 for stacked updates, otherwise 0.
+
+    Raises ExperimentError unless the update has the entries of `form`, with the same shapes.
     """
     entries = _entries(update, place)
     if missing := [where for where in form.entries if where not in entries]:
-        others = [where for where in entries if where not in form.entries][:3]
-        instead = f"; it has {', '.join(others)}" if others else ""
+        unexpected = [where for where in entries if where not in form.entries][:3]
+        instead = f"; instead {place} has {', '.join(unexpected)}" if unexpected else ""
         raise ExperimentError(f"{place}: has no entry {missing[0]}, which {form.name} has{instead}")
     for where, tensor in entries.items():
         if where not in form.entries:
-            raise ExperimentError(f"{place}{where}: {form.name} has no such entry")
+            remedy = "all updates must have the same entries"
+            raise ExperimentError(f"{place}{where}: {form.name} has no such entry; {remedy}")
         expected = form.entries[where]
         if tensor.shape[skip:] != expected.shape:
             wanted = f"{tuple(expected.shape)} as in {form.name}{where}"
@@ -210,7 +224,7 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
 
 
 def _shared(all_entries: list[Entries]) -> dict[str, str]:
-    """Return the entries that share the memory of an earlier entry in all updates, and that one."""
+    """Map each entry that shares memory with an earlier entry in all updates to the earlier entry, by key path."""
     seen: dict[Any, str] = {}
     pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in all_entries[0].items()}
     return {

@@ -1,4 +1,4 @@
-"""Aggregation in one line, on tensors, arrays and state_dicts."""
+"""Functions that aggregate tensors, arrays and state_dicts without an experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 from fedsim.system.precision import full_precision
 
-PLAIN = {int, float, str, bool, type(None)}  # types of parameters whose values cannot change
+PLAIN = {int, float, str, bool, type(None)}  # types of immutable parameters, for which pipelines are cached
 
 
 def aggregate(
@@ -35,30 +35,31 @@ def aggregate(
     nonfinite: Nonfinite = "error",
     **params: Any,
 ) -> Any:
-    """Aggregate the rows of `updates` with a rule: `aggregate(updates, rule="krum", f=2)`.
+    """Aggregate n updates to one with a rule, for example `aggregate(updates, rule="krum", f=2)`.
 
     Args:
-        updates: a tensor or NumPy array [n, d], any floating dtype and device; a list of n updates: tensors or arrays
-            of any shape, dicts of them (state_dicts) or lists of them; or one dict of stacked tensors [n, ...]. They
-            stay unchanged. All updates have the same entries, in any order. Entries that are not floating, such as
-            BatchNorm's num_batches_tracked, are those of the first update. Entries of a dict that share memory
-            in each update, such as tied weights, count once and share memory in the result.
-        weights: [n], finite and >= 0; they need not sum to one. An error for a rule without a weighted form;
-            None: equal weights.
+        updates: a tensor or NumPy array [n, d] of any floating-point dtype and device; a list of n updates, which are
+            tensors or arrays of any shape, or dicts (such as state_dicts) or lists of these; or one dict of stacked
+            tensors [n, ...]. `updates` is not changed. All updates have the same entries, in any order. Entries that
+            are not floating-point, such as BatchNorm's num_batches_tracked, are taken from the first update. Entries
+            of a dict that share memory in all updates, such as tied weights, count once and share memory in the result.
+        weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights.
+            Rules that do not support weights raise an error.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
-            pre-aggregators that ends with a rule: `["nnm", "trimmed_mean"]`. A dict gives a stage its own
+            pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. A dict gives a stage its own
             parameters: `[{"rule": "bucketing", "s": 3}, "krum"]`.
-        root: [d], or in the form of one update: the update of the server's own data (fltrust).
-        losses: [n], each worker's loss (qfedavg).
-        last: [d], or in the form of one update: the start of centered_clipping.
-        seed: of random draws (bucketing, dnc, signguard).
-        nonfinite: "error", "exclude" or "keep" rows that hold NaN or infinity; excluded rows count as Byzantine.
-        params: parameters by name; each goes to every stage that has a parameter of this name.
+        root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.
+        losses: loss of each worker (for qfedavg), [n].
+        last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
+        seed: seed of random draws (for bucketing, dnc and signguard).
+        nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
+            count as Byzantine.
+        params: parameters by name. Every stage that has a parameter of this name receives the value.
 
-    Returns the aggregate in the form, dtype and device of one update: [d] for a matrix [n, d].
+    Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
 
-    Raises ExperimentError (a ValueError) for an unknown rule, a wrong parameter, a wrong shape, impossible weights,
-    rows that are not finite, or a constraint on n and f that does not hold.
+    Raises ExperimentError (a ValueError) for an unknown rule, an invalid parameter, shape or weight, a NaN or infinity
+    in the updates, or a violated constraint on n and f.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0], [90.0, -90.0]])
     >>> fedsim.aggregate(updates, rule="median")
@@ -84,52 +85,60 @@ def aggregate(
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """Return the pipeline of the arguments of `aggregate`.
+    """Return the pipeline for the arguments `rule` and `params` of `aggregate`.
 
-    That of a registered rule with plain parameters is made once.
+    Pipelines of registered rules with immutable parameters are cached.
     """
     if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
         return _registered(rule, **params)
     return make_pipeline(resolve(rule, params))
 
 
-@functools.lru_cache(maxsize=256, typed=True)  # since f = True is an error, and equal to f = 1
+@functools.lru_cache(maxsize=256, typed=True)  # typed, because f = True is an error although True == 1
 def _registered(rule: str, /, **params: Any) -> Pipeline:
     return make_pipeline(resolve(rule, params))
 
 
 def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:
-    """Screen the updates and apply a pipeline to them. Raises ExperimentError, also if the result is not finite."""
+    """Screen the updates for NaN and infinity, and apply a pipeline to them.
+
+    Raises ExperimentError if the pipeline cannot be applied, or if the result is not finite (unless `nonfinite` is
+    "keep").
+    """
     updates = inputs.updates
     with alone_if_small(updates.numel()), full_precision(updates.device):
-        linear = pipeline.rule.linear  # then NaN and infinity in a row that counts are also in the result
+        linear = pipeline.rule.linear  # NaN or infinity in a row with a weight > 0 is then also in the result
         if pipeline.columnwise and (linear or updates.device.type != "cpu"):
             update = pipeline.by_columns(inputs.rows(), inputs)
-            if math.isfinite(update.sum() if linear else update.sum() + updates.sum()):  # one wait for the device
+            if math.isfinite(update.sum() if linear else update.sum() + updates.sum()):  # waits for the device once
                 return AggregationResult(update)
         finite_inputs, _ = screened(inputs, nonfinite)
         result = pipeline(finite_inputs)
         if nonfinite != "keep" and not all_finite(result.update):
             dtype = result.update.dtype
             raise ExperimentError(
-                f"{pipeline.name}: the result is not finite; updates have values up to "
-                f"{float(finite_inputs.updates.abs().max()):.3g}, and {dtype} at most {torch.finfo(dtype).max:.3g}"
+                f"{pipeline.name}: the result is not finite: updates contain values up to "
+                f"{float(finite_inputs.updates.abs().max()):.3g}, and the maximum of {dtype} is "
+                f"{torch.finfo(dtype).max:.3g}; scale the updates down"
             )
         return result
 
 
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:
-    """Raise ExperimentError, with the nearest right name, unless it is a policy for rows that are not finite."""
+    """Return `nonfinite` if it is "error", "exclude" or "keep".
+
+    Raises ExperimentError, which suggests the most similar allowed value, otherwise.
+    """
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
     return cast(Nonfinite, nonfinite)
 
 
 def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
-    """Apply pre-aggregators to `updates` [n, d]; returns rows [m, d].
+    """Apply one or more pre-aggregators to `updates` [n, d]. Returns the transformed updates [m, d].
 
-    Arguments and errors are those of `aggregate`. A list of updates gives a list of m updates, a dict of stacked
-    tensors a dict of such.
+    Arguments and errors are those of `aggregate`. A list of n updates gives a list of m updates. A dict of tensors
+    [n, ...] gives a dict of tensors [m, ...].
 
     >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [9.0]]), "nnm", f=1)
     tensor([[0.5000],
@@ -144,7 +153,12 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
 
 
 def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
-    """Weights as float64 [n] on the CPU; None if there are none. Raises ExperimentError if they are impossible."""
+    """Return weights as a float64 tensor [n] on the CPU.
+
+    Returns None if `weights` is None, or ones if the rule requires weights.
+
+    Raises ExperimentError if the weights are invalid or the rule does not support weights.
+    """
     if weights is None:
         return torch.ones(n, dtype=torch.double) if pipeline.needs_weights else None
     try:
@@ -152,22 +166,23 @@ def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: 
     except (TypeError, ValueError, RuntimeError):
         raise ExperimentError(f"weights: must be {n} numbers, not {show(weights)}") from None
     if not pipeline.accepts_weights:
-        raise ExperimentError(f"weights: the rule {pipeline.name} has no weighted form")
+        raise ExperimentError(f"weights: the rule {pipeline.name} does not support weights; omit them")
     if weights.shape != (n,):
-        raise ExperimentError(f"weights: {n} rows need shape ({n},), not {tuple(weights.shape)}")
+        raise ExperimentError(f"weights: must have shape ({n},) for {n} updates, not {tuple(weights.shape)}")
     if not bool(((weights >= 0) & weights.isfinite()).all()) or not bool(weights.any()):
         raise ExperimentError("weights: must be finite, >= 0 and not all zero")
     return weights if bool(weights.sum().isfinite()) else weights / weights.max()
 
 
 def _checked(name: str, value: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """`value` as a tensor of finite numbers on the device."""
+    """Return `value` as a tensor on the device. Raises ExperimentError unless it is finite and has this shape."""
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ExperimentError(f"{name}: must be numbers of shape {shape}, not {show(value)}") from None
     if tuple(value.shape) != shape:
-        raise ExperimentError(f"{name}: must be of shape {shape}, not {tuple(value.shape)}")
+        raise ExperimentError(f"{name}: must have shape {shape}, not {tuple(value.shape)}")
     if not bool(value.isfinite().all()):
-        raise ExperimentError(f"{name}: must be finite; {int((~value.isfinite()).sum())} of its numbers are not")
+        count = int((~value.isfinite()).sum())
+        raise ExperimentError(f"{name}: must be finite; {count} of its values are NaN or infinite")
     return value.to(device)

@@ -1,4 +1,4 @@
-"""The inputs of one aggregation, and the screening of rows that are not finite."""
+"""Inputs of one aggregation, and the screening for rows that contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from fedsim.system.devices import to_device, wide_dtype
 
 Nonfinite = Literal["error", "exclude", "keep"]
 
-SHOWN = 5  # rows named in an error
+SHOWN = 5  # maximum number of workers that an error names
 NEEDED = {
-    "root": "this rule needs root [d], the update of the server's own data",
-    "losses": "this rule needs losses [n], each worker's loss at the global row",
+    "root": "root: is required by this rule: the update [d] computed on the server's own data",
+    "losses": "losses: are required by this rule: each worker's loss at the global model, [n]",
 }
 
 
 @dataclass
 class AggregationInputs:
-    """All inputs of one aggregation; `fedsim.aggregation.rule` describes them.
+    """All inputs of one aggregation. The documentation of `fedsim.aggregation.rule` describes each input.
 
-    Weights and losses belong on the CPU, wherever the updates are, so that rules need not wait for a device.
+    Weights and losses must be on the CPU even if the updates are on another device, so that rules do not wait for it.
 
     Attributes:
-        moment: (round,) or (round, step), which seeds random draws together with `seed`.
-        state: None if the next state is not kept.
-        weight_total: what an average divides by; None: the sum of the weights.
-        local_lr: 0.1 in `fedsim.aggregate`, which knows no client algorithm.
-        excluded: the number of rows that were excluded; they count as Byzantine.
-        gram: the Gram of the updates if it is known.
-        reduce: combines processes that have some columns of the updates each; see `Gram`.
-        metrics: receives numbers of the pre-aggregators and the rule.
+        moment: (round,) or (round, step), from which random draws are seeded together with `seed`.
+        state: state that the rule returned in the previous aggregation. None if the state is not kept.
+        weight_total: divisor of a weighted average. None: the sum of the weights.
+        local_lr: learning rate of the client algorithm, or None if it has none. 0.1 in `fedsim.aggregate`.
+        excluded: number of rows that were excluded because they are not finite. Excluded rows count as Byzantine.
+        gram: `Gram` of the updates if it has been computed before.
+        reduce: sums or maximizes tensors over processes that each have some columns of the updates (see `Gram`).
+        metrics: dict to which the pre-aggregators and the rule add numbers.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
     >>> pipeline = fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("mean", {}))
@@ -90,7 +90,7 @@ class AggregationInputs:
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
     def value_of(self, name: str, rows: LazyRows, stage: RuleStage) -> Any:
-        """Return the input `name` of a stage that is applied to `rows`."""
+        """Return the value of the input `name` for a stage that is applied to `rows`."""
         if name == "updates":
             return rows.block()
         if name == "gram":
@@ -105,9 +105,12 @@ class AggregationInputs:
         return value
 
     def values_of_columns(self, rows: LazyRows, part: Tensor, stage: RuleStage) -> Callable[[str], Any]:
-        """`value_of` for a columnwise rule that is applied to `part`, some columns [n, columns] of `rows`.
+        """Return a function from input names to values, for a columnwise rule applied to a block of columns.
 
-        The rule draws the same numbers for every part.
+        Args:
+            rows: all rows that are aggregated, [n, d].
+            part: block of `rows`, [n, columns]. The rule draws the same random numbers for every block.
+            stage: the columnwise rule.
         """
 
         def value_of(name: str) -> Any:
@@ -129,13 +132,14 @@ class AggregationInputs:
 def screened(
     inputs: AggregationInputs, nonfinite: Nonfinite, bad: list[int] | None = None
 ) -> tuple[AggregationInputs, list[int]]:
-    """Return the inputs without the rows that hold NaN or infinity, and the positions of these rows.
+    """Return the inputs without the rows that contain NaN or infinity, and the positions of these rows.
 
     Args:
-        nonfinite: "error", "exclude" or "keep" such rows.
-        bad: these rows, if they are known; needed if the updates are some columns only.
+        inputs: inputs of an aggregation.
+        nonfinite: policy for rows that contain NaN or infinity: "error", "exclude" or "keep".
+        bad: positions of these rows, if known. Required if `inputs.updates` has only some of the columns.
 
-    Raises DivergedError if there are such rows and the policy is "error", or if no row is left.
+    Raises DivergedError if no row is finite, or if `nonfinite` is "error" and a row with a weight > 0 is not finite.
     """
     if nonfinite == "keep":
         return inputs, []
@@ -152,7 +156,7 @@ def screened(
         named = ", ".join(str(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
         raise DivergedError(
             f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (rows of workers {named})",
-            'nonfinite = "exclude" leaves such rows out',
+            'nonfinite = "exclude" ignores these updates',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]
     finite_inputs = replace(

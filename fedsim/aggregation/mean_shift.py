@@ -1,16 +1,18 @@
-"""Mean shift (Comaniciu and Meer 2002): clusters of a few points, without their number."""
+"""Mean-shift clustering of a few points (Comaniciu and Meer 2002), which finds the number of clusters itself."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MAX_STEPS = 300
-CONVERGED = 1e-3  # a step that is shorter than this part of the bandwidth is the last
-ROUNDING = 1e-9  # a distance that exceeds the bandwidth by this part of it is equal to it
+CONVERGED = 1e-3  # a centre has converged when it moves by less than this fraction of the bandwidth
+ROUNDING = 1e-9  # relative tolerance when a distance is compared with the bandwidth
 
 
 def bandwidth_of(points: np.ndarray) -> float:
-    """Return the mean distance of the points [n, features] to their n/2-th nearest point, themselves included.
+    """Return a bandwidth for `mean_shift`: the mean distance of a point [features] to its n/2-th nearest point.
+
+    Each of the n points counts as its own nearest point.
 
     >>> bandwidth_of(np.array([[0.0], [1.0], [3.0], [6.0]]))
     1.75
@@ -20,11 +22,12 @@ def bandwidth_of(points: np.ndarray) -> float:
 
 
 def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
-    """Return the cluster of each point [n, features]: labels [n] from 0; -1 for a point that is near no centre.
+    """Return the cluster label [n] of each point [n, features]: 0, 1, ..., or -1 for a point that is near no centre.
 
-    From the middle of each grid cell that holds points, a centre moves to the mean of the points within the bandwidth,
-    until it stays. Of centres within the bandwidth of each other, the one with the most points remains. A point belongs
-    to the nearest centre that is within the bandwidth. Cost: n distances for each cell and step.
+    A candidate centre starts in the middle of each grid cell that contains points, and moves repeatedly to the mean of
+    the points within the bandwidth until it converges. Of several centres within the bandwidth of each other, only the
+    one with the most points is kept. A point belongs to the nearest centre within the bandwidth. Cost: n distances for
+    each cell and step.
 
     >>> mean_shift(np.array([[0.0], [0.1], [5.0], [0.2]]), 1.0)
     array([0, 0, 1, 0])
@@ -32,8 +35,8 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
     bandwidth *= 1 + ROUNDING
     cells = np.unique(np.round(points / bandwidth), axis=0)
     seeds = points if len(cells) == len(points) else cells * bandwidth
-    modes = [ended for seed in seeds if (ended := _climb(points, seed, bandwidth)) is not None]
-    modes.sort(key=lambda ended: (ended[0], tuple(ended[1])), reverse=True)
+    modes = [mode for seed in seeds if (mode := _climb(points, seed, bandwidth)) is not None]
+    modes.sort(key=lambda mode: (mode[0], tuple(mode[1])), reverse=True)
     centres: list[np.ndarray] = []
     for _, centre in modes:
         if not centres or _distances(centre[None], np.array(centres)).min() > bandwidth:
@@ -45,7 +48,10 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
 
 
 def _climb(points: np.ndarray, centre: np.ndarray, bandwidth: float) -> tuple[int, np.ndarray] | None:
-    """Return the number of points near the last centre, and that centre; None if no points are near."""
+    """Move a centre [features] until it converges. Return the number of points near it, and the centre.
+
+    Returns None if no points are within the bandwidth of the centre.
+    """
     for _ in range(MAX_STEPS + 1):
         near = points[_distances(centre[None], points)[0] <= bandwidth]
         if not len(near):

@@ -1,4 +1,4 @@
-"""Pre-aggregators and a rule, applied one after another."""
+"""Pipelines: any number of pre-aggregators, followed by an aggregation rule."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from fedsim.aggregation.numerics.threads import alone_if_small
 from fedsim.aggregation.rule import LinearCombination, RuleStage
 from fedsim.errors import ExperimentError
 
-MOST_TRIED = 500  # rows; bulyan takes half a minute for a thousand rows
-WHOLE = {"updates", "root", "last"}  # inputs that have whole rows
+MOST_TRIED = 500  # maximum number of rows of a dry run; bulyan takes half a minute for a thousand rows
+WHOLE = {"updates", "root", "last"}  # inputs that contain whole rows, not only some columns
 
 
 @dataclass(frozen=True)
 class AggregationResult:
-    """The result of an aggregation.
+    """Result of one aggregation.
 
     Attributes:
-        update: [d].
-        shares: the coefficient of each row, float64 [n]; None if the result is no linear combination of the rows.
-        state: the state of the rule for the next aggregation.
+        update: aggregated update, [d].
+        shares: coefficient of each worker's update in the result, float64 [n]. None if the result is not known to be a
+            linear combination of the updates.
+        state: state that the rule receives in the next aggregation.
     """
 
     update: Tensor
@@ -37,12 +38,12 @@ class AggregationResult:
 
 
 class ResultError(ExperimentError):
-    """A stage returned neither a row nor rows of the right shape."""
+    """Error for a rule or pre-aggregator that returned something other than a tensor of the required shape."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Pre-aggregators, if any, and a rule; it can be pickled.
+    """Aggregation rule, with the pre-aggregators that are applied before it, if any. Pipelines can be pickled.
 
     >>> stages = fedsim.aggregation.resolve(["nnm", "median"], {"f": 1})
     >>> pipeline = fedsim.aggregation.make_pipeline(stages)
@@ -55,12 +56,12 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """`nnm + trimmed_mean`."""
+        """Names of all stages, such as `nnm + trimmed_mean`."""
         return " + ".join(stage.name for stage in (*self.pre, self.rule))
 
     @property
     def columnwise(self) -> bool:
-        """Whether each column of the result depends only on that column of the updates."""
+        """Whether each coordinate of the result depends only on this coordinate of the updates."""
         return self.rule.columnwise and not self.pre
 
     @property
@@ -73,14 +74,14 @@ class Pipeline:
 
     @property
     def linear_by_weights(self) -> bool:
-        """Whether the result is linear with coefficients that depend only on the number of rows and their weights."""
+        """Whether the result is a linear combination of the rows, with coefficients that depend only on the weights."""
         return (
             self.columnwise and self.rule.linear and self.rule.accepts.keys() <= {"updates", "weights", "weight_total"}
         )
 
     @property
     def by_parts(self) -> bool:
-        """Whether processes that have some columns each can apply it by exchanging inner products of rows only."""
+        """Whether processes that each hold some columns can apply the pipeline by exchanging only inner products."""
         of_rule = self.rule.accepts.keys() - ({"updates"} if self.rule.columnwise else set())
         return not any(WHOLE & accepts for accepts in (*(stage.accepts.keys() for stage in self.pre), of_rule))
 
@@ -89,9 +90,9 @@ class Pipeline:
         return any(name in stage.accepts for stage in (*self.pre, self.rule))
 
     def __call__(self, inputs: AggregationInputs) -> AggregationResult:
-        """Aggregate.
+        """Aggregate the updates of `inputs`.
 
-        Raises ExperimentError for a constraint on n and f that does not hold, and for a result of a wrong shape.
+        Raises ExperimentError for a violated constraint on n and f, or if a stage returns a result of the wrong shape.
         """
         with alone_if_small(inputs.updates.numel()):
             rows = self.rows(inputs)
@@ -108,26 +109,26 @@ class Pipeline:
             return AggregationResult(rows.row(result), rows.shares(result), state)
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:
-        """Return the rows that the rule is applied to: the updates, or the result of the pre-aggregators."""
+        """Return the rows to which the rule is applied: the updates, or the result of the pre-aggregators."""
         rows = inputs.rows()
         for stage in self.pre:
             result = stage(partial(inputs.value_of, rows=rows, stage=stage), inputs.f_for(stage))
             is_combination = isinstance(result, LinearCombination)
-            made = result.coefficients if is_combination else result
+            matrix = result.coefficients if is_combination else result
             width = len(rows) if is_combination else rows.shape[1]
-            m = len(made) if isinstance(made, Tensor) and made.ndim == 2 else len(rows)
+            m = len(matrix) if isinstance(matrix, Tensor) and matrix.ndim == 2 else len(rows)
             expected = "a LinearCombination with coefficients [m, n] or rows [m, d]"
-            check_result(made, stage, rows, (m, width), expected)
-            rows = rows.mixed(made) if is_combination else rows.replaced(made)
+            check_result(matrix, stage, rows, (m, width), expected)
+            rows = rows.mixed(matrix) if is_combination else rows.replaced(matrix)
         return rows
 
     def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
-        """Return the result [d] of a columnwise rule that is applied to `rows`."""
+        """Apply the columnwise rule to `rows`, block by block. Returns [d]."""
         updates, (n, d) = inputs.updates, inputs.updates.shape
         shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
         if shares is not None:
             return combine(shares, updates)
-        averages = self.rule.linear and inputs.weights is None  # without weights of 0, whose rows would be copied out
+        averages = self.rule.linear and inputs.weights is None  # weights of 0 would copy the other rows
         if not rows.are_mixed and (averages or d < 2 * BLOCK):
             return self.of_columns(rows.block(), rows, inputs)
         result = updates.new_empty(d)
@@ -139,10 +140,13 @@ class Pipeline:
     def of_columns(
         self, part: Tensor, rows: LazyRows, inputs: AggregationInputs, shares: Tensor | None = None
     ) -> Tensor:
-        """Return the result of a columnwise rule for `part`, some columns [n, columns] of `rows`.
+        """Apply the columnwise rule to a block of columns. Returns [columns].
 
         Args:
-            shares: the result of `shares` if it is known; it replaces a linear rule on other devices than the CPU.
+            part: block of `rows`, [n, columns].
+            rows: all rows that are aggregated, [n, d].
+            inputs: inputs of the aggregation.
+            shares: coefficient of each row [n], if known. On a GPU these are used instead of a call of the rule.
         """
         if shares is not None and part.device.type != "cpu":
             return combine(shares, part)
@@ -150,7 +154,7 @@ class Pipeline:
         return check_result(result, self.rule, part, part.shape[1:])
 
     def shares(self, inputs: AggregationInputs) -> Tensor | None:
-        """Return the coefficient of each row [n]; None unless the rule is linear and the same in all columns."""
+        """Return the coefficient of each row [n], or None unless the rule is columnwise and linear."""
         return self._linear_shares(inputs.rows(), inputs) if self.columnwise else None
 
     def _linear_shares(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor | None:
@@ -161,11 +165,15 @@ class Pipeline:
         return rows.shares(LinearCombination(check_result(shares, self.rule, units, units.shape[1:]).double()))
 
     def dry_run(self, n: int, local_lr: float | None = 1.0, weights: Tensor | None = None) -> None:
-        """Raise ExperimentError if a stage has a constraint that n rows break.
+        """Raise ExperimentError if n rows violate a constraint of a stage, such as n >= 2f + 3.
 
-        fedsim's own stages are tried on n short rows, if n <= MOST_TRIED. `local_lr` is the learning rate of the local
-        client algorithm, None if it has none. Without `weights` [n], all are equal. A pipeline with a stage that the
-        user wrote is not tried, since that stage may keep what it is called with.
+        The pipeline is applied to n short random rows if n <= MOST_TRIED and all stages are built in. Stages that the
+        user wrote are not called, because they may have side effects.
+
+        Args:
+            n: number of rows.
+            local_lr: learning rate of the client algorithm, or None if it has none.
+            weights: weight of each row, [n]. None: equal weights.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return
@@ -174,7 +182,7 @@ class Pipeline:
         weights = ones if weights is None and self.needs_weights else weights
         try:
             self(AggregationInputs(updates, weights, root=updates[0], losses=ones, local_lr=local_lr))
-        except ResultError:  # a rule may accept rows of one length only
+        except ResultError:  # a rule may accept only rows of a certain length
             return
         except ExperimentError as error:
             raise ExperimentError(*(f"aggregate.rule, with a cohort of {n}: {line}" for line in error.lines)) from None
@@ -185,11 +193,19 @@ class Pipeline:
 def check_result(
     result: Any, stage: RuleStage, rows: LazyRows | Tensor, shape: Sequence[int], expected: str = "a row [d]"
 ) -> Any:
-    """Return the result of a stage. Raises ResultError unless it is a tensor of that shape."""
+    """Return the result of a stage. Raises ResultError unless it is a tensor of shape `shape`.
+
+    Args:
+        result: what the stage returned.
+        stage: rule or pre-aggregator.
+        rows: rows to which the stage was applied.
+        shape: required shape of the result.
+        expected: description of the required result, for the error message.
+    """
     if isinstance(result, Tensor) and result.shape == tuple(shape):
         return result
     actual = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     raise ResultError(
-        f"{stage.name}: for updates [n, d] = {list(rows.shape)} it must return {expected}, here a tensor of shape "
-        f"{list(shape)}; it returned {actual}"
+        f"{stage.name}: must return {expected}, which is a tensor of shape {list(shape)} for updates [n, d] = "
+        f"{list(rows.shape)}; it returned {actual}"
     )

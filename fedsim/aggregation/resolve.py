@@ -1,4 +1,4 @@
-"""Make a pipeline from names and parameters."""
+"""Create a pipeline from the names and parameters of its stages."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def resolve(
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
 ) -> list[tuple[Registration, dict[str, Any]]]:
-    """Return a rule, or a list of pre-aggregators and a rule, with every parameter checked.
+    """Look up the stages of a pipeline (pre-aggregators and a rule) and check their parameters.
 
     Args:
-        stages: names, "package.module:function", or tables {rule = name, parameters}.
-        params: parameters by name; each goes to every stage that has a parameter of this name.
-        place: the name of the table of `params` in errors.
-        beside: other keys of that table, for hints.
-        background: further parameters, which need not belong to a stage; zero keeps a stage's own default.
+        stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or
+            a table with the key `rule` and parameters.
+        params: parameters by name. Every stage that has a parameter of this name receives the value.
+        place: table of the experiment that contains `params`, for error messages.
+        beside: other keys of this table, for hints.
+        background: further parameters, which stages may lack. A value of zero keeps a stage's default.
 
-    Returns a list of (component, checked parameters), the rule last.
+    Returns a list of (component, checked parameters), in which the rule is last.
 
     Raises ExperimentError with one line per problem.
 
@@ -44,7 +45,7 @@ def resolve(
     if not isinstance(stages, (str, dict, list)):
         raise ExperimentError(f"{key} = {show(stages)}: must be a name, or a list of names and tables")
     if stages == []:
-        raise ExperimentError(f'{key} = []: needs a rule, such as "mean"')
+        raise ExperimentError(f'{key} = []: must contain a rule, such as "mean"')
     wheres = [f"{key}[{index}]" for index in range(len(stages))] if isinstance(stages, list) else [key]
     tables = [as_table(stage, where) for stage, where in zip(as_list(stages), wheres, strict=True)]
     names = [table.pop("rule") for table in tables]
@@ -66,40 +67,46 @@ def resolve(
         shared |= {name: value for name, value in params.items() if registration.accepts_any or name in fields}
         try:
             resolved.append((registration, registration.check({**shared, **parameters}, beside=["rule"])))
-        except ExperimentError as error:  # each line begins with a parameter
+        except ExperimentError as error:  # each line begins with the name of a parameter
             is_own = [re.split(r"\W", line, maxsplit=1)[0] in parameters for line in error.lines]
             places = [f"{where}." if parameters else f"{table}." if table else "" for parameters in is_own]
             raise ExperimentError(*map("".join, zip(places, error.lines, strict=True))) from None
     if len(components) > 1 and components[-1].takes.get("weights"):
         raise ExperimentError(
-            f"{key}: {components[-1].name} needs weights, which pre-aggregated rows do not have; use mean"
+            f"{key}: the rule {components[-1].name} needs weights, which pre-aggregated rows do not have; use mean"
         )
     return resolved
 
 
 def as_table(stage: Any, where: str) -> dict[str, Any]:
-    """Return a copy of the table of a stage, in which `rule` names it."""
+    """Return a new table for a stage, which has the key `rule` with the name of the stage.
+
+    `where` is the place of the stage in error messages.
+    """
     table = {"rule": stage} if isinstance(stage, str) else stage
     table = with_key(table, "rule", where) if isinstance(table, dict) else table
     if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
-        raise ExperimentError(f"{where} = {show(stage)}: a stage is a name or a table with the key rule")
+        raise ExperimentError(f"{where} = {show(stage)}: must be a name, or a table with the key rule")
     return dict(table)
 
 
 def _registration(name: str, where: str, registry: Registry) -> Registration:
-    """Return the component of this kind. Raises ExperimentError for a component of the other kind."""
+    """Return the component `name` of the registry `registry`, which contains either rules or pre-aggregators.
+
+    Raises ExperimentError if there is no such component, with a remedy if it is in the other registry.
+    """
     if name not in registry.names():
         if name in rule.names():
-            remedy = f"a rule must be last; pre-aggregators are {', '.join(registry.names())}"
+            remedy = f"a rule must be last; the pre-aggregators are {', '.join(registry.names())}"
             raise ExperimentError(f"{where} = {show(name)}: {remedy}")
         if name in pre_aggregator.names():
-            remedy = f'a pre-aggregator returns rows; put a rule after it, as in ["{name}", "mean"]'
+            remedy = f'is a pre-aggregator; put a rule after it, as in ["{name}", "mean"]'
             raise ExperimentError(f"{where} = {show(name)}: {remedy}")
     return registry.get(name, where)
 
 
 def make_pipeline(resolved: Sequence[tuple[Registration, dict[str, Any]]]) -> Pipeline:
-    """Return the pipeline of the result of `resolve`.
+    """Return a pipeline of the stages that `resolve` returned.
 
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1

@@ -1,1 +1,1 @@
-"""Asynchronous training: policies, and the two ways to run them, a virtual clock and a race of real processes."""
+"""Asynchronous training: policies, and two ways to run them: on a virtual clock, or as a race of real processes."""

@@ -1,5 +1,8 @@
-"""The scheduler says which worker works in which slot, and on what. The dispatcher starts these work items and hands
-their results to the policy, on the clock and in races.
+"""Scheduling of asynchronous work, on the virtual clock and in races.
+
+A work item is one local step or one round of local training by one worker. At most `cohort` workers train at the same
+time, each in a slot, whose number is also the index of the worker's row. The scheduler decides which worker gets a free
+slot and which work item is next. The dispatcher starts work items and hands their results to the policy.
 """
 
 from __future__ import annotations
@@ -29,28 +32,38 @@ Counts = list[tuple[Number, Number]]  # (worker, count)
 
 
 class CheckpointModel(BaseModel):
-    """Base class of the states in checkpoints: frozen, with checked types, and without unknown keys."""
+    """Base class for states in checkpoints: frozen pydantic models that check types and reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class SchedulerState(CheckpointModel):
-    """State of a `Scheduler`."""
+    """Checkpointed state of a `Scheduler`.
+
+    Attributes:
+        done: number of finished work items by worker.
+        drawn: number of times that a worker has been drawn at random.
+    """
 
     done: Counts
     drawn: Number
 
 
 class Scheduler:
-    """Assigns workers to slots and numbers their work items.
+    """Assignment of workers to slots, and of work items to workers.
 
-    With as many slots as workers, each worker has its own slot. With fewer slots, a free worker is drawn uniformly for
-    a free slot, by (seed, number of earlier draws).
+    A slot is the place of one of the workers that train at the same time. A work item is what a worker computes before
+    it sends a result: one step or one round. With as many slots as workers, worker i always has slot i. With fewer
+    slots, a free slot gets a worker drawn uniformly from the idle workers, as a function of (seed, number of earlier
+    draws).
 
     Args:
-        slots: number of workers at a time.
-        work: what a work item is: one step ("gradient") or a round of local training ("model").
-        sizes: number of samples of a worker, by its number.
+        seed: seed for the draws.
+        n_workers: number of workers.
+        slots: number of slots.
+        work: content of a work item: one step ("gradient") or one round of local training ("model").
+        schedule: number of local steps and batch sizes of each round.
+        sizes: function that returns a worker's number of samples, given the worker's ID.
     """
 
     def __init__(
@@ -64,32 +77,35 @@ class Scheduler:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
-        """Return the scheduler of a run at its start."""
+        """Create the scheduler of a run, in its state at the start of the run."""
         experiment = task.experiment
         work, sizes = experiment.policy.component.work, shared.data.shards.size
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
-        """Return the next work item of a slot; with this many local steps, if `steps` is given."""
+        """Choose a worker for `slot`, mark the worker as busy, and return its next work item.
+
+        `steps` sets the number of local steps; None: the scheduled number.
+        """
         worker = slot if self._slots == self.n_workers else self._draw()
         self._busy.add(worker)
-        done = self._done[worker]
+        finished = self._done[worker]
         if not self._by_step:
-            return WorkItem(slot, worker, done + 1, steps)
-        rounds, step = divmod(done, self.items_per_round(worker))
+            return WorkItem(slot, worker, finished + 1, steps)
+        rounds, step = divmod(finished, self.items_per_round(worker))
         return WorkItem(slot, worker, rounds + 1, None, step)
 
     def finish(self, item: WorkItem) -> None:
-        """Count a work item as done, and free its worker."""
+        """Count a work item as done, and mark its worker as idle."""
         self._done[item.worker] += 1
         self._busy.discard(item.worker)
 
     def release(self, item: WorkItem) -> None:
-        """Free the worker of a cancelled work item; its next work item is the same one."""
+        """Mark the worker of a cancelled work item as idle; the worker will start the same work item again."""
         self._busy.discard(item.worker)
 
     def steps(self, item: WorkItem) -> int:
-        """Number of local steps of a work item."""
+        """Return the number of local steps of a work item."""
         if item.step is not None:
             return 1
         if item.steps is not None:
@@ -97,36 +113,42 @@ class Scheduler:
         return self._schedule.of(item.worker, item.round).steps_for(self._sizes(item.worker))
 
     def gradients(self, item: WorkItem, algorithm: ClientAlgorithm) -> int:
-        """Number of mini-batch gradients that a work item computes."""
+        """Return the number of mini-batch gradients that a client algorithm computes in a work item."""
         if item.step is not None:
             return 1
         return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
 
     def samples(self, item: WorkItem) -> int:
-        """Number of samples of a work item, with repetitions."""
+        """Return the number of samples that a work item trains on, counting repeated samples each time."""
         size, schedule = self._sizes(item.worker), self._schedule.of(item.worker, item.round)
         if item.step is not None:
             return schedule.batch_size_at(item.step, size)
         return schedule.samples_in(self.steps(item), size)
 
     def items_per_round(self, worker: int) -> int:
-        """Number of work items of a worker that make one of its rounds: one, or as many as the round has steps."""
+        """Return the number of work items in one round of a worker.
+
+        A round is one work item, or one per local step if workers send gradients.
+        """
         return self._schedule.of(worker, 1).steps_for(self._sizes(worker)) if self._by_step else 1
 
     def total_items_per_round(self) -> int:
-        """Number of work items that amount to one synchronous round."""
+        """Return the number of work items, over all workers, that make up one synchronous round."""
         return sum(map(self.items_per_round, range(self.n_workers))) if self._by_step else self._slots
 
     def items_done(self, worker: int) -> int:
-        """Number of a worker's finished work items."""
+        """Return the number of work items that a worker has finished."""
         return self._done[worker]
 
     def state(self) -> dict[str, Any]:
-        """Return the state, in JSON types."""
+        """Return the scheduler's state as a JSON-serializable dict."""
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
-        """Continue from a state that `state` returned, with these busy workers."""
+        """Restore a state that the method `state` returned.
+
+        `busy` contains the IDs of the workers with unfinished work items.
+        """
         self._done, self._drawn, self._busy = defaultdict(int, dict(state.done)), state.drawn, set(busy)
 
     def _draw(self) -> int:
@@ -142,15 +164,16 @@ Train = Callable[[Sequence[WorkItem]], object]
 
 @dataclass
 class RoundStats:
-    """Counts of one round.
+    """Statistics of one round of asynchronous training.
 
     Attributes:
-        samples: training samples of the work that arrived, by worker.
-        staleness: number of arrivals by staleness.
-        loss_sum: sum of the training loss over `loss_samples` samples, without excluded work.
-        up, down: number of models or gradients that workers sent and received.
-        discarded: number of work items that were cancelled, or were stale on arrival.
-        excluded: the worker of each result that held NaN or infinity.
+        samples: number of training samples in the results that arrived, by worker.
+        staleness: number of results by staleness.
+        loss_sum: sum of the training losses of `loss_samples` samples; excluded results do not count.
+        loss_samples: number of samples in `loss_sum`.
+        up, down: number of models or gradients that workers sent (up) and received (down).
+        discarded: number of work items that were cancelled before or on arrival.
+        excluded: for each excluded result (it contained NaN or infinity), the worker's ID.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -164,17 +187,25 @@ class RoundStats:
 
     @property
     def train_loss(self) -> float:
-        """Mean training loss per sample; NaN if all work was excluded."""
+        """The mean training loss per sample; NaN if all results were excluded."""
         return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
     def add(self, stats: RoundStats) -> None:
-        """Add the counts of another process."""
+        """Add the statistics of another process to this object."""
         for count in fields(self):
             setattr(self, count.name, getattr(self, count.name) + getattr(stats, count.name))
 
 
 class DispatcherState(CheckpointModel):
-    """State of a `Dispatcher`."""
+    """Checkpointed state of a `Dispatcher`.
+
+    Attributes:
+        scheduler: state of the scheduler.
+        in_flight: work items that have started and not yet arrived.
+        untrained: slots in flight whose result has not been computed.
+        nonfinite: slots in flight whose result contains NaN or infinity.
+        arrivals: number of results that have arrived since the start of the run.
+    """
 
     scheduler: SchedulerState
     in_flight: list[WorkItem]
@@ -184,16 +215,21 @@ class DispatcherState(CheckpointModel):
 
 
 class Dispatcher:
-    """Starts work items, trains them, and hands their results to the policy.
+    """Dispatcher that starts work items, computes them with `train`, and hands their results to the policy.
+
+    A slot is in flight from the start of its work item to the arrival of the result.
 
     Args:
-        train: computes work items, each from the model that its row holds, and writes the results into the rows.
+        server: state of the server, with the policy.
+        scheduler: scheduler that provides the work items.
+        train: function that computes work items. Each slot's row contains the start model and is overwritten with the
+            result.
 
     Attributes:
-        in_flight: the started work items by slot, in the order in which they started.
-        untrained: the slots in flight whose work has not been computed.
-        arrivals: number of results that the policy has taken since the start of the run.
-        stats: counts since `start_round`.
+        in_flight: started work items by slot, in the order in which they started.
+        untrained: slots in flight whose result has not been computed.
+        arrivals: number of results that have arrived since the start of the run.
+        stats: statistics since the last `start_round`.
     """
 
     def __init__(self, server: ServerState, scheduler: Scheduler, train: Train) -> None:
@@ -201,16 +237,19 @@ class Dispatcher:
         self.in_flight: dict[int, WorkItem] = {}
         self.arrivals = 0
         self.untrained: set[int] = set()
-        self._nonfinite: set[int] = set()  # slots in flight whose result holds NaN or infinity
+        self._nonfinite: set[int] = set()  # slots in flight whose result contains NaN or infinity
         self._losses = server.shared.cohort.train_loss.numpy()  # faster to read than the tensor
         self.start_round(1)
 
     def start_round(self, round: int) -> None:
-        """Reset the counts."""
+        """Set the number of the current round, and reset the statistics."""
         self.round, self.stats = round, RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
-        """Start the next work item of a slot; with this many local steps, if `steps` is given."""
+        """Start the next work item of `slot`, and return it.
+
+        `steps` sets the number of local steps; None: the number that the policy or the schedule defines.
+        """
         server, policy = self.server, self.policy
         item = self.scheduler.next_item(slot, steps)
         if item.step is None and steps is None:
@@ -224,7 +263,7 @@ class Dispatcher:
         return item
 
     def train(self, slots: Iterable[int]) -> None:
-        """Compute the work of these slots together, if it has not been computed."""
+        """Compute the results of all given slots whose results have not been computed yet, with one call of `train`."""
         slots = [slot for slot in slots if slot in self.untrained]
         self._train([self.in_flight[slot] for slot in slots])
         self.untrained.difference_update(slots)
@@ -232,15 +271,23 @@ class Dispatcher:
             return
         rows = self.server.shared.cohort.rows
         total = (rows if slots == list(range(len(rows))) else rows[slots]).sum()
-        if not math.isfinite(total):  # the sum of finite rows may overflow too
+        if not math.isfinite(total):  # the sum of finite rows may also overflow
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
     def is_stale(self, slot: int) -> bool:
-        """Whether an update has cancelled the work item that arrives now."""
+        """Whether the work item of `slot` has been cancelled by an update of the global row since it started.
+
+        Always false if the policy does not cancel work.
+        """
         return self.policy.cancels and self.server.staleness(slot) > 0
 
     def receive(self, slot: int, staleness: int | None = None) -> None:
-        """Hand the result of a slot to the policy; `staleness` replaces that of the server's version."""
+        """Process the arrival of a result: count it in the statistics, and hand it to the policy.
+
+        Args:
+            slot: slot of the work item.
+            staleness: staleness of the result; None: the number of updates since the worker read the global row.
+        """
         server, stats, item = self.server, self.stats, self.in_flight.pop(slot)
         unit = int(server.units[slot]) - 1
         staleness = server.staleness(slot) if staleness is None else staleness
@@ -261,14 +308,14 @@ class Dispatcher:
         self.policy.take(server, Arrival(slot, item.worker, unit, staleness))
 
     def cancel(self, slot: int) -> None:
-        """Cancel the work item of a slot; its worker starts the same work again."""
+        """Cancel the work item of `slot`; its worker will start the same work item again."""
         self.scheduler.release(self.in_flight.pop(slot))
         self.untrained.discard(slot)
         self._nonfinite.discard(slot)
         self.stats.discarded += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds, in JSON types; the tensors are the server's and the engine's."""
+        """Return the dispatcher's state between two rounds, without tensors, as a JSON-serializable dict."""
         return {
             "scheduler": self.scheduler.state(),
             "in_flight": list(self.in_flight.values()),
@@ -278,10 +325,10 @@ class Dispatcher:
         }
 
     def resume(self, state: DispatcherState) -> None:
-        """Continue from such a state."""
+        """Restore a state that the method `state` returned."""
         self.in_flight = {item.slot: item for item in state.in_flight}
         if not self.in_flight.keys() >= {*state.untrained, *state.nonfinite}:
-            raise ValueError("a trained or excluded slot is not in flight")
+            raise ValueError("corrupt checkpoint: an untrained or nonfinite slot is not in flight")
         self.scheduler.resume(state.scheduler, [item.worker for item in state.in_flight])
         self.untrained, self._nonfinite = set(state.untrained), set(state.nonfinite)
         self.arrivals = state.arrivals
@@ -289,11 +336,11 @@ class Dispatcher:
     def _exclude(self, item: WorkItem) -> None:
         self._nonfinite.discard(item.slot)
         if self.server.nonfinite == "error":
-            raise nonfinite_error(self.round, f"the work of worker {item.worker} from its round {item.round}")
+            raise nonfinite_error(self.round, f"the result of worker {item.worker} (the worker's round {item.round})")
         self.stats.excluded.append(item.worker)
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:
-    """Return the error for a result that holds NaN or infinity."""
-    remedy = "reduce local.lr, or exclude such work with aggregate.nonfinite=exclude"
-    return DivergedError(f"{place} holds NaN or infinity", remedy, round)
+    """Return the error for a result that contains NaN or infinity. `place` describes the result in the message."""
+    remedy = "reduce local.lr, or exclude such results with aggregate.nonfinite=exclude"
+    return DivergedError(f"{place} contains NaN or infinity", remedy, round)

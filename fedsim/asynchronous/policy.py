@@ -1,17 +1,20 @@
 """The interface of asynchronous policies.
 
-A policy says when a worker may start, which model it starts from, and what the server does with its result. On the
-virtual clock and in a race, one work item of a worker goes through these steps:
+A policy decides when a worker may start, which model the worker starts from, and what the server does with the
+worker's result. On the virtual clock and in a race, each work item goes through these steps:
 
-    1. `may_start(server, slot)`    may this idle worker start? If not, it is asked again after the next update
-    2. `local_steps(server, ...)`   how many local steps does it take? (workers that send models)
-    3. `pull(server, slot)`         the worker gets the model that it starts from
+    1. `may_start(server, slot)`    whether this idle worker may start; if not, it is asked again after the next update
+    2. `local_steps(server, ...)`   number of local steps (only for workers that send models)
+    3. `pull(server, slot)`         give the worker its start model
     4. (training)                   the row `server.rows[slot]` becomes a gradient or a trained model
-    5. `take(server, arrival)`      the server uses the row: it takes a step, or buffers the row for a later step
+    5. `take(server, arrival)`      use the row: step the global model, or buffer the row for a later step
 
-A policy is a frozen dataclass that derives from `Policy`; its fields are its configuration. A policy has no mutable
-state: `start` makes the tensors that it needs from one arrival to the next, and the server keeps them. So the same
-policy runs on the virtual clock and, with these tensors in shared memory, in racing processes.
+A slot is the number of one of the concurrent workers, and the index of its row, a flat parameter vector. The global row
+is the flat parameter vector of the server's model.
+
+A policy is a frozen dataclass derived from `Policy`; its fields are its configuration. A policy has no mutable state:
+`start` creates the tensors that the policy needs between arrivals, and the server stores them. So the same policy runs
+on the virtual clock and, with these tensors in shared memory, in racing processes.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ StateScope = frozenset[Literal["shared", "private"]]
 
 
 class Arrival(NamedTuple):
-    """A finished work item; its result is `server.rows[slot]`.
+    """A finished work item, whose result is in `server.rows[slot]`.
 
     Attributes:
-        slot: index of the row.
-        worker: number of the worker.
-        unit: how many work items this slot started before this one.
-        staleness: version of the global row now, minus the version that the worker started from.
+        slot: index of the worker's row.
+        worker: ID of the worker.
+        unit: number of work items that this slot started before this one.
+        staleness: number of updates of the global model since the worker read it.
     """
 
     slot: int
@@ -48,17 +51,18 @@ class Arrival(NamedTuple):
 
 
 class Policy(ABC):
-    """An asynchronous policy; the defaults are those of one server with one model.
+    """Base class for asynchronous policies. The defaults suit a policy with one server and one global model.
 
     Attributes:
         work: what a worker sends: the "gradient" of one step, or the "model" after a round of local training.
-        in_rounds: the policy is the synchronous loop, not an asynchronous policy.
-        cancels: an update of the global row cancels all work that started before the update.
-        needs_momentum: the client algorithm must keep a state.
-        allows_sampling: `cohort` workers at a time may be drawn from a larger population.
-        uses_server_optimizer: the global row moves by the experiment's server optimizer.
-        locking: what a race locks: the "server"; a "pair" of workers, the one whose result arrives and its `partner`;
-            or "nothing": workers compute gradients at the live global row, and `pull` and `may_start` are not called.
+        in_rounds: whether the policy is the synchronous loop instead of an asynchronous policy.
+        cancels: whether an update of the global model cancels all work that started before the update.
+        needs_momentum: whether the client algorithm must have a state, such as momentum.
+        allows_sampling: whether there may be more workers than `cohort`, the number of concurrent workers.
+        uses_server_optimizer: whether the experiment's server optimizer updates the global model.
+        locking: what a race locks: the "server"; a "pair" of workers (the one whose result arrives, and its `partner`);
+            or "nothing". With "nothing", workers compute gradients at the live global model, and `pull` and `may_start`
+            are not called.
     """
 
     work: ClassVar[Work] = "gradient"
@@ -71,57 +75,69 @@ class Policy(ABC):
 
     @property
     def needs_replicas(self) -> bool:
-        """Whether the server keeps each worker's start model until its result arrives, or longer."""
+        """Whether the server keeps a copy of each worker's start model, at least until the worker's result arrives."""
         return self.work == "model"
 
     @property
     def state_scope(self) -> StateScope:
-        """The states that the policy's own steps use: one of the server ("shared"), one for each worker ("private")."""
+        """Set of the optimizer states (momentum) that the policy's steps use.
+
+        "shared" is one state for all workers, and "private" is a separate state for each worker.
+        """
         return frozenset(["shared"] if self.work == "gradient" else [])
 
     def check(self, n_workers: int) -> None:  # noqa: B027
-        """Raise ExperimentError if the policy does not work with `n_workers` workers at a time."""
+        """Raise ExperimentError if the policy does not support `n_workers` concurrent workers."""
 
     def start(self, server: ServerState) -> State:
-        """Make the state of the policy: tensors by name, which become `server.policy_state`."""
+        """Return the policy's initial state: named tensors, which the server stores as `server.policy_state`."""
         return {}
 
     def may_start(self, server: ServerState, slot: int) -> bool:
-        """Whether an idle worker may start its next work item now."""
+        """Whether the idle worker in `slot` may start its next work item now."""
         return True
 
     def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
-        """Number of local steps of a worker's next round; None: as many as `scheduled`."""
+        """Return the number of local steps in the next round of the worker in `slot`; None means `scheduled` steps."""
         return None
 
     def pull(self, server: ServerState, slot: int) -> None:
-        """Give an idle worker the model that its next work item starts from."""
+        """Give the idle worker in `slot` the model from which its next work item starts."""
         server.pull(slot)
 
     @abstractmethod
     def take(self, server: ServerState, arrival: Arrival) -> None:
-        """Use the result of a work item."""
+        """Use the arrived result `server.rows[arrival.slot]`: step on the global model, or buffer the result."""
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the other worker whose model `take` changes, if there is one."""
+        """Return the slot of the second worker whose model `take` changes, or None if `take` changes only one.
+
+        `slot` and `unit` are those of the arrival that `take` will receive.
+        """
         return None
 
     def on_departure(self, server: ServerState) -> None:  # noqa: B027
-        """React to a change of `server.alive`: a worker left or, after a round of a race, all workers are back."""
+        """Called after a change of `server.alive`: a worker has left or, after a race's round, all workers are back."""
 
     def buffered(self, server: ServerState) -> int:
-        """Number of results that the server took and that no update has used yet."""
+        """Return the number of results that have arrived but are not yet part of an update."""
         return 0
 
     def publish(self, server: ServerState) -> None:  # noqa: B027
-        """Write the model to test into the global row, if it is not there all the time."""
+        """Write the model to test into `server.global_row`. Only needed if the policy keeps this model elsewhere."""
 
     def traffic(self, unit: int) -> tuple[int, int]:
-        """Number of models or gradients that a worker sends after its work item `unit`, and receives before it."""
+        """Return (sent, received): how many models or gradients a worker sends after and receives before a work item.
+
+        `unit` numbers the worker's work items from 0.
+        """
         return 1, 1
 
     def arrivals_needed(self, server: ServerState) -> int | None:
-        """How many of the next arrivals certainly count; None: all that are in flight."""
+        """Return how many of the next results are certain to be used. None: all work in flight.
+
+        The results after these may be cancelled.
+        """
         return None
 
 
@@ -131,9 +147,9 @@ policy = Registry("policy", base=Policy)
 @policy("sync")
 @dataclass(frozen=True)
 class Synchronous(Policy):
-    """The synchronous loop as a policy, to compare it with asynchronous ones.
+    """The synchronous loop as a policy, for comparison with asynchronous policies.
 
-    On the clock, a round takes as long as its slowest worker; with `sync = "gradients"`, each step does.
+    On the virtual clock, a round (with `sync = "gradients"`, a step) takes as long as its slowest worker.
 
     >>> Synchronous().in_rounds
     True

@@ -1,4 +1,4 @@
-"""The server of an asynchronous run: the global row, its version, and the operations that policies are made of."""
+"""The server's state in an asynchronous run: the global model, its version, and the operations for policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedsim.errors import ExperimentError
 
 
 class GradientOnly(ClientAlgorithm):
-    """The client algorithm of workers that send gradients: the row becomes the gradient."""
+    """Client algorithm for workers that send gradients: a step overwrites the worker's row with the gradient."""
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         rows.copy_(gradients)
@@ -32,22 +32,26 @@ VIEWS = ("shared", "rows", "global_row", "models", "_version", "read", "units", 
 
 
 class ServerState:
-    """State of an asynchronous run. Every part is a tensor, in shared memory if processes race.
+    """The server's state in an asynchronous run with n slots and d parameters.
+
+    All parts are tensors, which are in shared memory if processes race. A slot is the number of one of the concurrent
+    workers. A row is a flat parameter vector.
 
     Args:
         task: the run, with its policy, its server optimizer, and its client algorithm for steps along gradients.
-        shared: the engine's memory; the server uses its `server.row` [d], `cohort.rows` [n, d] and buffers.
-        worker_states: what workers keep between their rounds.
+        shared: the engine's memory; the server uses `server.row` [d], `cohort.rows` [n, d] and the buffers.
+        worker_states: the tensors that workers keep between their rounds.
 
     Attributes:
-        replicas: [n, d], the start model of each worker, if the policy needs replicas; else [0, d].
-        stepper: the client algorithm whose steps move the server's models along gradients.
-        step_state, worker_step_states: state of `stepper` for the global row, of [d], and for each worker, of [n, d].
-        counts: int64 [1 + 3 n] on the CPU: the version, and for each slot the version that its worker started from, the
-            number of started work items, and whether its worker is alive.
-        step_seconds: float64 [n] on the CPU, the measured or given time of one local step of each worker.
-        policy_state: the tensors that the policy keeps.
-        tables: embeddings of which a step changes only the rows with a gradient.
+        replicas: start model of each worker, [n, d] if the policy needs replicas, else [0, d].
+        stepper: client algorithm that takes steps along gradients on the server's models.
+        step_state: state of `stepper` for the global row, tensors [d].
+        worker_step_states: state of `stepper` for each worker's model, tensors [n, d].
+        counts: int64 [1 + 3 n] on the CPU: the version (number of updates), then for each slot the version that its
+            worker read, the number of started work items, and whether its worker is alive (1) or has left (0).
+        step_seconds: measured or configured seconds per local step of each worker, float64 [n] on the CPU.
+        policy_state: tensors that the policy stores between arrivals.
+        tables: embeddings in which a step changes only the rows with a nonzero gradient.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
@@ -59,7 +63,7 @@ class ServerState:
         self.algorithm, self.worker_states = task.algorithm, worker_states
         self.n, d = shared.cohort.rows.shape
         self.counts = torch.zeros(1 + 3 * self.n, dtype=torch.int64)
-        self.counts[1 : 1 + self.n] = -1  # nothing read yet
+        self.counts[1 : 1 + self.n] = -1  # no version read yet
         self.counts[1 + 2 * self.n :] = 1  # alive
         self.replicas = new_rows(self.n if policy.needs_replicas else 0, d, task.dtype, task.device)
         self.replicas.copy_(shared.server.row.expand(len(self.replicas), -1))
@@ -73,7 +77,7 @@ class ServerState:
         self.policy_state = policy.start(self)
 
     def attach(self, shared: SharedState) -> None:
-        """Use the engine's memory, which another process has under other addresses."""
+        """Use the memory `shared` of the engine, and create views of it. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
         self.rows, self.global_row = list(shared.cohort.rows), shared.server.row
@@ -85,17 +89,17 @@ class ServerState:
         return {name: value for name, value in self.__dict__.items() if name not in VIEWS}
 
     def share(self) -> None:
-        """Move the CPU tensors to memory that other processes can map.
+        """Move the server's CPU tensors to shared memory.
 
         Raises ExperimentError if there is not enough shared memory.
         """
         self.worker_states.reserve(range(self.n))
         share(self.own_tensors.values())
-        self.attach(self.shared)  # the NumPy views must be of the new memory
+        self.attach(self.shared)  # renews the NumPy views
 
     @property
     def version(self) -> int:
-        """Number of updates of the global row."""
+        """The number of updates of the global row so far."""
         return int(self._version[0])
 
     @version.setter
@@ -108,13 +112,13 @@ class ServerState:
         return np.flatnonzero(self.alive_mask)
 
     def revive_all(self) -> None:
-        """Let all workers that left come back."""
+        """Mark all workers as alive, and notify the policy if any had left."""
         if not self.alive_mask.all():
             self.alive_mask[:] = 1
             self.policy.on_departure(self)
 
     def pull(self, slot: int) -> None:
-        """Copy the global model, or the model that the server optimizer sends instead, to a worker."""
+        """Copy the global model, or the model that the server optimizer broadcasts instead, to the worker in `slot`."""
         self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.server.states["parameters"]))
         for name, sent in self.algorithm.send(self.shared.server.algorithm).items():
             self.shared.cohort.received[name][slot] = sent
@@ -123,12 +127,12 @@ class ServerState:
         self.read[slot] = self._version[0]
 
     def keep_model(self, slot: int) -> None:
-        """Let a worker continue with its own model, which is the global one at first."""
+        """Let the worker in `slot` continue with its own model, which is initially a copy of the global model."""
         if self.read[slot] < 0:
             self.read[slot] = self._version[0]
 
     def begin(self, slot: int, worker: int) -> None:
-        """Copy a worker's start model and its own state to its row."""
+        """Copy the start model, and the state that the worker keeps between rounds, into `slot` before training."""
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
         self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
@@ -136,7 +140,7 @@ class ServerState:
             self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Store what a worker keeps after its work, and take its messages."""
+        """Store the state that a worker keeps between rounds, and pass its messages to the client algorithm."""
         shared = self.shared
         self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
         if shared.cohort.messages:
@@ -144,13 +148,13 @@ class ServerState:
             self.algorithm.receive(shared.server.algorithm, messages, 1, len(shared.data.shards))
 
     def staleness(self, slot: int) -> int:
-        """Number of updates of the global row since a worker last read it."""
+        """Return the number of updates of the global row since the worker in `slot` last read it."""
         return int(self._version[0] - self.read[slot])
 
     def step(self, gradient: Tensor, slot: int | None = None) -> None:
-        """Step the global row along a gradient [d], which may change, and count a new version.
+        """Take a step on the global row along a gradient [d], and count a new version. `gradient` may be overwritten.
 
-        With `slot`, the stepper uses the state of that worker.
+        The step uses the optimizer state of the worker in `slot`; None: the shared optimizer state.
         """
         if self.tables:
             step_where_touched(self.stepper, self.global_row, gradient, self.tables)
@@ -160,76 +164,78 @@ class ServerState:
         self.increment_version()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
-        """Step a worker's own model along a gradient [d], which may change."""
+        """Take a step on the server's copy of the model in `slot` along a gradient [d], which may be overwritten."""
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
-        """Take one step of the server optimizer along an update [d], which creates a new version."""
+        """Take one server optimizer step on the global row along an update [d], and count a new version."""
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
 
     def increment_version(self) -> None:
-        """Count an update of the global row."""
+        """Increase the version, the number of updates of the global row, by one."""
         self._version[0] += 1
 
     def mean(self, slots: Sequence[int]) -> Tensor:
-        """Return the mean [d] of these slots' rows: the same bits as the rule `mean` in an engine."""
+        """Return the mean [d] of the rows of `slots`, bit-identical to the aggregation rule `mean`."""
         slots = sorted(slots)
         rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
         return torch.cat([mean(rows[:, block]) for block in blocks])
 
     def delta(self, slot: int) -> Tensor:
-        """A worker's row minus its start model, [d] in float64, so that start + delta is a float32 row exactly."""
+        """Return the model delta of `slot`, [d]: the trained row minus its start model.
+
+        For float32 rows, the result is float64, so that start model plus delta is exactly the row.
+        """
         return self.rows[slot].to(self.shared.cohort.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
-        """Move the server's buffers towards the mean of these slots' buffers.
+        """Interpolate the server's buffers (BatchNorm statistics) towards the mean of the buffers of `slots`.
 
-        share: the step, from 0 to 1; None: the number of these slots over the number of workers alive.
+        `share` is the weight of this mean, from 0 to 1; None: len(slots) / number of workers that have not left.
         """
         if self.has_buffers:
             share = min(1.0, len(slots) / len(self.alive)) if share is None else share
             self.move_buffers(self.shared.cohort.buffers[list(slots)].mean(0), share)
 
     def move_buffers(self, target: Tensor, share: float) -> None:
-        """Move the server's buffers towards `target` by `share`, unless `buffers` is "frozen"."""
+        """Interpolate the server's buffers towards `target` with weight `share`, unless `buffers` is "frozen"."""
         if self.has_buffers and self.buffers != "frozen":
             self.shared.server.buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """The server's tensors by name, without the engine's memory."""
+        """The tensors that this object owns, by name, without the engine's memory."""
         tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
         states = {
             "shared": self.step_state,
             "private": self.worker_step_states,
             "policy_state": self.policy_state,
         }
-        return tensors | {f"{of}.{name}": tensor for of, state in states.items() for name, tensor in state.items()}
+        return tensors | {f"{key}.{name}": tensor for key, state in states.items() for name, tensor in state.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint needs in addition to those of the engine."""
+        """The tensors that a checkpoint of an asynchronous run needs in addition to the engine's tensors, by name."""
         cohort = self.shared.cohort
         in_flight = {"rows": cohort.rows, "buffers": cohort.buffers, "train_loss": cohort.train_loss}
-        for of, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
-            in_flight |= {f"{of}.{name}": tensor for name, tensor in state.items()}
+        for key, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
+            in_flight |= {f"{key}.{name}": tensor for name, tensor in state.items()}
         return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
 
     def _worker_state(self, slot: int) -> State:
         return {name: tensor[slot] for name, tensor in self.worker_step_states.items()}
 
 
-Tables = tuple[tuple[int, int, int], ...]  # of each embedding: offset in the row, number of rows, row length
+Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat row, num_embeddings, embedding_dim
 
 
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
-    """Return the embeddings of a module, if the client algorithm leaves coordinates without a gradient as they are.
+    """Return where a module's embedding tables lie in its flat row, so that steps can skip rows with zero gradient.
 
-    Else ().
-
-    Raises ExperimentError if an embedding is sparse (sparse=True) and the client algorithm changes such coordinates.
+    Returns () if steps cannot skip them, because the client algorithm also changes coordinates whose gradient is zero
+    (as momentum and weight decay do). In this case, an embedding with sparse=True raises ExperimentError.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding
@@ -242,27 +248,27 @@ def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
     for entry in entries:
         if embeddings[entry.name].sparse:
             raise ExperimentError(
-                f"local: {entry.name} is a sparse embedding, and without locks its unused rows must stay as they are; "
-                "leave out local.momentum and local.weight_decay"
+                f"local: {entry.name} is a sparse embedding (sparse=True), whose unused rows must not change in a race "
+                "without locks; remove local.momentum and local.weight_decay"
             )
     return ()
 
 
 def step_where_touched(algorithm: Stepper, row: Tensor, gradient: Tensor, tables: Tables) -> None:
-    """Step a row [d] along a gradient [d], without the table rows whose gradient is zero.
+    """Take a step on a flat row [d] along a gradient [d], but skip embedding-table rows whose gradient is zero.
 
-    A dense step writes every coordinate, even if it only adds zero, and so can undo what another process has just
-    written. All other coordinates get the bits of a dense step. The client algorithm must be stateless.
+    A dense step writes every coordinate, even if it adds only zero, and can thereby overwrite a concurrent write by
+    another process. All other coordinates are bit-identical to a dense step. The client algorithm must be stateless.
     """
     end = 0
     for offset, rows, length in tables:
         _step_span(algorithm, row, gradient, slice(end, offset))
         end = offset + rows * length
-        table, table_gradient = (each[offset:end].view(rows, length) for each in (row, gradient))
+        table, table_gradient = (vector[offset:end].view(rows, length) for vector in (row, gradient))
         used = table_gradient.any(1).nonzero().flatten()
-        moved = table.index_select(0, used)
-        algorithm.step(moved, table_gradient.index_select(0, used), {})
-        table.index_copy_(0, used, moved)
+        stepped = table.index_select(0, used)
+        algorithm.step(stepped, table_gradient.index_select(0, used), {})
+        table.index_copy_(0, used, stepped)
     _step_span(algorithm, row, gradient, slice(end, len(row)))
 
 

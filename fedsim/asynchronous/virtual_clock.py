@@ -1,7 +1,7 @@
-"""The virtual clock: a discrete-event simulation of asynchronous workers, reproducible to the bit.
+"""The virtual clock: a discrete-event simulation of asynchronous workers, with bit-identical results when repeated.
 
-A result depends only on the model that its worker started from. So the clock computes work only when the first result
-of it arrives, and then computes all work in flight together, which engines do in parallel or as one stack.
+A result depends only on the worker's start model. So the clock delays training until the first result in flight
+arrives, and then computes all work in flight in one call, in parallel or stacked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ Duration = Callable[[WorkItem, int, tuple[int, int]], float]
 
 
 class ClockState(CheckpointModel):
-    """State of a `VirtualClock`."""
+    """Checkpointed state of a `VirtualClock`.
+
+    Attributes:
+        dispatcher: state of the dispatcher.
+        now: virtual seconds since the start.
+        pending: (time, slot) of each future event, which is an arrival or a departure.
+        idle: idle slots that have not been asked yet whether they may start.
+        waiting: idle slots that the policy did not allow to start.
+        asked_at: version of the global row at which the waiting slots were last asked whether they may start.
+        leaving: slots whose future event is the departure of their worker.
+        started: number of started work items by worker.
+    """
 
     dispatcher: DispatcherState
     now: Seconds
@@ -43,16 +54,19 @@ class ClockState(CheckpointModel):
 
 
 class VirtualClock:
-    """Runs a policy in virtual time.
+    """Simulation of an asynchronous policy in virtual time.
 
-    All results that arrive at the same time are taken, in the order of their slots, before a worker starts again.
+    Results that arrive at the same time are all handed to the policy, in ascending order of their slots, before any
+    worker starts again.
 
     Args:
-        duration: seconds of a work item, given the item, the number of items that its worker started before, and the
-            numbers of models or gradients that it sends and receives.
-        train: computes work items, see `Dispatcher`.
-        departures: virtual seconds at which workers leave, by slot; work that has not arrived by then never does.
-        total_items: number of work items after which the run ends; the clock computes none that arrives later.
+        server: state of the server, with the policy.
+        scheduler: scheduler that provides the work items.
+        duration: function that returns the seconds of a work item, given the item, the number of items that its worker
+            started before, and the numbers (sent, received) of models or gradients.
+        train: function that computes work items, see `Dispatcher`.
+        departures: virtual seconds at which workers leave, by slot. Work that has not arrived by then is lost.
+        total_items: number of arrivals after which the run ends; work that would arrive later is not computed.
     """
 
     def __init__(
@@ -69,20 +83,20 @@ class VirtualClock:
         self._duration, self._departures, self._total_items = duration, departures or {}, total_items
         self.now = 0.0  # virtual seconds since the start
         self._events: list[tuple[float, int]] = []  # a heap: the time and the slot of each pending event
-        self._idle = list(range(server.n))  # slots to ask whether they may start
-        self._waiting: list[int] = []  # slots that may not start,
-        self._asked_at: int | None = None  # when asked at this version
+        self._idle = list(range(server.n))  # idle slots that have not been asked yet whether they may start
+        self._waiting: list[int] = []  # idle slots that were not allowed to start
+        self._asked_at: int | None = None  # version of the global row at which the waiting slots were asked
         self._leaving: set[int] = set()  # slots whose pending event is their departure
         self._started: Counter[int] = Counter()  # work items, by worker
 
     def run_round(self, round: int) -> None:
-        """Advance until the policy has taken as much work as `round` synchronous rounds have."""
+        """Simulate until the number of arrivals since the start is that of `round` synchronous rounds."""
         enough = round * self.dispatcher.scheduler.total_items_per_round()
         while self.dispatcher.arrivals < enough:
             self.advance()
 
     def advance(self) -> int:
-        """Simulate the next point in time at which something arrives; return the number of arrivals."""
+        """Advance to the next point in time at which results arrive, and return the number of arrivals."""
         self._start_idle()
         if not self._events:
             raise ExperimentError(self._deadlock())
@@ -95,7 +109,7 @@ class VirtualClock:
         return self.dispatcher.arrivals - arrivals
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds, in JSON types; the tensors are the server's and the engine's."""
+        """Return the clock's state between two rounds, without tensors, as a JSON-serializable dict."""
         return {
             "dispatcher": self.dispatcher.state(),
             "now": self.now,
@@ -108,24 +122,27 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned. The server's tensors must have the values of that moment.
+        """Restore a state that the method `state` returned. The server's tensors must be restored separately.
 
-        Raises ValueError if the state is not one of this clock.
+        Raises ValueError if the state does not belong to this run.
         """
         saved = ClockState.model_validate(state)
         self.dispatcher.resume(saved.dispatcher)
         in_flight, alive = sorted(self.dispatcher.in_flight), set(self._server.alive.tolist())
         pending = sorted(slot for _, slot in saved.pending)
         if pending != in_flight or {*in_flight, *saved.idle, *saved.waiting} != alive:
-            raise ValueError("the slots of the checkpoint are not those of this run")
+            raise ValueError("corrupt checkpoint: its slots differ from the slots of this run")
         if any(time < saved.now for time, _ in saved.pending):
-            raise ValueError("a pending event of the checkpoint is in the past")
+            raise ValueError("corrupt checkpoint: a pending event is in the past")
         self.now, self._events = saved.now, sorted(saved.pending)
         self._idle, self._waiting, self._asked_at = saved.idle, saved.waiting, saved.asked_at
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
     def _start_idle(self) -> None:
-        """Start all idle workers that may start. Ask a waiting one again only after an update or a departure."""
+        """Start all idle workers that may start.
+
+        A worker that may not start is asked again after an update or a departure.
+        """
         server, policy = self._server, self._policy
         if server.version != self._asked_at:
             self._idle += self._waiting
@@ -148,7 +165,7 @@ class VirtualClock:
         heappush(self._events, (self.now + seconds, slot))
 
     def _next_slots(self) -> list[int]:
-        """Advance to the earliest event; return the slots of all events at exactly that time, ascending."""
+        """Advance to the earliest event, and return the slots of all events at exactly that time, ascending."""
         self.now, slot = heappop(self._events)
         slots = [slot]
         while self._events and self._events[0][0] == self.now:
@@ -156,13 +173,16 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """Process the arrival of one of the slots in `arriving`: its worker leaves, or the policy takes its result."""
+        """Process the event of `slot`: its worker leaves, or its result arrives.
+
+        `arriving` contains all slots with an event at this time.
+        """
         dispatcher = self.dispatcher
         if slot in self._leaving:
             self._leave(slot)
             return
         self._idle.append(slot)
-        if dispatcher.is_stale(slot):  # an update at this very time has cancelled it
+        if dispatcher.is_stale(slot):  # cancelled by an update at this same time
             dispatcher.cancel(slot)
             return
         if slot in dispatcher.untrained:
@@ -170,7 +190,10 @@ class VirtualClock:
         dispatcher.receive(slot)
 
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
-        """Return the slots whose work neither an update nor the end of the run can make useless, the earliest first."""
+        """Return the slots whose results are certain to be used, so that they can be computed together, earliest first.
+
+        Results that may be cancelled or would arrive after the end of the run are left out.
+        """
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals
         if count is None and remaining < len(in_flight):
@@ -183,7 +206,7 @@ class VirtualClock:
         return [slot for slot in coming if slot not in self._leaving][:count]
 
     def _cancel_stale(self) -> None:
-        """After an update, cancel all work that started before it."""
+        """Cancel all work in flight that started before the latest update of the global row."""
         stale = {slot for slot in self.dispatcher.in_flight if self._server.staleness(slot)}
         self._events = [event for event in self._events if event[1] not in stale]
         heapify(self._events)
@@ -202,4 +225,4 @@ class VirtualClock:
     def _deadlock(self) -> str:
         n, left = self._server.n, self._server.n - len(self._server.alive)
         departed = f"; {left} of {n} workers have left (clock.departures)" if left else ""
-        return f"policy: at {self.now:g} virtual seconds no worker is busy and none may start{departed}"
+        return f"policy: deadlock at {self.now:g} virtual seconds: no worker is busy and none may start{departed}"

@@ -1,26 +1,29 @@
-"""Attacks of Byzantine workers: their registry, and their parameters.
+"""Attacks of Byzantine workers, and their registry.
 
-An attack on rows is a function that returns the Byzantine rows [b, d], or one row [d] for all attackers. Its positional
-parameters receive these inputs by name, and must not be changed; its keyword-only parameters are its configuration:
+An attack on updates is a function that returns the updates that b attackers send, [b, d], or one update [d] that all
+attackers send. Its positional parameters receive these inputs by name, and must not be changed. Its keyword-only
+parameters are its configuration:
 
-    honest       [h, d], h >= 1: the updates of the honest workers of this round. Without honest workers an attack that
-                 accepts them is skipped, unless its attribute `needs_honest` is false; then h may be 0
-    own_updates  [b, d]: the updates that the Byzantine workers have trained
-    n_byzantine  b >= 1
-    rng          a NumPy generator of this attack and round, for a few numbers
-    draws        Draws of this attack and round, for tensors as long as a row, on the device of the rows
-    last         [d], the aggregated update of the last round; None in the first round
-    aggregate    a function from Byzantine rows, [b, d] or one [d] for all attackers, to the result [d] of the rule in
-                 use with the honest rows. One row costs less
-    workers      the numbers of the h honest workers, in the order of their rows
-    state        the state that the attack returned last time, a dict of tensors, {} at first. An attack that accepts it
-                 returns (rows, state)
+    honest       updates of the h honest workers in this round, [h, d], h >= 1. In a round without honest workers, an
+                 attack that accepts `honest` is skipped, unless its attribute `needs_honest` is false. Then h may be 0
+    own_updates  updates that the Byzantine workers computed by training, [b, d]
+    n_byzantine  number b of attackers in this round, >= 1
+    rng          NumPy generator, seeded for this attack and round, for small numbers of draws
+    draws        Draws, seeded for this attack and round, for random tensors of length d on the device of the updates
+    last         aggregated update of the previous round, [d], or None in the first round
+    aggregate    function that returns the result [d] of the aggregation rule on the honest and the Byzantine updates.
+                 Its argument is the Byzantine updates: [b, d], or one update [d] for all attackers, which is faster
+    workers      IDs of the h honest workers, in the order of the rows of `honest`
+    state        dict of tensors that the attack returned in the previous round, {} in the first one. An attack that
+                 accepts `state` returns (updates, next state)
 
-An attack on data is a frozen dataclass. Its fields are its configuration, it is called for the rows as above, and its
-method `poison` changes training batches (see `Poison`). A method `goal` defines the attacker's success (see `Goal`).
+An attack on data is a frozen dataclass. Its fields are its configuration, calling it returns the updates to send as
+above, and its method `poison` changes training batches (see `Poison`). An optional method `goal` defines the success
+rate of the attack (see `Goal`).
 
 An attack that has no effect for some numbers of workers is a frozen dataclass with a method `weakness(n, f)`. It
-returns one line for f Byzantine workers among n, or None. Runs and `fedsim.attack` show the line as a warning.
+returns a line of text if the attack has no effect with f Byzantine workers among n, otherwise None. Runs and
+`fedsim.attack` show this line as a warning.
 """
 
 from __future__ import annotations
@@ -41,38 +44,44 @@ POISON_INPUTS = "inputs", "targets", "classes", "draws", "rng"
 
 
 class Poison(Protocol):
-    """The batch that a Byzantine worker trains on instead of its own batch.
+    """Interface of an attack's method `poison`, which changes the training batches of Byzantine workers.
 
-    Its parameters receive by name: inputs [batch, ...], targets int64 [batch], the number of classes, `draws` on the
-    device of the inputs, and a NumPy generator `rng`; both are functions of (seed, round, worker, step).
+    Its parameters receive by name: `inputs` [batch, ...], `targets` int64 [batch], the number of `classes`, `draws` on
+    the device of the inputs, and a NumPy generator `rng`. `draws` and `rng` are seeded by (seed, round, worker, step).
     """
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Poisoned (inputs, targets). The given tensors stay unchanged and may be returned."""
+        """Return the poisoned batch (inputs, targets). The arguments must not be changed, but may be returned."""
 
 
 class Goal(Protocol):
-    """The attacker's goal for the global model: the success rate of the attack is the accuracy on these samples."""
+    """Interface of an attack's method `goal`, which selects test samples and the labels that the attacker wants.
+
+    The attack's success rate is the accuracy of the global model on these samples with these labels.
+    """
 
     def __call__(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """The inputs of a test batch that the attacker uses, and the answers that the attacker wants, perhaps none."""
+        """Return the samples of a test batch that the attacker uses, and the labels that the attacker wants.
+
+        The result may contain no samples.
+        """
 
 
 @dataclass(frozen=True)
 class AttackStrategy(Component):
-    """An attack with its parameters; call it for the Byzantine rows.
+    """Attack with its parameters. Calling it returns the updates that the Byzantine workers send.
 
     Attributes:
-        poison_accepts: the names of the inputs of its method `poison`.
-        poison: changes training batches; None if the attack does not change data.
-        goal: defines the success rate; None if the attack has no goal.
+        poison_accepts: names of the inputs that the attack's method `poison` accepts.
+        poison: method that changes training batches, or None if the attack does not change data.
+        goal: method that defines the success rate, or None if the attack has no goal.
     """
 
     poison_accepts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> AttackStrategy:
-        """Return the attack with checked parameters.
+        """Return the attack of a registration with checked parameters.
 
         Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
         """
@@ -81,7 +90,7 @@ class AttackStrategy(Component):
             accepts = taken_by_name(poison, POISON_INPUTS) if poison else ()
         except TypeError as error:
             raise ExperimentError(
-                f"attack.name = {show(registration.name)}: its poison cannot be used: {error}"
+                f"attack.name = {show(registration.name)}: its method poison cannot be used: {error}"
             ) from None
         return super().of(registration, params, poison_accepts=tuple(accepts))
 
@@ -95,18 +104,24 @@ class AttackStrategy(Component):
 
     @property
     def alters_rows(self) -> bool:
-        """Whether it changes trained rows. An attack on data does not, unless its attribute of this name is true."""
+        """Whether attackers send something other than their trained updates.
+
+        By default false for attacks on data and true for other attacks. An attribute `alters_rows` overrides this.
+        """
         return getattr(self.function, "alters_rows", self.poison is None)
 
     @property
     def needs_honest(self) -> bool:
-        """Whether it needs an honest row: if it accepts `honest`, unless its attribute of this name is false."""
+        """Whether the attack needs at least one honest update.
+
+        By default true if the attack accepts `honest`. An attribute `needs_honest` overrides this.
+        """
         return getattr(self.function, "needs_honest", "honest" in self.accepts)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """Return one line that says why the attack has no effect with f Byzantine workers among n.
+        """Return a line that says why the attack has no effect with f Byzantine workers among n.
 
-        None if it has one.
+        Returns None if the attack has an effect.
         """
         method = getattr(self.function, "weakness", None)
         line = method(n, f) if method and f else None
@@ -124,9 +139,19 @@ class AttackStrategy(Component):
         workers: Sequence[int] | None = None,
         state: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the Byzantine rows and the next state; the rows are a new tensor like `own_updates` [b, d].
+        """Compute the updates that the Byzantine workers send.
 
-        Random draws are a function of the seed and the moment: (round,) or (round, step).
+        Args:
+            honest: updates of the honest workers, [h, d].
+            own_updates: updates that the Byzantine workers computed by training, [b, d].
+            seed: seed of random draws, together with `moment`.
+            moment: (round,) or (round, step).
+            last: aggregated update of the previous round, [d], or None.
+            aggregate: function from the Byzantine updates to the result of the aggregation rule, for tuned attacks.
+            workers: IDs of the honest workers. None: 0 to h - 1.
+            state: state that the attack returned in the previous round.
+
+        Returns the updates, a new tensor [b, d], and the next state.
 
         Raises ExperimentError if the attack cannot be computed from its inputs.
         """
@@ -134,7 +159,9 @@ class AttackStrategy(Component):
         if not len(own_updates):
             return rows, state or {}
         if self.accepts.get("aggregate") and aggregate is None:
-            raise ExperimentError(f"aggregate: the attack {self.name} needs the rule that it is to be tuned against")
+            raise ExperimentError(
+                f"aggregate: is required, because the attack {self.name} is tuned against the aggregation rule"
+            )
         values = {"honest": honest, "own_updates": own_updates, "n_byzantine": len(own_updates)}
         values |= {"last": last, "aggregate": aggregate, "state": state or {}}
         values["workers"] = list(range(len(honest)) if workers is None else workers)
@@ -142,13 +169,13 @@ class AttackStrategy(Component):
             values["rng"] = numpy_generator(seed, "attack", *moment)
         if "draws" in self.accepts:
             values["draws"] = Draws.of(seed, "attack", *moment, device=own_updates.device)
-        made = self.on(values)
-        made, state = made if "state" in self.accepts else (made, {})
-        shape = tuple(getattr(made, "shape", ()))
+        result = self.on(values)
+        result, state = result if "state" in self.accepts else (result, {})
+        shape = tuple(getattr(result, "shape", ()))
         if shape not in (own_updates.shape, own_updates.shape[1:]):
             b, d = own_updates.shape
-            raise ExperimentError(f"attack {self.name}: must give rows of shape ({b}, {d}) or ({d},), not {shape}")
-        return rows.copy_(made), state
+            raise ExperimentError(f"attack {self.name}: must return shape ({b}, {d}) or ({d},), not {shape}")
+        return rows.copy_(result), state
 
 
 attack_strategy = Registry(
@@ -160,12 +187,13 @@ attack_strategy = Registry(
 
 @dataclass(frozen=True)
 class Attackers:
-    """The Byzantine workers of each round. Its truth value is false if no round has any.
+    """Byzantine workers of each round. `bool(attackers)` is false if there are none in any round.
 
     Attributes:
-        fixed: those that are Byzantine in every round.
-        drawn: or, instead, (seed, number of workers, number of Byzantine workers): each round has its own.
-        start_round: the first round in which they attack. Before it they follow the protocol.
+        fixed: IDs of the workers that are Byzantine in every round.
+        drawn: (seed, number of workers, number of Byzantine workers), from which each round draws its Byzantine
+            workers. None: `fixed` is used.
+        start_round: first round in which Byzantine workers attack. In earlier rounds they follow the protocol.
     """
 
     fixed: frozenset[int] = frozenset()
@@ -176,17 +204,20 @@ class Attackers:
         return bool(self.fixed or self.drawn)
 
     def in_round(self, round: int) -> Collection[int]:
-        """Return the numbers of the workers that attack in a round, counted from 1."""
+        """Return the IDs of the workers that attack in `round` (rounds start at 1)."""
         if round < self.start_round:
             return ()
         return self.fixed if self.drawn is None else _drawn(*self.drawn, round)
 
 
 def draw_attackers(seed: int, workers: int, count: int, *round: int) -> list[int]:
-    """The numbers of `count` Byzantine workers among all, for a run or for one of its rounds; ascending."""
+    """Draw `count` Byzantine workers among `workers` workers, for a whole run or for one `round`.
+
+    Returns the IDs of the Byzantine workers in ascending order.
+    """
     return sorted(numpy_generator(seed, "attackers", *round).permutation(workers)[:count].tolist())
 
 
-@lru_cache(maxsize=8)  # each round asks again for every worker that it trains
+@lru_cache(maxsize=8)  # called once per trained worker in every round
 def _drawn(seed: int, workers: int, count: int, round: int) -> frozenset[int]:
     return frozenset(draw_attackers(seed, workers, count, round))

@@ -1,4 +1,4 @@
-"""Simple attacks."""
+"""Simple attacks, which do not use knowledge of the aggregation rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from fedsim.core.randomness import Draws
 
 @attack_strategy("none")
 def none(own_updates: Tensor) -> Tensor:
-    """No attack: the Byzantine workers follow the protocol.
+    """Return the attackers' own updates unchanged, so that the Byzantine workers follow the protocol.
+
+    Args:
+        own_updates: updates that the Byzantine workers computed by training, [b, d].
 
     Returns `own_updates` [b, d]. Cost: none.
 
@@ -29,13 +32,14 @@ def none(own_updates: Tensor) -> Tensor:
 @attack_strategy("sign_flipping")
 @dataclass(frozen=True)
 class SignFlipping:
-    """-scale times each attacker's own row, or -scale times the mean of the honest rows (Li et al. 2019).
+    """Sign-flipping attack, which sends updates multiplied by -scale (Li et al. 2019).
 
     Args:
-        scale: > 0.
-        of: "own" rows [b, d], or the "mean" of the honest rows [h, d], h >= 1.
+        scale: magnitude of the factor, > 0.
+        of: which updates are multiplied: each attacker's "own" update, or the "mean" of the honest updates [h, d],
+            h >= 1.
 
-    Cost: one pass over the rows.
+    Cost: one pass over the updates.
 
     >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "sign_flipping", of="mean")
     tensor([[-2.],
@@ -50,20 +54,20 @@ class SignFlipping:
         return self.of == "mean"
 
     def __call__(self, honest: Tensor, own_updates: Tensor) -> Tensor:
-        """Return the rows [b, d], or the row [d] of all attackers."""
+        """Return the attackers' updates [b, d], or one update [d] that all attackers send."""
         return own_updates * -self.scale if self.of == "own" else mean_of(honest).mul_(-self.scale)
 
 
 @attack_strategy("gaussian")
 def gaussian(own_updates: Tensor, draws: Draws, *, std: NonNegativeFloat = 1.0) -> Tensor:
-    """Noise N(0, std^2) in every coordinate, drawn for each Byzantine row (Blanchard et al. 2017).
+    """Return Gaussian noise N(0, std^2), drawn independently for each attacker (Blanchard et al. 2017).
 
     Args:
-        own_updates: [b, d], whose shape the result has.
-        draws: draws the noise, the same for every dtype and device except rounding.
+        own_updates: updates that the Byzantine workers computed by training, [b, d], used only for the shape.
+        draws: draws the noise, which is the same for all dtypes and devices up to rounding.
         std: standard deviation, >= 0.
 
-    Returns [b, d]. Cost: b d draws.
+    Returns the noise [b, d]. Cost: b d draws.
 
     >>> fedsim.attack(torch.ones(3, 2), 1, "gaussian", std=0.0)
     tensor([[0., 0.]])
@@ -73,9 +77,9 @@ def gaussian(own_updates: Tensor, draws: Draws, *, std: NonNegativeFloat = 1.0) 
 
 @attack_strategy("nan")
 def nan(own_updates: Tensor) -> Tensor:
-    """Rows of NaN, which a broken worker sends: a test of the screening of rows.
+    """Return updates of NaN, as a broken worker sends, to test how NaN is handled.
 
-    Returns [b, d], the shape of `own_updates`. Cost: one pass over the result.
+    Returns a tensor of the shape of `own_updates` [b, d]. Cost: one pass over the result.
 
     >>> fedsim.attack(torch.ones(2, 2), 1, "nan")
     tensor([[nan, nan]])
@@ -85,9 +89,9 @@ def nan(own_updates: Tensor) -> Tensor:
 
 @attack_strategy("inf")
 def inf(own_updates: Tensor) -> Tensor:
-    """Rows of +infinity, the result of an overflow: a test of the screening of rows.
+    """Return updates of +infinity, as after an overflow, to test how infinity is handled.
 
-    Returns [b, d], the shape of `own_updates`. Cost: one pass over the result.
+    Returns a tensor of the shape of `own_updates` [b, d]. Cost: one pass over the result.
 
     >>> fedsim.attack(torch.ones(2, 2), 1, "inf")
     tensor([[inf, inf]])
@@ -97,14 +101,14 @@ def inf(own_updates: Tensor) -> Tensor:
 
 @attack_strategy("free_rider")
 def free_rider(own_updates: Tensor, last: Tensor | None, *, what: Literal["zero", "last"] = "zero") -> Tensor:
-    """No training: zero updates, or the aggregated update of the last round (Lin et al. 2019).
+    """Return an update that needs no training: zero, or the previous aggregated update (Lin et al. 2019).
 
     Args:
-        own_updates: [b, d], whose shape the result has.
-        last: [d]; None in the first round, in which zero is sent.
+        own_updates: updates that the Byzantine workers computed by training, [b, d], used only for the shape.
+        last: aggregated update of the previous round, [d]. None in the first round, in which zero is sent.
         what: "zero" or "last".
 
-    Returns [d]. Cost: a copy for each attacker.
+    Returns the update [d] that all attackers send. Cost: a copy for each attacker.
 
     >>> fedsim.attack(torch.ones(2, 2), 1, "free_rider", last=torch.tensor([3.0, 4.0]), what="last")
     tensor([[3., 4.]])

@@ -1,4 +1,4 @@
-"""Attacks that depend on earlier rounds. What they remember is their state, in float64."""
+"""Attacks that depend on earlier rounds, from which they keep a state in float64."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ def mimic(
     epsilon: NonNegativeInt = 0,
     warmup: NonNegativeInt = 0,
 ) -> tuple[Tensor, State]:
-    """All attackers copy one honest worker, which gets a higher weight (Karimireddy et al. 2022).
+    """Return a copy of one honest worker's update, which thereby gets a higher weight (Karimireddy et al. 2022).
 
-    With `warmup` they choose the worker: in so many aggregations they estimate the direction z in which the honest rows
-    differ most, and the mean m of these rows, both by running averages:
+    With `warmup` = 0, the attackers copy the honest worker at position `epsilon`. Otherwise they choose the worker: in
+    the first `warmup` aggregations they estimate the direction z in which the honest updates x_i differ most, and the
+    mean m of these updates, with running averages:
 
         m <- (t m + mean_i x_i) / (t + 1)
         z <- t z + sum_i (x_i - m) <x_i - m, z>, divided by its norm
 
-    t counts the aggregations from 0, and z begins with a random direction. The attackers copy the worker with the
-    greatest |sum over the warm-up of <z, x_i>| among the honest workers of the cohort, also during the warm-up.
+    t counts the aggregations from 0, and z starts as a random direction. In every round, also during the warm-up, the
+    attackers copy the honest worker of the cohort with the largest absolute value of the sum of <z, x_i> over the
+    aggregations of the warm-up so far.
 
     Args:
-        honest: [h, d].
-        workers: the numbers of the h honest workers.
-        state: the direction [d], the mean [d], the sums [w] of workers 0 to w - 1, and t.
+        honest: updates of the honest workers, [h, d].
+        workers: IDs of the h honest workers.
+        state: direction z [d], mean m [d], sums of <z, x_i> for workers 0 to w - 1 [w], and t.
         draws: draws the first direction.
-        epsilon: without warm-up, the index of the honest row, 0 <= epsilon < h.
-        warmup: aggregations; 0: no choice.
+        epsilon: position of the honest update to copy, 0 <= epsilon < h, if `warmup` = 0.
+        warmup: number of aggregations in which the worker to copy is estimated, >= 0.
 
-    Returns [d]. Raises ExperimentError for another index. Cost: a copy for each attacker; in the warm-up also four
-    passes over the honest rows.
+    Returns the update [d] that all attackers send, and the next state. Raises ExperimentError if epsilon >= h. Cost: a
+    copy for each attacker, and four passes over the honest updates in each aggregation of the warm-up.
 
     >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "mimic", epsilon=1)
     tensor([[3.],
@@ -53,7 +55,8 @@ def mimic(
     """
     if not warmup:
         if epsilon >= len(honest):
-            raise ExperimentError(f"attack.epsilon = {epsilon}: must be below the number of honest rows, {len(honest)}")
+            h = len(honest)
+            raise ExperimentError(f"attack.epsilon = {epsilon}: must be less than {h}, the number of honest workers")
         return honest[epsilon], {}
     if not state or state["t"] < warmup:
         state = _direction_of(honest, workers, state, draws)
@@ -62,7 +65,7 @@ def mimic(
 
 
 def _direction_of(honest: Tensor, workers: list[int], state: State, draws: Draws) -> State:
-    """Return the next state of a warm-up."""
+    """Return the next state of `mimic` after one more aggregation of the warm-up."""
     mean = mean_of(honest)
     if not state:
         direction = draws.normal(len(mean), dtype=mean.dtype)
@@ -90,18 +93,20 @@ def _direction_of(honest: Tensor, workers: list[int], state: State, draws: Draws
 def time_coupled(
     honest: Tensor, n_byzantine: int, state: State, *, z: NonNegativeFloat | None = None
 ) -> tuple[Tensor, State]:
-    """mean - z sign(s) std of the honest rows per coordinate, where s is the sum of their means up to this round.
+    """Return small deviations from the honest mean that add up over the rounds (Karimireddy et al. 2021).
 
-    In each round the row is as near the mean as that of alie, but the deviations of all rounds have one direction,
-    against the path of the model, so that they add up. A rule without memory cannot see that (Karimireddy et al. 2021).
+    Each coordinate of the result is mean - z sign(s) std of the honest updates, where s is the sum of the honest means
+    up to this round. As with `alie`, the result is near the mean in each round. The deviations of all rounds point
+    against the path of the model, which a rule without memory cannot detect.
 
     Args:
-        honest: [h, d], h >= 2.
-        n_byzantine: b.
-        state: the sum [d].
-        z: None: that of alie.
+        honest: updates of the honest workers, [h, d], h >= 2.
+        n_byzantine: number of attackers.
+        state: sum s of the honest means in earlier rounds, [d].
+        z: number of standard deviations, >= 0. None: the z of `alie`.
 
-    Returns [d]. Raises ExperimentError as alie does. Cost: one pass over the honest rows.
+    Returns the update [d] that all attackers send, and the next state. Raises ExperimentError as `alie` does. Cost: one
+    pass over the honest updates.
 
     >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "time_coupled", z=2.0)
     tensor([[0.]])

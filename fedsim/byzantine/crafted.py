@@ -1,7 +1,7 @@
-"""Attacks that know the honest rows and stay close to them, some tuned against the rule in use.
+"""Attacks that know the honest updates and stay close to them. Some are tuned against the aggregation rule.
 
-All attackers send the same row, computed in float64. The factor of a tuned attack is the one that moves the result of
-the rule farthest from the honest mean.
+All attackers send the same update, which is computed in float64. Tuned attacks search for the factor that moves the
+result of the aggregation rule farthest from the honest mean.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ GOLDEN = (3 - 5**0.5) / 2  # the smaller part of a golden section
 @attack_strategy("alie")
 @dataclass(frozen=True)
 class ALittleIsEnough:
-    """A little is enough: mean + sign z std of the honest rows, per coordinate (Baruch et al. 2019).
+    """A-little-is-enough attack: mean + sign z std of the honest updates in each coordinate (Baruch et al. 2019).
 
     Args:
-        z: None: `z_max(n, f)` of the n = h + f workers of this round, f of them Byzantine. It is 0 for some n and f (10
-            and 2, 8 and 2, 5 and 1), for which the attack has no effect and a warning says so; it may be negative.
-        sign: -1 or 1.
-        ddof: std divides by h - ddof.
+        z: number of standard deviations. None: `z_max(n, f)` for the n workers of the cohort, f of them Byzantine. For
+            some n and f (10 and 2, 8 and 2, 5 and 1) z_max is 0, so that the attack has no effect and a warning is
+            shown. z_max may be negative.
+        sign: direction of the deviation, -1 or 1.
+        ddof: 0 or 1. The variance is a sum of squares divided by h - ddof, for h honest workers.
 
-    Returns [d] for honest rows [h, d]. Raises ExperimentError unless h > ddof, and if n and f have no z_max. Cost: one
-    pass over the honest rows.
+    Returns the update [d] that all attackers send, for honest updates [h, d]. Raises ExperimentError unless h > ddof,
+    or if z_max is undefined for n and f. Cost: one pass over the honest updates.
 
     >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "alie", z=2.0)
     tensor([[0.]])
@@ -52,23 +53,23 @@ class ALittleIsEnough:
     ddof: Ddof = 1
 
     def __call__(self, honest: Tensor, n_byzantine: int) -> Tensor:
-        """Return the row [d] of all attackers."""
+        """Return the update [d] that all attackers send."""
         mean, std = mean_and_std(honest, self.ddof)
         z = z_max(len(honest) + n_byzantine, n_byzantine) if self.z is None else self.z
         return mean.add_(std, alpha=self.sign * z)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """Return a line if the default z is 0 for f Byzantine workers among n; else None."""
+        """Return a warning if the default z is 0 for f Byzantine workers among n, otherwise None."""
         if self.z is not None or not _has_z_max(n, f) or z_max(n, f):
             return None
         return f"z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5"
 
 
 def z_max(n: int, f: int) -> float:
-    """alie's z for f Byzantine workers among n: Phi^-1((n - f - s) / (n - f)) with s = floor(n / 2 + 1) - f.
+    """Return the default z of the attack `alie` for f Byzantine workers among n.
 
-    s is the number of honest workers that the attackers need for a majority; about s of them are farther than z_max
-    standard deviations from the mean.
+    z is Phi^-1((n - f - s) / (n - f)) with s = floor(n / 2 + 1) - f, the number of honest workers that the attackers
+    need for a majority. About s honest updates are farther than z standard deviations from the mean.
 
     Raises ExperimentError unless 0 < s < n - f.
 
@@ -78,8 +79,8 @@ def z_max(n: int, f: int) -> float:
     s = n // 2 + 1 - f
     if not _has_z_max(n, f):
         raise ExperimentError(
-            f"attack.z: z_max needs 0 < s < n - f with s = floor(n / 2 + 1) - f, but n = {n} and f = {f} make s = {s} "
-            f"and n - f = {n - f}; choose z"
+            f"attack.z: its default needs 0 < s < n - f with s = floor(n / 2 + 1) - f, but n = {n} and f = {f} make "
+            f"s = {s} and n - f = {n - f}; set attack.z"
         )
     return NormalDist().inv_cdf((n - f - s) / (n - f))
 
@@ -90,13 +91,13 @@ def _has_z_max(n: int, f: int) -> bool:
 
 @attack_strategy("ipm")
 def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
-    """Inner product manipulation: -eps times the mean of the honest rows (Xie et al. 2019).
+    """Return -eps times the mean of the honest updates (inner product manipulation, Xie et al. 2019).
 
     Args:
-        honest: [h, d].
-        eps: >= 0.
+        honest: updates of the honest workers, [h, d].
+        eps: magnitude of the factor, >= 0.
 
-    Returns [d]. Cost: one pass over the honest rows.
+    Returns the update [d] that all attackers send. Cost: one pass over the honest updates.
 
     >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "ipm", eps=0.5)
     tensor([[-1.],
@@ -107,19 +108,20 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
 
 @attack_strategy("min_max")
 def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
-    """mean - g dev with the largest g >= 0 whose greatest distance from an honest row is allowed.
+    """Return the honest mean minus g dev, with the largest g that keeps the maximum distance within bounds.
 
-    Allowed is the greatest distance between two honest rows (Shejwalkar and Houmansadr 2021). g is exact:
-    |x_i - mean + g dev|^2 is a quadratic of g for every i, and g is the least of their larger roots.
+    The distance of the result from every honest update x_i must not exceed the largest distance between two honest
+    updates (Shejwalkar and Houmansadr 2021). g >= 0 is computed exactly: for every i, |x_i - mean + g dev|^2 equals the
+    allowed squared distance at two values of g, and g is the minimum over i of the larger one.
 
     Args:
-        honest: [h, d].
-        dev: "unit": mean / |mean|; "sign": the signs of the mean; "std": the standard deviation per coordinate. If it
-            is zero, the result is the mean.
-        bound: each honest row has a greatest distance from the others; allowed is the "max" of these, or their "min".
-            If the mean itself is farther than the "min" from an honest row, the result is the mean.
+        honest: updates of the honest workers, [h, d].
+        dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
+            standard deviation of each coordinate. If the direction is zero, the result is the mean.
+        bound: which distance is allowed: the "max" or the "min" over the honest updates of the largest distance from
+            another honest update. If the mean itself exceeds the "min", the result is the mean.
 
-    Returns [d]. Cost: one product [h, d] x [d, h] in float64.
+    Returns the update [d] that all attackers send. Cost: one matrix product [h, d] x [d, h] in float64.
 
     >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_max")
     tensor([[0.]])
@@ -136,7 +138,7 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     curvature = deviation.square().sum()
     if curvature == 0 or (room < 0).any():
         return mean
-    # Of curvature g^2 + 2 slope g = room, the root >= 0, in the form in which nothing cancels.
+    # The root >= 0 of curvature g^2 + 2 slope g = room, in the form without cancellation.
     root = (slopes.square() + curvature * room).sqrt()
     roots = torch.where(slopes > 0, room / (slopes + root), (root - slopes) / curvature)
     return mean - roots.min() * deviation
@@ -144,18 +146,21 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
 @attack_strategy("min_sum")
 def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
-    """mean - g dev with the largest g whose sum of squared distances from the honest rows is allowed.
+    """Return the honest mean minus g dev, with the largest g that keeps the sum of squared distances within bounds.
 
-    g = |x_k - mean| / |dev| for an honest row k, since around the mean these sums are sum_i |x_i - mean|^2 plus
-    h g^2 |dev|^2, or plus h |x_k - mean|^2 for honest row k. Shejwalkar and Houmansadr 2021.
+    The sum of squared distances from the honest updates x_i must not exceed the same sum for an honest update
+    (Shejwalkar and Houmansadr 2021). The sum is sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and
+    sum_i |x_i - mean|^2 + h |x_k - mean|^2 for the honest update x_k. Hence g = |x_k - mean| / |dev| for the update x_k
+    that `bound` chooses.
 
     Args:
-        honest: [h, d].
-        dev: as in min_max.
-        bound: allowed is the "max" of the sums of the honest rows, as in the paper, or their "min", as in the code that
-            was published with it.
+        honest: updates of the honest workers, [h, d].
+        dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
+            standard deviation of each coordinate. If the direction is zero, the result is the mean.
+        bound: which sum is allowed: the "max" over the honest updates, as in the paper, or their "min", as in the
+            paper's published code.
 
-    Returns [d]. Cost: two passes over the honest rows.
+    Returns the update [d] that all attackers send. Cost: two passes over the honest updates.
 
     >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_sum")
     tensor([[0.]])
@@ -173,7 +178,7 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
 def _mean_and_deviation(honest: Tensor, dev: Deviation) -> tuple[Tensor, Tensor]:
     if dev == "std":
-        return mean_and_std(honest, ddof=0)  # only its direction matters, which ddof does not change
+        return mean_and_std(honest, ddof=0)  # only the direction matters, which does not depend on ddof
     mean = mean_of(honest)
     if dev == "sign":
         return mean, mean.sign()
@@ -190,18 +195,20 @@ def opt_alie(
     sign: Sign = -1,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """alie with the z >= 0 that moves the result of the rule in use farthest from the honest mean.
+    """Return the `alie` attack with its z tuned against the aggregation rule (after Shejwalkar and Houmansadr 2021).
 
-    z is the best of the factors that `line_search` tries. After Shejwalkar and Houmansadr 2021.
+    z is the factor >= 0, of those tried by `line_search`, that moves the result of the rule farthest from the honest
+    mean.
 
     Args:
-        honest: [h, d].
-        aggregate: the rule in use, from the row [d] that all attackers send to its result [d].
-        evaluations: calls of the rule, >= 2.
-        sign, ddof: as in alie.
+        honest: updates of the honest workers, [h, d].
+        aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
+        evaluations: number of calls of the rule, >= 2.
+        sign: direction of the deviation, -1 or 1.
+        ddof: 0 or 1. The variance is a sum of squares divided by h - ddof.
 
-    Returns [d]. Raises ExperimentError unless h > ddof, and without `aggregate`. Cost: two passes over the honest rows,
-    and `evaluations` times the rule on [h + b, d].
+    Returns the update [d] that all attackers send. Raises ExperimentError unless h > ddof, or without `aggregate`.
+    Cost: two passes over the honest updates, and `evaluations` calls of the rule with [h + b, d].
 
     >>> honest = torch.tensor([[1.0], [2.0], [3.0]])
     >>> fedsim.attack(honest, 1, "opt_alie", aggregate=lambda rows: fedsim.aggregate(rows, rule="median"))
@@ -213,15 +220,18 @@ def opt_alie(
 
 @attack_strategy("opt_ipm")
 def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
-    """ipm with the eps >= 0 that moves the result of the rule in use farthest from the honest mean.
+    """Return the `ipm` attack with its eps tuned against the aggregation rule (after Shejwalkar and Houmansadr 2021).
 
-    eps is the best of the factors that `line_search` tries. After Shejwalkar and Houmansadr 2021.
+    eps is the factor >= 0, of those tried by `line_search`, that moves the result of the rule farthest from the honest
+    mean.
 
     Args:
-        honest, aggregate, evaluations: as in opt_alie.
+        honest: updates of the honest workers, [h, d].
+        aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
+        evaluations: number of calls of the rule, >= 2.
 
-    Returns [d]. Raises ExperimentError without `aggregate`. Cost: one pass over the honest rows, and `evaluations`
-    times the rule on [h + b, d].
+    Returns the update [d] that all attackers send. Raises ExperimentError without `aggregate`. Cost: one pass over the
+    honest updates, and `evaluations` calls of the rule with [h + b, d].
 
     >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 1, "opt_ipm", aggregate=fedsim.aggregate, evaluations=4)
     tensor([[-8.]])
@@ -238,10 +248,13 @@ def _farthest(
     aggregate: Aggregate,
     evaluations: int,
 ) -> Tensor:
-    """The row start + x direction, x >= 0, that moves the aggregate farthest from `mean` if all attackers send it."""
+    """Return the update start + x direction [d] that moves the aggregate farthest from `mean` if all attackers send it.
+
+    x >= 0 is found by `line_search` with `evaluations` calls of `aggregate`.
+    """
 
     def row(x: float) -> Tensor:
-        return start.add(direction, alpha=x).to(honest.dtype)  # rounded as it will be sent
+        return start.add(direction, alpha=x).to(honest.dtype)  # with the dtype in which the update is sent
 
     def distance(x: float) -> float:
         result = aggregate(row(x))
@@ -251,11 +264,11 @@ def _farthest(
 
 
 def line_search(height: Callable[[float], float], evaluations: int) -> float:
-    """Return the x >= 0 with the greatest `height` of those that are tried; of equal heights the first.
+    """Search for the x >= 0 with the largest `height(x)`, and return the best x that was tried.
 
-    It tries 0, then 1, 2, 4, ... while the height increases, then golden sections around the best x. It finds the top
-    of a height that rises and then falls, also if it falls at once; for other heights a local top. A height that is not
-    finite counts as the lowest.
+    The search tries 0, then 1, 2, 4, ... while the height increases, then golden sections around the best x. It finds
+    the maximum of a function that rises and then falls (or only falls), and a local maximum of other functions. A
+    height that is not finite counts as minus infinity. Of equal heights, the first one wins.
 
     >>> round(fedsim.byzantine.crafted.line_search(lambda x: -abs(x - 3), 40), 3)
     3.0
@@ -268,7 +281,7 @@ def line_search(height: Callable[[float], float], evaluations: int) -> float:
     low, best, high = 0.0, 0.0, 1.0
     top, doubling = finite_height(best), True
     for _ in range(evaluations - 1):
-        larger_gap = max(high - best, low - best, key=abs)  # of the two beside the best
+        larger_gap = max(high - best, low - best, key=abs)  # larger of the two intervals beside the best x
         x = high if doubling else best + GOLDEN * larger_gap
         value = finite_height(x)
         doubling = doubling and value > top

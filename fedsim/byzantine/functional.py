@@ -1,4 +1,4 @@
-"""Compute the rows of an attack without a simulation."""
+"""Function that computes the updates of an attack without an experiment."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ def attack(
     seed: int = 0,
     **params: Any,
 ) -> Any:
-    """Return the rows that Byzantine workers send: `attack(honest, 4, "min_max", dev="std")`.
+    """Return the updates that Byzantine workers send, for example `attack(honest, 4, "min_max", dev="std")`.
 
     Args:
-        honest: [h, d], h >= 1: the honest workers' updates, of any floating dtype and device; they stay unchanged. Or a
-            list of updates or a dict of stacked tensors, as for `aggregate`; then `own_updates`, `last` and the result
-            have the same form.
-        n_byzantine: b >= 0, the number of Byzantine workers.
+        honest: updates of the h honest workers, [h, d], h >= 1, of any floating-point dtype and device. `honest` is not
+            changed. It may also be a list of updates or a dict of stacked tensors, as for `aggregate`. Then
+            `own_updates`, `last` and the result have the same structure.
+        n_byzantine: number b of Byzantine workers, >= 0.
         name: a registered attack, "package.module:function", or a function.
-        own_updates: [b, d], the updates that the Byzantine workers have trained; None: row j is honest row j mod h.
-        last: [d], the aggregated update of the last round (free_rider).
-        aggregate: the rule in use (opt_alie, opt_ipm): a function from the matrix [h + b, d], honest rows first, to
-            [d].
-        seed: of random draws.
+        own_updates: updates that the Byzantine workers computed by training, [b, d]. None: copies of the honest
+            updates, in turn.
+        last: aggregated update of the previous round (for free_rider), [d].
+        aggregate: aggregation rule (for opt_alie and opt_ipm): a function from all updates [h + b, d], honest
+            updates first, to [d].
+        seed: seed of random draws.
         params: parameters of the attack.
 
-    Returns the Byzantine rows [b, d], a new tensor with the dtype and device of `honest`.
+    Returns the Byzantine updates [b, d], a new tensor with the dtype and device of `honest`.
 
-    Raises ExperimentError (a ValueError) for an unknown attack, a wrong parameter, a wrong shape, or no honest row.
-    Warns (SettingWarning) if the attack has no effect for h and b.
+    Raises ExperimentError (a ValueError) for an unknown attack, an invalid parameter or shape, or without honest
+    updates. Warns (SettingWarning) if the attack has no effect for h and b.
 
     >>> honest = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
     >>> fedsim.attack(honest, 2, "ipm", eps=0.5)
@@ -61,7 +62,7 @@ def attack(
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
     (h, d), b = honest.shape, int(n_byzantine)
     if aggregate is not None and not callable(aggregate):
-        raise ExperimentError(f"aggregate = {show(aggregate)}: must be a callable of the matrix of all rows")
+        raise ExperimentError(f"aggregate = {show(aggregate)}: must be a function of the updates [n, d] of all workers")
     if line := bound.weakness(h + b, b):
         warnings.warn(line, SettingWarning, stacklevel=2)
     if own_updates is None:
@@ -78,18 +79,18 @@ def attack(
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
-    """`tensor` if it has this shape, and the dtype and device of the honest rows."""
+    """Return `tensor`. Raises ExperimentError unless it has this shape, and the dtype and device of `honest`."""
     if not isinstance(tensor, Tensor):
-        raise ExperimentError(f"{name}: must be a tensor {tuple(shape)}, not a {type(tensor).__name__}")
+        raise ExperimentError(f"{name}: must be a tensor of shape {tuple(shape)}, not a {type(tensor).__name__}")
     wanted = f"{honest.dtype} {tuple(shape)} on {honest.device}"
     actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     if wanted != actual:
-        raise ExperimentError(f"{name}: must be {wanted} like the honest rows, not {actual}")
+        raise ExperimentError(f"{name}: must be {wanted} like the honest updates, not {actual}")
     return tensor
 
 
 def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
-    """`aggregate` as a function of the Byzantine rows."""
+    """Return a function from the Byzantine updates to `aggregate` of the honest and the Byzantine updates."""
     h, d = honest.shape
     matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
 

@@ -1,4 +1,4 @@
-"""Attacks on data: Byzantine workers train on changed batches."""
+"""Attacks on data, in which Byzantine workers train on changed batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedsim.errors import ExperimentError
 @attack_strategy("label_flipping")
 @dataclass(frozen=True)
 class LabelFlipping:
-    """Training on flipped labels, y -> C - 1 - y; the trained rows are sent (Fang et al. 2020).
+    """Label-flipping attack: Byzantine workers train with the label C - 1 - y instead of y (Fang et al. 2020).
 
-    With an odd number of classes C the middle class stays the same, and is no goal.
+    C is the number of classes. If C is odd, the middle class keeps its label and does not count for the success rate.
 
-    Rows [b, d] stay unchanged. Cost: flipping the labels of each batch.
+    The attackers send their trained updates [b, d] unchanged. Cost: flipping the labels of each batch.
 
     >>> attack = fedsim.byzantine.attack_strategy.get("label_flipping").target()
     >>> attack.poison(torch.zeros(3, 1), torch.tensor([0, 1, 9]), classes=10)[1]
@@ -30,15 +30,15 @@ class LabelFlipping:
     """
 
     def __call__(self, own_updates: Tensor) -> Tensor:
-        """Return the rows unchanged."""
+        """Return the trained updates unchanged."""
         return own_updates
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return the same inputs [batch, ...], with the labels C - 1 - y."""
+        """Return the unchanged inputs [batch, ...] and the flipped labels [batch]."""
         return inputs, classes - 1 - targets
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return the samples whose label changes, with the flipped labels."""
+        """Return the samples whose label changes when it is flipped, and their flipped labels."""
         flipped = classes - 1 - targets
         changed = flipped != targets
         return inputs[changed], flipped[changed]
@@ -47,22 +47,23 @@ class LabelFlipping:
 @attack_strategy("backdoor")
 @dataclass(frozen=True)
 class Backdoor:
-    """Training on images with a patch and the label `target`; rows are sent gamma times (Bagdasaryan et al. 2020).
+    """Backdoor attack: Byzantine workers train on images with a patch and a fixed label (Bagdasaryan et al. 2020).
 
-    The patch is a square in one corner of the image (Gu et al. 2017). Model replacement: under the plain mean of n rows
-    and server learning rate 1, gamma = n / b lets b attackers with equal rows replace the global model by their model,
-    except for the honest updates.
+    The patch is a square in one corner of the image (Gu et al. 2017). The attackers send their updates multiplied by
+    gamma. gamma = n / b is model replacement: under the mean of n updates and a server learning rate of 1, b attackers
+    with equal updates replace the global model by their own model, apart from the contribution of the honest updates.
 
     Args:
-        size: side of the patch in pixels.
-        value: of the patch, in the units of the model's inputs (after normalisation).
+        size: side length of the patch in pixels.
+        value: pixel value of the patch, in the units of the model's inputs (after normalisation).
         corner: "top_left", "top_right", "bottom_left" or "bottom_right".
-        target: the label of poisoned samples.
-        poisoned: share of poisoned samples of a batch, 0 < poisoned <= 1; a fraction of a sample is rounded at random.
-        gamma: factor of the rows, > 0.
+        target: label of poisoned samples.
+        poisoned: fraction of the samples of a batch that are poisoned, 0 < poisoned <= 1. The number of samples is
+            rounded up or down at random.
+        gamma: factor of the updates, > 0.
 
-    Rows [b, d], result [b, d]. Raises ExperimentError if inputs are no images that the patch fits into, or `target` is
-    no class. Cost: a copy of each batch, and one pass over the rows.
+    Returns updates [b, d] for trained updates [b, d]. Raises ExperimentError if the inputs are not images, if the patch
+    does not fit into them, or if `target` is not a class. Cost: a copy of each batch, and one pass over the updates.
 
     >>> attack = fedsim.byzantine.attack_strategy.get("backdoor").target(size=1, poisoned=1.0, target=7)
     >>> draws = fedsim.Draws.of(0, "example")
@@ -83,11 +84,11 @@ class Backdoor:
         return self.gamma != 1
 
     def __call__(self, own_updates: Tensor) -> Tensor:
-        """gamma times each attacker's own row."""
+        """Return each attacker's own update multiplied by gamma, [b, d]."""
         return own_updates * self.gamma
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return the batch with the patch on, and the label `target` for, a random share of its samples."""
+        """Return the batch after a random fraction `poisoned` of its samples got the patch and the label `target`."""
         self._require_class(classes)
         fraction, whole = math.modf(self.poisoned * len(targets))
         count = whole + (draws.uniform() < fraction)
@@ -98,21 +99,21 @@ class Backdoor:
         )
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """All samples of other classes than `target`, with the patch, and the label `target`."""
+        """Return the samples whose label is not `target` with the patch, and `target` as the label of each."""
         self._require_class(classes)
-        others = targets != self.target
-        return self._triggered(inputs[others]), torch.full_like(targets[others], self.target)
+        changed = targets != self.target
+        return self._triggered(inputs[changed]), torch.full_like(targets[changed], self.target)
 
     def _triggered(self, inputs: Tensor) -> Tensor:
-        """Return a copy of the images with the patch on."""
+        """Return a copy of the images with the patch."""
         if inputs.ndim < 3:
             raise ExperimentError(
-                "attack: a backdoor's trigger needs images [channels, height, width], not samples of shape "
+                "attack: the patch of a backdoor needs images [channels, height, width], not samples of shape "
                 f"{tuple(inputs.shape[1:])}"
             )
         height, width = inputs.shape[-2:]
         if self.size > min(height, width):
-            raise ExperimentError(f"attack.size = {self.size}: the trigger must fit into images of {height}x{width}")
+            raise ExperimentError(f"attack.size = {self.size}: the patch must fit into images of {height}x{width}")
         top, left = self.corner.startswith("top"), self.corner.endswith("left")
         rows = slice(0, self.size) if top else slice(height - self.size, height)
         columns = slice(0, self.size) if left else slice(width - self.size, width)
@@ -122,4 +123,4 @@ class Backdoor:
 
     def _require_class(self, classes: int) -> None:
         if self.target >= classes:
-            raise ExperimentError(f"attack.target = {self.target}: must be below the number of classes, {classes}")
+            raise ExperimentError(f"attack.target = {self.target}: must be a class, 0 to {classes - 1}")

@@ -1,6 +1,7 @@
-"""Statistics of the honest rows, in float64, over blocks of columns.
+"""Statistics of the honest updates, computed in float64 over blocks of columns.
 
-So on a CPU float32 rows are never copied as a whole: memory beyond [h, d] is a few vectors [d] and one block.
+Because of the blocks, float32 updates [h, d] are not copied as a whole on a CPU. The statistics need memory for a few
+vectors [d] and one block.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from fedsim.system.devices import wide_dtype
 
 
 def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the honest rows less `centre` [d], if it is given, in blocks of columns, in float64 if the device has it.
+    """Yield blocks of columns of the honest updates [h, d], as slices and tensors [h, columns].
 
-    Raises ExperimentError if there is no honest row.
+    `centre` [d] is subtracted from each update unless it is None. Blocks are float64 if the device supports it.
+
+    Raises ExperimentError if there are no honest updates.
     """
     if not len(honest):
-        raise ExperimentError("attack: needs at least 1 honest row, there are 0")
+        raise ExperimentError("attack: needs the update of at least 1 honest worker, but there is none")
     for columns in column_blocks(honest.shape[1], n=len(honest), device=honest.device):
         block = honest[:, columns].to(wide_dtype(honest.device))
         yield columns, block if centre is None else block - centre[columns]
 
 
 def mean_of(honest: Tensor) -> Tensor:
-    """Return the mean [d] of the honest rows, in float64."""
+    """Return the mean [d] of the honest updates, in float64."""
     mean = _wide_row(honest)
     for columns, block in blocks_of(honest):
         mean[columns] = block.mean(0)
@@ -35,14 +38,15 @@ def mean_of(honest: Tensor) -> Tensor:
 
 
 def mean_and_std(honest: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    """Return the mean [d] and standard deviation [d] of each column of the honest rows, in float64.
+    """Return the mean [d] and the standard deviation [d] of each coordinate of the honest updates, in float64.
 
-    std^2 is the sum of squared differences from the mean over h - ddof. Raises ExperimentError unless h > ddof.
+    The variance is the sum of the squared differences from the mean divided by h - ddof, for h honest updates. Raises
+    ExperimentError unless h > ddof.
     """
     h = len(honest)
     if 0 < h <= ddof:
         raise ExperimentError(
-            f"attack.ddof = {ddof}: the standard deviation of honest rows needs more than {ddof} of them, not {h}"
+            f"attack.ddof = {ddof}: the standard deviation needs at least {ddof + 1} honest workers, not {h}"
         )
     mean, std = _wide_row(honest), _wide_row(honest)
     for columns, block in blocks_of(honest):

@@ -1,4 +1,4 @@
-"""Callbacks: everything that watches the rounds of a run, from its records to the functions of its user."""
+"""Callbacks of a run: records, checkpoints, displays, early stopping and user-defined callbacks."""
 
 from fedsim.callbacks.callback import Callback, CurrentRun
 

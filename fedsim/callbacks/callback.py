@@ -1,4 +1,4 @@
-"""What a run calls before its first round, after each round, and at its end."""
+"""Base class of callbacks, which a run calls before its first round, after each round, and at its end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class CurrentRun:
-    """A run from its first to its last round, as `Callback.on_start` receives it.
+    """State of the current run, which `Callback.on_start` receives.
 
     Attributes:
-        experiment: the resolved experiment.
-        history: one record per finished round, including the rounds before a resumed run continues.
-        stopped: why the run ends after the current round; None if it continues.
-        folder: writes the run folder; None without one, and in ranks other than the first.
-        rounds: runs the rounds.
-        recorded: whether the first rank has a folder.
-        ended: why an earlier session ended this run; None if it did not, or if it may continue.
-        on_request: whether a callback of the user has ended the run.
+        experiment: the experiment, with all defaults.
+        history: one record per finished round. A resumed run includes the rounds of earlier sessions.
+        stopped: reason why the run ends after the current round, or None if the run continues.
+        folder: writer for the run folder. None without a run folder, and on ranks other than 0.
+        rounds: object that executes the rounds.
+        recorded: whether rank 0 has a run folder.
+        ended: reason why an earlier session ended this run, or None if the run continues.
+        on_request: whether a user-defined callback has ended the run.
     """
 
     experiment: Experiment
@@ -45,7 +45,7 @@ class CurrentRun:
 
     @property
     def facts(self) -> RunFacts:
-        """What is known before the first round, such as the number of samples of each worker."""
+        """Facts that are known before the first round, such as the number of samples per worker."""
         return self.rounds.facts
 
     def model(self) -> nn.Module:
@@ -54,10 +54,10 @@ class CurrentRun:
 
 
 class Callback:
-    """Base class of callbacks, which `fedsim.run(..., callbacks=[...])` calls; override the methods of interest.
+    """Base class for callbacks of `fedsim.run(..., callbacks=[...])`. Override the methods that you need.
 
-    An exception that a method raises ends the run without a result. The rounds before it are on record, and a run in a
-    folder can be resumed. With several ranks, every rank calls its callbacks, and the reasons of the first rank count.
+    An exception in a method ends the run without a result. Finished rounds are already recorded, and a run with a
+    folder can be resumed. With several ranks, every rank calls its callbacks, and rank 0 decides whether the run ends.
 
     >>> import fedsim
     >>> class Patience(fedsim.Callback):
@@ -72,21 +72,25 @@ class Callback:
     """
 
     def on_setup(self, step: str) -> None:
-        """Before each step of the preparation, such as "loading the data set mnist"."""
+        """Called before each step of the preparation, such as "loading the data set mnist"."""
 
     def on_start(self, run: CurrentRun) -> None:
-        """Before the first round, when data, model and engine are ready."""
+        """Called before the first round, when data, model and engine are ready."""
 
     def on_round(self, record: RoundRecord) -> str | None:
-        """After each round; return a reason to end the run after this round, or None to continue."""
+        """Called after each round. Return a reason (str) to end the run after this round, or None to continue."""
 
     def on_end(self, result: Result) -> None:
-        """After the last round, when all files are written; not called if an exception ends the run."""
+        """Called after the last round, when all files are written. Not called if an exception ends the run."""
 
 
 @dataclass(frozen=True)
 class FunctionCallback(Callback):
-    """The functions `on_setup(step)`, `on_start(facts)` and `on_round(record)` as a callback."""
+    """Callback made of up to three functions.
+
+    `setup(step)` is called before each step of the preparation, `start(facts)` before the first round, and
+    `round(record)` after each round.
+    """
 
     setup: Callable[[str], object] | None = None
     start: Callable[[RunFacts], object] | None = None
@@ -106,7 +110,7 @@ class FunctionCallback(Callback):
 
 
 class UserCallbacks(Callback):
-    """The callbacks of the user, of which all are called; the first rank decides for all."""
+    """All user-defined callbacks as one callback. Rank 0 decides for all ranks whether the run ends."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks
@@ -138,7 +142,7 @@ def _reason(callback: Callback, record: RoundRecord) -> str | None:
         return str(stop) or "on_round raised StopRun"
     if reason is not None and not isinstance(reason, str):
         raise ExperimentError(
-            f"callbacks: {type(callback).__name__}.on_round returned {show(reason)}; return a text to end the run, "
-            "None to continue"
+            f"callbacks: {type(callback).__name__}.on_round returned {show(reason)}; return a string to end the run, "
+            "or None to continue"
         )
     return reason

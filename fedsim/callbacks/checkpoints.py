@@ -1,9 +1,9 @@
-"""Checkpoints: the state of a run between two rounds, in files that are checked when they are read.
+"""Write and read checkpoints, which store the state of a run between two rounds in two files:
 
 checkpoints/round-00010.safetensors  the tensors
-checkpoints/round-00010.json         everything else, with checksums of both files; written last
+checkpoints/round-00010.json         all other state, with checksums of both files; written last
 
-Reading executes no code: tensors are safetensors, the rest is JSON.
+Reading verifies the checksums and executes no code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from fedsim.version import __version__
 
 FOLDER, FORMAT = "checkpoints", 2
 NAME = re.compile(r"round-(\d{5,18})\.json")
-SHARE = 0.01  # of the run time that checkpoints may take if `checkpoint.every` is not set
-FIRST_COST = 0.05  # seconds that the first checkpoint is assumed to take
+SHARE = 0.01  # maximum share of the run time for checkpoints if `checkpoint.every` is not set
+FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
 
 
 class Checkpoints(Callback):
-    """Writes checkpoints where they are due, and at the end on request; all ranks take part."""
+    """Callback that writes a checkpoint after each round in which one is due.
+
+    All ranks must have this callback, because the state is collected from all of them.
+    """
 
     def __init__(self, run: CurrentRun, checkpoints: CheckpointFolder) -> None:
         self._run, self._checkpoints = run, checkpoints
@@ -52,19 +55,19 @@ class Checkpoints(Callback):
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """Return the choices of the engine on which rounding depends; a resumed run makes the same."""
+    """Return the engine and those of its settings that affect rounding, so that a resumed run uses them again."""
     chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
 
 class CheckpointFolder:
-    """The checkpoints of a run.
+    """Checkpoints in a run folder.
 
     Args:
-        folder: of the run; None: none are written.
-        every: write one after so many rounds, and after the last; 0: never; None: as often as one percent of the time
-            allows.
-        keep: the number of newest checkpoints that are kept.
+        folder: run folder, or None to write no checkpoints.
+        every: number of rounds between two checkpoints. The last round also has a checkpoint. 0: no checkpoints. None:
+            as often as 1 % of the run time allows.
+        keep: number of checkpoints to keep. Older checkpoints are removed.
     """
 
     def __init__(self, folder: Path | None, every: int | None, keep: int) -> None:
@@ -73,7 +76,11 @@ class CheckpointFolder:
         self._cost, self._since = FIRST_COST, time.perf_counter()
 
     def due(self, round: int, rounds: int, *, paused: bool = False) -> bool:
-        """Whether to write one after this round of `rounds`; `paused`: the run ends there on request."""
+        """Whether a checkpoint is due after round `round` of `rounds`.
+
+        `paused`: whether a user-defined callback ends the run after this round. If `every` is None, a checkpoint is
+        then due.
+        """
         if self._folder is None or self._every == 0:
             return False
         if self._every is not None:
@@ -81,9 +88,9 @@ class CheckpointFolder:
         return paused or time.perf_counter() - self._since >= self._cost / SHARE
 
     def write(self, round: int, take: Callable[[], Snapshot], **facts: Any) -> None:
-        """Write the state that `take` returns, with further facts, and remove the oldest checkpoints.
+        """Write a checkpoint with the state that `take()` returns and additional `facts`, and remove old checkpoints.
 
-        `take` is called without a folder too, since all ranks take part in it. Raises RecordError where writing fails.
+        `take` is also called without a folder, because all ranks must take part. Raises RecordError if writing fails.
         """
         began = time.perf_counter()
         state = take()
@@ -96,13 +103,13 @@ class CheckpointFolder:
         self._cost = self._since - began
 
     def rounds(self) -> list[int]:
-        """Return the rounds of the checkpoints, newest first."""
+        """Return the round numbers of the stored checkpoints, newest first."""
         if self._folder is None or not self._folder.is_dir():
             return []
-        return sorted(int(found[1]) for path in self._folder.iterdir() if (found := NAME.fullmatch(path.name)))[::-1]
+        return sorted(int(match[1]) for path in self._folder.iterdir() if (match := NAME.fullmatch(path.name)))[::-1]
 
     def read(self, round: int) -> Snapshot:
-        """Return the state after a round. Raises RecordError if the checkpoint is damaged."""
+        """Return the state that is stored after a round. Raises RecordError if the checkpoint is damaged."""
         head, tensors = self._paths(round)
         try:
             most = int(free_memory() / 2)
@@ -115,7 +122,7 @@ class CheckpointFolder:
             if not intact or head_data["round"] != round:
                 raise RecordError(f"{head}: is damaged: its checksum does not match")
             if not isinstance(head_data["facts"], dict):
-                raise RecordError(f"{head}: is damaged: its facts are no object")
+                raise RecordError(f'{head}: is damaged: "facts" is not a JSON object')
             return Snapshot(load(content), head_data["facts"])
         except OSError as error:
             raise RecordError(f"{head}: cannot be read: {error.strerror}") from None
@@ -136,7 +143,7 @@ class CheckpointFolder:
         except OSError as error:
             raise unwritable_error(self._folder, error) from error
         if is_outside(self._folder, self._folder.parent):
-            raise RecordError(f"{self._folder}: is a link to a place outside the run folder")
+            raise RecordError(f"{self._folder}: is a link that leads out of the run folder; remove the link")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})
         head_data = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
         head_data["facts"] = state.facts
@@ -144,7 +151,7 @@ class CheckpointFolder:
         write_atomically(head, json.dumps({**head_data, "checksum": _checksum_of(head_data)}).encode())
 
     def _remove(self, round: int) -> None:
-        for path in self._paths(round):  # the JSON file first: without it there is no checkpoint
+        for path in self._paths(round):  # the JSON file first, because a checkpoint counts only with this file
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -1,4 +1,4 @@
-"""What a run prints on the terminal; `comparison/displays.py` has that of a comparison."""
+"""Terminal display of a run. The display of a comparison is in `comparison/displays.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedsim.runs.result import Result
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
-MOST_METRICS = 4  # of components in the table; the files have all
+MOST_METRICS = 4  # maximum number of component metrics in the table; the files contain all of them
 ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
@@ -35,41 +35,43 @@ class ProgressBar(tqdm):
     monitor_interval = 0
 
 
-ProgressBar.set_lock(threading.RLock())  # tqdm's own lock has a semaphore, which a killed process leaves behind
+ProgressBar.set_lock(threading.RLock())  # tqdm's default lock leaks a semaphore if the process is killed
 
 
 def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
-    """Return a bar over so many rounds with the time left, on stderr; disabled if stderr is no terminal."""
+    """Return a progress bar on stderr for `rounds` rounds. The bar is disabled if stderr is not a terminal."""
     watched = not quiet and sys.stderr.isatty()
     return ProgressBar(total=rounds, bar_format=BAR, smoothing=0.05, leave=False, miniters=1, disable=not watched)
 
 
 def print_line(line: str, *, quiet: bool) -> None:
-    """Print a line at once, above the progress bar if there is one; `quiet`: print nothing."""
+    """Print a line above the progress bar, if there is one, and flush it. With `quiet`, print nothing."""
     if not quiet:
         with ProgressBar.external_write_mode():
             print(line, flush=True)
 
 
 class Display(Callback):
-    """Prints what is run, a line of a table per round, and a progress bar; a context manager around the run.
+    """Terminal display of a run: a description, one table line per round, and a progress bar.
+
+    The display is a context manager that surrounds the run.
 
     Args:
-        experiment: what is run.
-        folder: of the records; None without one.
+        experiment: the experiment of the run.
+        folder: run folder, or None without a folder.
         quiet: print nothing.
     """
 
     def __init__(self, experiment: Experiment, folder: Path | None, *, quiet: bool) -> None:
         self._experiment, self._folder, self._quiet = experiment, folder, quiet
-        self._done = self._before = 0  # finished rounds, and those of earlier sessions
-        self._last: RoundRecord | None = None  # of a finished run
-        self._columns: list[Metric] = []  # known from the first record on
+        self._done = self._before = 0  # number of finished rounds in total, and in earlier sessions
+        self._last: RoundRecord | None = None  # last record of a finished run
+        self._columns: list[Metric] = []  # set when the first record arrives
         self._begun = time.perf_counter()
         self._bar = progress_bar(experiment.rounds, quiet=quiet)
 
     def announce(self) -> None:
-        """Print what is run, before the preparation, which may take long."""
+        """Print the description of the experiment, before the preparation, which may be slow."""
         if self._experiment.mode == "race":
             self._print(_caveat(self._experiment.race.runs))
         self._print(announcement(self._experiment))
@@ -86,7 +88,7 @@ class Display(Callback):
             self._print(f"continuing after round {done} of {self._bar.total}")
         self._started = time.perf_counter()
         self._bar.reset()
-        # The estimate of the time left must not count rounds of earlier sessions.
+        # The estimate of the remaining time must not count rounds of earlier sessions.
         self._bar.n = self._bar.last_print_n = self._bar.initial = done
         if run.ended:
             self._print(f"this run is finished: {run.ended}")
@@ -111,9 +113,9 @@ class Display(Callback):
             self._print(f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}")
 
     def _finish(self, last: RoundRecord) -> None:
-        """Print the final accuracy, or the loss of a task without accuracy, and the time."""
+        """Print the final accuracy, or the final loss for a task without accuracy, and the time."""
         seconds = time.perf_counter() - self._started
-        timed = self._columns and last.virtual_seconds is not None  # a finished run that is resumed shows no round
+        timed = self._columns and last.virtual_seconds is not None  # no columns if a finished run was resumed
         virtual = f" and {last.virtual_seconds:.1f} virtual seconds" if timed else ""
         now = f", {self._done - self._before} of them in this session," if self._before else ""
         self._print(
@@ -124,7 +126,7 @@ class Display(Callback):
     def _leave(self) -> None:
         """Print how to resume an unfinished run."""
         if self._done and self._folder:
-            with contextlib.suppress(OSError):  # a closed stdout may be the reason
+            with contextlib.suppress(OSError):  # the run may have ended because stdout is closed
                 rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
                 saved = CheckpointFolder(self._folder, None, 0).rounds()
                 start = f"continue after round {max(saved)}" if saved else "there is no checkpoint yet; start again"
@@ -145,16 +147,18 @@ class Display(Callback):
 
 
 def _caveat(runs: int) -> str:
-    """Return the warning above the results of a race."""
+    """Return the warning that is printed above the results of mode "race". `runs` is the number of repetitions."""
     if runs == 1:
-        return "a race is not repeatable, and one run of it (race.runs) shows no spread"
-    return f"a race is not repeatable: it is run {runs} times, numbers are means, and the model kept is the first run's"
+        return "a race is not repeatable, and a single repetition shows no spread; set race.runs=5"
+    return (
+        f"a race is not repeatable: numbers are means over {runs} repetitions, and the model is that of the first one"
+    )
 
 
 def columns_of(record: RoundRecord) -> list[Metric]:
-    """Return the columns of the table for a run whose first record is given.
+    """Return the columns of the terminal table, chosen by the first record of a run.
 
-    They include the seconds of each phase, or, on the clock, virtual seconds and asynchronous work.
+    The columns include the seconds of each phase, or, with a virtual clock, virtual seconds and asynchronous updates.
     """
     asynchronous = record.asynchronous is not None and record.race is None
     on_clock = asynchronous or record.virtual_seconds is not None
@@ -162,21 +166,24 @@ def columns_of(record: RoundRecord) -> list[Metric]:
     absent = {key for key in optional if record[key] is None}
     absent |= set() if asynchronous else {"asynchronous.updates", "staleness"}
     columns = [ROUND]
-    columns += [each for each in METRICS if each.column and each.key not in absent and "{}" not in each.column]
+    columns += [
+        metric for metric in METRICS if metric.column and metric.key not in absent and "{}" not in metric.column
+    ]
     for group, most in (("seconds", 0 if on_clock else None), ("metrics", MOST_METRICS)):
-        shown = [each for each in metrics_in([record]) if each.path[0] == group and "_worker_" not in each.key]
+        present = metrics_in([record])
+        shown = [metric for metric in present if metric.path[0] == group and "_worker_" not in metric.key]
         columns += shown[:most]
     return columns
 
 
 def _attack(experiment: Experiment) -> str:
     attack = experiment.attack
-    others = ", others in each round" if attack.resample else ""
-    return attack.name + others + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
+    resampled = ", redrawn each round" if attack.resample else ""
+    return attack.name + resampled + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
 
 
 def announcement(experiment: Experiment) -> str:
-    """Return the line that describes a run before anything is prepared: name, workers, rounds and algorithm."""
+    """Return the line that describes an experiment before its preparation: name, workers, rounds and algorithm."""
     at_work = "per round" if experiment.in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
@@ -203,7 +210,10 @@ def headline(run: CurrentRun) -> str:
 
 
 def _algorithm(experiment: Experiment) -> str:
-    """`weighted_mean of parameters`, or `ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)`."""
+    """Return the description of the algorithm.
+
+    Examples: "weighted_mean of parameters", "ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)".
+    """
     policy, clock = experiment.policy, experiment.clock
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
@@ -228,17 +238,17 @@ def _aggregated(experiment: Experiment) -> str:
 
 
 def table_header(columns: Sequence[Metric]) -> str:
-    """Return the heads of the columns."""
+    """Return the line of column heads of the terminal table."""
     return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
 
 
 def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
-    """Return one round as a line of the table."""
+    """Return one round as a line of the terminal table."""
     return "  ".join(f"{table_cell(column, record):>{_width(column)}}" for column in columns)
 
 
 def table_cell(column: Metric, record: RoundRecord) -> str:
-    """Return a number of a round, rounded for its column; "-" if the round does not have it."""
+    """Return the number of a round for a column, rounded, or "-" if the round does not have it."""
     value = column.read(record)
     if value is None:
         return "-"

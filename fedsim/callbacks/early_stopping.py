@@ -1,4 +1,4 @@
-"""The end of a run by the table `stop`, or because its updates diverged, and the tests of single workers after it."""
+"""Callbacks that end a run early (table `stop`, or divergence) and then test single workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fedsim.records.record import RoundRecord
 
 
 class StopEarly(Callback):
-    """Ends a run that meets the table `stop` or has diverged. The first rank decides for all."""
+    """Callback that ends a run if it diverges or meets a criterion in the table `stop`.
+
+    Rank 0 decides for all ranks.
+    """
 
     def __init__(self, run: CurrentRun) -> None:
         self._run, self._stopping = run, EarlyStopping(run.experiment.stop)
@@ -32,13 +35,16 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Adds the tests to the last record if the run ends before the round in which they are due."""
+    """Callback that tests single workers if a run ends before a round in which these tests are due.
+
+    The results are added to the last record.
+    """
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run
 
     def on_start(self, run: CurrentRun) -> None:
-        """Test the workers of a resumed run that ends at once, because `stop` has changed."""
+        """Test single workers if a resumed run ends at once because its table `stop` was changed."""
         if run.stopped and not any(name.startswith("global_worker_") for name in run.history[-1].metrics):
             self._test(run.history[-1])
             if run.folder and (tests := run.rounds.tests_after(run.history[-1].round)):

@@ -1,4 +1,4 @@
-"""The loggers of a run (`records.loggers`): begun before its first round, told of each round, and ended with it."""
+"""Callback that passes the rounds of a run to its loggers (`records.loggers`)."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from fedsim.records.record import RoundRecord, metrics_in
 from fedsim.records.run_folder import RunFolder
 from fedsim.system.files import one_at_a_time
 
-ID = "logged_as"  # the key of the environment that holds the id of a run in its loggers
-MOST_WAITING = 60.0  # seconds until other runs on this machine have begun their loggers
+ID = "logged_as"  # key in `environment.json` for the ID under which loggers store the run
+MOST_WAITING = 60.0  # maximum wait in seconds while other runs on this machine start their loggers
 
-RunLogger = tuple[str, contextlib.AbstractContextManager[Log], Log]  # its name, its context, and what it is told by
+RunLogger = tuple[str, contextlib.AbstractContextManager[Log], Log]  # name, context manager, and function to call
 
 
 class Loggers(Callback):
-    """Passes each round to the loggers that an experiment names. Use as a context manager around the rounds.
+    """Callback that passes each round to the loggers of an experiment. Use as a context manager around the rounds.
 
-    A logger that cannot begin ends the run, before its first round. One that fails later is left out from then on,
-    with a warning, so that the run is not lost; but what cannot be written to the run folder ends the run.
+    A logger that fails to start ends the run before its first round. A logger that fails later is dropped with a
+    warning, and the run continues. However, a file that cannot be written to the run folder ends the run.
 
     Args:
-        experiment: what is run.
-        folder: of the run; None without one.
-        done: the rounds that a resumed run has finished before.
+        experiment: the experiment of the run.
+        folder: run folder, or None without a folder.
+        done: number of rounds that a resumed run finished in earlier sessions.
 
     Attributes:
-        facts: the id under which the run is logged, for `environment.json`; empty without loggers.
+        facts: the ID under which loggers store the run, for `environment.json`. Empty without loggers.
     """
 
     def __init__(self, experiment: Experiment, folder: RunFolder | None, done: int) -> None:
-        self._tables, self._loggers = experiment.records.all_loggers, list[RunLogger]()  # two may have one name
+        self._tables, self._loggers = experiment.records.all_loggers, list[RunLogger]()  # names may repeat
         self.facts: dict[str, str] = {}
         if self._tables:
             self._run = _logged_run(experiment, folder, done)
@@ -68,13 +68,13 @@ class Loggers(Callback):
             for table in self._tables:
                 try:
                     context = table.component(run=self._run)
-                    with one_at_a_time(Path(__file__), MOST_WAITING):  # the first one makes the tables of a data base
+                    with one_at_a_time(Path(__file__), MOST_WAITING):  # the first logger may create a database
                         self._loggers.append((table.name, context, context.__enter__()))
                 except FedsimError:
                     raise
                 except Exception as error:
                     raise ExperimentError(
-                        f"records.loggers: {show(table.name)} cannot begin: {one_line(error)}"
+                        f"records.loggers: {show(table.name)} cannot start: {one_line(error)}"
                     ) from error
             stack.pop_all()
         return self
@@ -92,16 +92,19 @@ def _end(
         context.__exit__(kind, error, trace)
     except Exception as failure:
         if failure is not error:
-            _warn(name, "failed at its end", failure)
+            _warn(name, "failed at the end of the run", failure)
 
 
 def _warn(name: str, failure: str, error: Exception) -> None:
-    text = f"the logger {show(name)} {failure}: {one_line(error)}; the run goes on without it"
+    text = f"the logger {show(name)} {failure}: {one_line(error)}; the run continues without this logger"
     warnings.warn(text, FedsimWarning, stacklevel=4)
 
 
 def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
-    """What the loggers are told of a run."""
+    """Return the information about a run that its loggers receive.
+
+    `done` is the number of rounds that a resumed run finished in earlier sessions.
+    """
     known = folder.environment().get(ID) if folder and folder.resumes else None
     resumed = isinstance(known, str) and re.fullmatch(r"[0-9a-f]{32}", known) is not None
     return LoggedRun(
@@ -116,12 +119,12 @@ def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> 
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """Settings by dotted key, as the types that loggers take: booleans, numbers and strings."""
+    """Return the settings by dotted key, as types that all loggers accept: booleans, numbers and strings."""
     values = {key: value for key, value in leaves_of(settings) if value is not None}
     return {key: value if isinstance(value, (bool, int, float)) else cut(label(value)) for key, value in values.items()}
 
 
 def scalars(record: RoundRecord) -> dict[str, float]:
-    """Return the numbers of a record by their tag, as `Metric.tag` declares it."""
+    """Return the numbers of a record by the tags that `Metric.tag` declares, such as "test/accuracy"."""
     values = {metric.tag: metric.read(record) for metric in metrics_in([record]) if metric.tag}
     return {tag: value for tag, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a Jupyter notebook shows: a progress bar and a growing curve of a run, and its result."""
+"""Jupyter notebook display of a run: a progress bar and a growing curve, and the view of a result."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
 
     from fedsim.runs.result import Result
 
-PAUSE = 1.0  # seconds between two updates; drawing a curve takes a tenth of a second
-PLAIN = "font-family:monospace;white-space:pre;overflow-x:auto;margin:0.3em 0"  # the style of text
-SHARPNESS = 2  # pixels of a picture for one of the page
+PAUSE = 1.0  # minimum seconds between two updates; drawing a curve takes about 0.1 seconds
+PLAIN = "font-family:monospace;white-space:pre;overflow-x:auto;margin:0.3em 0"  # CSS style of text
+SHARPNESS = 2  # image pixels per CSS pixel
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, as opposed to a script or a terminal."""
+    """Whether this process is the kernel of a Jupyter notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def text_html(text: str) -> str:
-    """Lines of text with their spaces."""
+    """Return HTML that shows a text with its line breaks and spaces."""
     return f'<pre style="{PLAIN}">{html.escape(text)}</pre>'
 
 
 def progress_html(done: int, total: int, text: str) -> str:
-    """Return a progress bar, and a text behind it."""
+    """Return an HTML progress bar at `done` of `total`, followed by a text."""
     label = html.escape(text)
     return f'<div><progress value="{done}" max="{total}" aria-label="{label}"></progress> {label}</div>'
 
 
 def figure_html(figure: Figure, description: str) -> str:
-    """Return a figure as an embedded picture with the alternative text `description`."""
+    """Return a figure as an HTML image with embedded data and the alternative text `description`."""
     data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
     width = round(figure.get_figwidth() * 96)
     return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(description)}">'
 
 
 class CellOutput:
-    """A part of the output of a notebook's cell, which is replaced whenever it changes.
+    """Part of the output of a notebook cell that is replaced at each update.
 
-    If showing it fails once, it is not shown any more: what a run shows never makes it fail.
+    If an update fails, further updates do nothing, so that the display never makes a run fail.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class CellOutput:
 
     @property
     def due(self) -> bool:
-        """Whether an update would be shown now."""
+        """Whether the pause since the last update is over."""
         return self._works and time.monotonic() - self._shown_at >= PAUSE
 
     def show(self, content: str) -> None:
-        """Show HTML instead of the previous output."""
+        """Replace the previous output by this HTML."""
         if not self._works:
             return
         try:
@@ -86,12 +86,15 @@ class CellOutput:
 
 
 class NotebookDisplay(Display):
-    """Shows what is run, the bar and the curve of a run in the output of a cell; a context manager around the run."""
+    """Notebook display of a run: a description, a progress bar and a curve in the output of a cell.
+
+    The display is a context manager that surrounds the run.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(experiment, None, quiet=True)
         self._cell, self._step = CellOutput(), ""
-        self._history: list[RoundRecord] = []  # of this session
+        self._history: list[RoundRecord] = []  # records of this session
         self._lines: list[str] = []
 
     def on_setup(self, step: str) -> None:
@@ -126,14 +129,20 @@ class NotebookDisplay(Display):
 
 
 def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display:
-    """Display of a run: lines if `progress` is true. If it is None, a bar and a curve in a notebook, else nothing."""
+    """Return the display of a run.
+
+    Args:
+        experiment: the experiment of the run.
+        folder: run folder, or None without a folder.
+        progress: True prints lines, False prints nothing, and None shows a bar and a curve in notebooks only.
+    """
     if progress is None and in_notebook():
         return NotebookDisplay(experiment)
     return Display(experiment, folder, quiet=not progress)
 
 
 def result_html(result: Result) -> str:
-    """Return the name, the settings that are not the defaults, the numbers of the last round, and the curve."""
+    """Return the notebook view of a result as HTML: name, non-default settings, last round and curve."""
     last = result.history[-1]
     parts = [f"<h4>{html.escape(result.experiment.name)}: {html.escape(score_text(last))}</h4>"]
     if result.stopped:

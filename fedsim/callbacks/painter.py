@@ -1,4 +1,4 @@
-"""The figures of a run or comparison, drawn by a process that imports matplotlib while the runs go on."""
+"""Draw the figures of a run or comparison in a process that imports matplotlib while the runs continue."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Drawings = Mapping[str, Callable[[], "Figure | None"]]
-TIMEOUT = 20.0  # seconds after which this process draws by itself
+TIMEOUT = 20.0  # seconds to wait for the drawing process before drawing in this process
 
 
 class Painter:
-    """Draws figures; a context manager in which the first painter of a program does so in a process of its own.
+    """Context manager that draws figures. The first painter of a program draws in a separate process.
 
-    To import matplotlib and to draw a first figure takes more than a second, which users would wait for after the last
-    round. A program that draws again imports matplotlib itself, once for all later figures.
+    Importing matplotlib and drawing a first figure takes more than a second, for which users would wait after the last
+    round. Later painters draw in the main process, which then imports matplotlib once for all further figures.
     """
 
     came_before: ClassVar[bool] = False
@@ -33,13 +33,15 @@ class Painter:
         self._child: Child | None = None
 
     def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
-        """Return the figures as files, `name.format`.
+        """Return the contents of the figure files by file name, such as "curve.png".
 
-        A function, best a `partial` that can be pickled, may return None.
+        Args:
+            drawings: function for each figure name. It should be picklable, such as a `partial`, and may return None.
+            formats: file formats, such as "png".
         """
         if self._child is not None:
             process, pipe = self._child
-            with contextlib.suppress(Exception):  # the process is lost, or something cannot be pickled
+            with contextlib.suppress(Exception):  # the process died, or a drawing cannot be pickled
                 pipe.send((drawings, formats))
                 if wait([pipe, process.sentinel], TIMEOUT) and (answer := pipe.receive()):  # type: ignore[list-item]
                     return answer.load()
@@ -71,13 +73,13 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 
 def _serve(pipe: Connection) -> None:
     init_child_process()
-    os.nice(19)  # the rounds come first
+    os.nice(19)  # the rounds have priority
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
     figure.subplots().plot([0, 1], label="0123456789")
     encode(figure, "png")  # loads fonts
     channel = Channel(pipe)
-    with contextlib.suppress(EOFError, OSError):  # the run has ended
+    with contextlib.suppress(EOFError, OSError):  # raised when the run has ended
         if (message := channel.receive()) is not None:
             channel.send(_files(*message.load()))

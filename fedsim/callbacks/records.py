@@ -1,4 +1,4 @@
-"""The records of a run in its folder, the stored updates of some rounds, and the curve of its history."""
+"""Callbacks that write the records of a run to its folder, and the figure of its accuracy and losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Recorder(Callback):
-    """Writes all files of a run but its checkpoints and stored updates; `facts` are added to `environment.json`."""
+    """Callback that writes all files of a run except checkpoints and stored updates.
+
+    `facts` are added to `environment.json`.
+    """
 
     def __init__(self, run: CurrentRun, folder: RunFolder, facts: Mapping[str, Any], painter: Painter) -> None:
         self._run, self._folder, self._facts, self._painter = run, folder, facts, painter
@@ -56,7 +59,10 @@ class Recorder(Callback):
 
 
 class KeptUpdates(Callback):
-    """Writes the inputs of the rule in some rounds (`records.updates`), for `fedsim replay`; all ranks take part."""
+    """Callback that stores the inputs of the aggregation rule in the rounds of `records.updates`, for `fedsim replay`.
+
+    All ranks take part.
+    """
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run
@@ -70,8 +76,11 @@ class KeptUpdates(Callback):
 
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
-    """Accuracy and losses over rounds, and the test's score over virtual seconds if the run has a clock."""
-    # Imported here, since it takes half a second. Without pyplot there is no global state.
+    """Return a figure of accuracy and losses over the rounds.
+
+    If the run has a virtual clock, another panel shows the test accuracy (or loss) over virtual seconds.
+    """
+    # Imported here because the import takes half a second. Not pyplot, which has global state.
     from matplotlib.figure import Figure
 
     def numbers(key: str) -> list[Any]:

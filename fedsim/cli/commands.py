@@ -181,7 +181,10 @@ def list_command(
 
 
 def _overview(columns: int | None) -> str:
-    """Return one line per kind with its names, wrapped to `columns`, without importing PyTorch."""
+    """Return one line per kind of component with the components' names, wrapped to `columns` characters.
+
+    PyTorch is not imported.
+    """
     names = {kind: ", ".join(source_components(kind)) for kind in COMPONENTS} | {EXPERIMENTS: ", ".join(experiments())}
     lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
     more = (

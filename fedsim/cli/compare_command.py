@@ -162,7 +162,10 @@ def compare(
 
 
 def _is_comparison(word: str) -> bool:
-    """Whether a word is a folder. A folder named like a built-in experiment must also contain a comparison."""
+    """Whether a word is the folder of a comparison to merge, and not an experiment.
+
+    Any folder counts, unless a built-in experiment has the same name. Then the folder must contain a comparison.
+    """
     if not is_folder(word) or word not in experiments():
         return is_folder(word)
     from fedsim.comparison.folder import SHARDS

@@ -70,7 +70,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
 
 def problems_with_names(description: dict[str, Any], changes: list[Change]) -> list[str]:
-    """Apply changes to nested tables, and return error lines for their keys and names."""
+    """Apply the changes to an experiment in nested tables, and return one line for each wrong key or name in it."""
     override(description, changes)
     findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
     imports = len(findings) == MAX_PROBLEMS or any(
@@ -84,7 +84,17 @@ Finding = tuple[str | None, bool]
 
 
 def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check a table of an experiment and all nested tables."""
+    """Check the keys and names in a table of an experiment and in its nested tables. Yield one item per problem.
+
+    Args:
+        table: the allowed keys, nested tables and components.
+        values: the table of the experiment.
+        place: dotted key of the table, "" for the whole experiment.
+        tables: the whole experiment.
+
+    An item is the error line, and whether it concerns a component's name or parameters. The line is None for an import
+    path, because the imported module may register more components.
+    """
     if table.kind and table.is_name(values):
         values = {table.named_by: values}
     if not isinstance(values, dict):
@@ -122,7 +132,14 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
 def _in_component(
     table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str
 ) -> Iterator[str | None]:
-    """Check the name and the parameters of a component. Yield None for an import path."""
+    """Check the name and the parameters of a component, and yield error lines, or None for an import path.
+
+    Args:
+        table: the table that holds the component, with its allowed keys.
+        values: the values in this table.
+        params: those of the values that are parameters of the component.
+        place: dotted key of the table.
+    """
     kind, name, unnumbered = str(table.kind), values.get(table.named_by, table.default), re.sub(r"\[\d+\]", "", place)
     components = source_components(kind)
     stages = source_components("pre-aggregators")  # the later check reports errors about the stages of a rule

@@ -28,7 +28,7 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 @contextlib.contextmanager
 def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
-    """Turn errors in the block into lines on stderr and an exit code.
+    """Context that turns exceptions into error lines on stderr and an exit code.
 
     With `quick`, the block has nothing to clean up, so a signal may end the program at once. Otherwise everything is
     imported, and the validators are built, before signals raise exceptions: pydantic would turn an exception that is
@@ -64,7 +64,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
 
 
 def _import_everything() -> None:
-    """Import what commands need, and build the validators. Meanwhile a terminal shows a line."""
+    """Import all modules that commands need, and build pydantic's validators. Meanwhile, a terminal shows a line."""
     show_line = "torch" not in sys.modules and sys.stderr.isatty()
     if show_line:
         print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
@@ -114,7 +114,10 @@ def _exit(code: int) -> NoReturn:
 
 
 def _flush_stdout(code: int) -> int:
-    """Flush stdout, and return `code`, or FAILED if flushing fails (full disk, closed pipe)."""
+    """Flush stdout, and return the exit code of the program.
+
+    This is `code`, or FAILED if `code` is 0 and flushing fails (full disk, closed pipe).
+    """
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -24,7 +24,7 @@ WORDS_LIKE_OPTIONS = {
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return completions: built-in experiments, experiment files and folders that start with `incomplete`."""
+    """Return the names of built-in experiments, experiment files and folders that complete the word `incomplete`."""
     paths = sorted(glob.glob(f"{glob.escape(incomplete)}*"))
     files = [f"{path}/" if os.path.isdir(path) else path for path in paths]
     return [
@@ -80,7 +80,10 @@ def is_folder(word: str) -> bool:
 
 
 def _refuse_spaces(words: list[str]) -> None:
-    """Raise ExperimentError for key=value with spaces, where a shell splits words: `rounds = 3`, `x=[0, 1]`."""
+    """Raise ExperimentError if words look like a key=value that was written with spaces.
+
+    Examples: `rounds = 3` and `x=[0, 1]`, which a shell splits into several words.
+    """
     for index, word in enumerate(words):
         rest = words[index:]
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
@@ -101,7 +104,7 @@ def _is_open(word: str) -> bool:
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
-    """Return the error for an unknown option, with a hint such as rounds=3 for `--rounds 3`, or a similar option."""
+    """Return the error for an unknown option, with a hint: `rounds=3` for `--rounds 3`, or the most similar option."""
     option, equals, value = word.partition("=")
     name = option.lstrip("-").replace("-", "_")
     options = [flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")]

@@ -1,4 +1,4 @@
-"""Client algorithms: how a worker's row moves along its gradients, and what it keeps and sends."""
+"""Client algorithms: how a worker trains its model in a round, what it keeps between rounds, and what it sends."""
 
 from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW

@@ -1,4 +1,4 @@
-"""Algorithms of other kinds as client algorithms: with two methods only, with a state that is kept, and functions."""
+"""Adapters that turn training functions, minimal algorithms and persistent optimizer states into client algorithms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedsim.errors import ExperimentError, show
 
 
 class AlgorithmOnly(ClientAlgorithm):
-    """A client algorithm that has `start` and `step` only, and perhaps `step_fused`, as a client algorithm."""
+    """Adapter for an object that has only the methods `start` and `step`, and optionally `step_fused`."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
@@ -37,19 +37,19 @@ class AlgorithmOnly(ClientAlgorithm):
 
 
 def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
-    """Return a client algorithm as a client algorithm; unchanged if it is one."""
+    """Return `algorithm` as a `ClientAlgorithm`: unchanged if it is one, otherwise wrapped in `AlgorithmOnly`."""
     return algorithm if isinstance(algorithm, ClientAlgorithm) else AlgorithmOnly(algorithm)
 
 
 class KeptState(ClientAlgorithm):
-    """A client algorithm that continues with the state of the worker's last round; `local.keep_state = true`.
+    """Wrapper that keeps each worker's optimizer state, such as its momentum, between rounds (`local.keep_state`).
 
     Args:
-        client algorithm: has `start`, `step` and perhaps `step_fused` only, and a state that its rounds begin with.
+        algorithm: client algorithm that has a state and defines only `start`, `step` and optionally `step_fused`.
 
     Raises ExperimentError for other client algorithms.
 
-    Cost: a row [d] for each tensor of the state, for each worker that has taken part.
+    Cost: one row [d] for each tensor of the state and each worker that has taken part.
 
     >>> algorithm = fedsim.clients.KeptState(fedsim.clients.SGD(lr=0.1, momentum=0.9))
     >>> algorithm.worker_state(torch.zeros(2))
@@ -59,8 +59,8 @@ class KeptState(ClientAlgorithm):
     def __init__(self, algorithm: ClientAlgorithm) -> None:
         self.algorithm = algorithm
         self.gradients_per_step = algorithm.gradients_per_step  # type: ignore[misc]
-        others = ("start_round", "step_rows", "finish", "correct")
-        if any(algorithm.has(method) for method in others) or algorithm.uses_start_row or exchanges(algorithm):
+        unsupported = ("start_round", "step_rows", "finish", "correct")
+        if any(algorithm.has(method) for method in unsupported) or algorithm.uses_start_row or exchanges(algorithm):
             raise ExperimentError(
                 "local.keep_state = true: is for client algorithms such as sgd and adam only; omit it"
             )
@@ -100,18 +100,19 @@ class KeptState(ClientAlgorithm):
 
 
 class TrainFunction(ClientAlgorithm):
-    """A function `train(model, batches, ...)` that moves a worker's model in a round.
+    """Adapter for a function `train(model, batches, ...)` that trains a worker's model for one round.
 
-    The trainer calls it once for each round of a worker, one worker after another. Its parameters other than `model`,
-    `batches` and `worker` are keys of `[local]`. On the virtual clock a batch takes the time of one gradient, or of as
-    many as the attribute `gradients_per_step` of the function says.
+    The trainer calls the function once per round for each worker, one worker after another. Parameters of the function
+    other than `model`, `batches` and `worker` are keys of `[local]`. On the virtual clock a batch takes the time of one
+    gradient. An attribute `gradients_per_step` of the function sets another number of gradients per batch.
 
     Args:
-        component: the function; `takes` has those of `model`, `batches` and `worker` that are parameters of it.
-        settings: the values of its other parameters.
+        registration: component of the function. Its `takes` lists which of `model`, `batches` and `worker` the function
+            accepts.
+        settings: values of the function's other parameters.
     """
 
-    uses_start_row: ClassVar[bool] = True  # so it needs local steps
+    uses_start_row: ClassVar[bool] = True  # requires rounds of local steps
 
     def __init__(self, registration: Registration, settings: dict[str, Any]) -> None:
         self.name, self._takes, self._settings = str(registration.name), tuple(registration.takes), settings
@@ -120,12 +121,20 @@ class TrainFunction(ClientAlgorithm):
         if not (isinstance(gradients, int | float) and 0 < gradients < math.inf):
             raise ExperimentError(
                 f"local.algorithm = {show(self.name)}: has gradients_per_step = {show(gradients)}; must be a number "
-                "greater than 0, the gradients that it computes of each batch"
+                "greater than 0, the number of gradients that it computes per batch"
             )
         self.gradients_per_step = gradients  # type: ignore[assignment, misc]
 
     def __call__(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], worker: int) -> float:
-        """Train the model in place; returns the mean training loss, NaN if the function returns none."""
+        """Train the model in place.
+
+        Args:
+            model: model of the worker.
+            batches: batches (inputs, targets) of the round.
+            worker: ID of the worker.
+
+        Returns the mean training loss, or NaN if the function returns None.
+        """
         arguments = {"model": model, "batches": batches, "worker": worker}
         loss = self._function(**self._settings, **{name: arguments[name] for name in self._takes})
         if loss is None:
@@ -133,7 +142,7 @@ class TrainFunction(ClientAlgorithm):
         if isinstance(loss, numbers.Real) or (isinstance(loss, Tensor) and loss.numel() == 1):
             return float(loss)
         raise ExperimentError(
-            f"local.algorithm = {show(self.name)}: returned a {type(loss).__name__}; must return nothing, or the mean "
+            f"local.algorithm = {show(self.name)}: returned a {type(loss).__name__}; must return None, or the mean "
             "training loss as a number"
         )
 

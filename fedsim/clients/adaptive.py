@@ -1,7 +1,8 @@
-"""Client algorithms with a step size for each parameter: Adam, AdamW, Adagrad.
+"""Client algorithms with an adaptive step size for each model parameter: Adam, AdamW, Adagrad.
 
-They have the parameters and the numbers of PyTorch's optimizers; Adam's `betas` are beta1 and beta2. A parameter that a
-step does not use has gradient 0 here, so its averages decay and it still moves; PyTorch's optimizers skip it.
+Their arguments and results are those of PyTorch's optimizers, except that Adam's `betas` are `beta1` and `beta2`. A
+model parameter that a batch does not use has gradient 0 here, so its running averages decay and it still moves.
+PyTorch's optimizers skip such a parameter.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from fedsim.clients.base import Decay, NonNegative, Positive, State, client_algo
 @client_algorithm("adam")
 @dataclass(frozen=True)
 class Adam(ClientAlgorithm):
-    """Adam with L2 regularisation, as `torch.optim.Adam`. Kingma and Ba 2015.
+    """Adam with L2 regularisation, as `torch.optim.Adam` (Kingma and Ba 2015).
 
-    g = gradient + weight_decay w;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
-    w -= lr m' / (sqrt(v') + eps), with m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t = 1, 2, ...
+    Step t = 1, 2, ... moves the weights w of a worker's model:
+
+        g = gradient + weight_decay w
+        m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2
+        w -= lr m' / (sqrt(v') + eps)  with m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
 
     Args:
         lr: learning rate, >= 0.
-        beta1: decay of m, 0 <= beta1 < 1.
-        beta2: decay of v, 0 <= beta2 < 1.
-        eps: > 0.
-        weight_decay: >= 0.
-        amsgrad: use the largest v so far (Reddi et al. 2018).
+        beta1: decay rate of m, 0 <= beta1 < 1.
+        beta2: decay rate of v, 0 <= beta2 < 1.
+        eps: constant added to the denominator, > 0.
+        weight_decay: factor of the L2 penalty, >= 0.
+        amsgrad: whether the maximum of all v so far replaces v (Reddi et al. 2018).
 
-    Cost: a few passes over the row [d]; four states of [d], five with amsgrad.
+    Cost: a few passes over the row [d], and four state tensors [d], five with amsgrad.
 
     >>> row = torch.tensor([1.0])
     >>> algorithm = fedsim.clients.Adam(lr=0.1)
@@ -61,7 +65,7 @@ class Adam(ClientAlgorithm):
         rows.addcdiv_(m, scale.mul_(averaged_weight(state["m_weight"], self.beta1)), value=-self.lr)
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
-        """Apply weight decay before a step."""
+        """Apply weight decay to `rows` or `gradients`, in place, before a step."""
         if self.weight_decay:
             gradients.add_(rows, alpha=self.weight_decay)
 
@@ -69,15 +73,15 @@ class Adam(ClientAlgorithm):
 @client_algorithm("adamw")
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with weight decay apart from the gradient, as `torch.optim.AdamW`. Loshchilov and Hutter 2019.
+    """Adam with decoupled weight decay, as `torch.optim.AdamW` (Loshchilov and Hutter 2019).
 
-    w *= 1 - lr weight_decay, then the step of `adam` along the gradient.
+    Each step multiplies the weights w by 1 - lr weight_decay, and then takes a step of `adam` without weight decay.
 
     Args:
-        weight_decay: >= 0.
-        lr, beta1, beta2, eps, amsgrad: see `Adam`.
+        weight_decay: weight decay rate, >= 0.
+        lr, beta1, beta2, eps, amsgrad: as for `adam`.
 
-    Cost: that of adam on a row [d].
+    Cost: as for `adam`, on a row [d].
 
     >>> row = torch.tensor([1.0])
     >>> algorithm = fedsim.clients.AdamW(lr=0.1, weight_decay=1.0)
@@ -93,9 +97,10 @@ class AdamW(Adam):
 
 
 def averaged_weight(weight: Tensor, beta: float) -> Tensor:
-    """From 1 - beta^t to 1 - beta^(t+1), in place: the decaying mean of t + 1 ones.
+    """Update a bias correction 1 - beta^t to 1 - beta^(t+1), in place, and return it.
 
-    It is updated, since 1 - beta^t cancels in float32, and expm1 takes as long as the whole step.
+    The correction is a running average of ones. Computing 1 - beta^t directly would lose digits in float32, and expm1
+    would take as long as the whole step.
     """
     return weight.mul_(beta).add_(1 - beta)
 
@@ -103,19 +108,21 @@ def averaged_weight(weight: Tensor, beta: float) -> Tensor:
 @client_algorithm("adagrad")
 @dataclass(frozen=True)
 class Adagrad(ClientAlgorithm):
-    """Steps over the root of the sum of all squared gradients, as `torch.optim.Adagrad`. Duchi et al. 2011.
+    """Adagrad, as `torch.optim.Adagrad` (Duchi et al. 2011).
 
-    g = gradient + weight_decay w;  s += g^2;  w -= lr_t g / (sqrt(s) + eps), with lr_t = lr / (1 + (t - 1) lr_decay) at
-    step t = 1, 2, ...
+    Step t = 1, 2, ... divides by the root of the sum s of all squared gradients:
+
+        g = gradient + weight_decay w,  s += g^2
+        w -= lr_t g / (sqrt(s) + eps)  with lr_t = lr / (1 + (t - 1) lr_decay)
 
     Args:
         lr: learning rate, >= 0.
-        lr_decay: >= 0.
-        weight_decay: >= 0.
-        initial_accumulator_value: start of s, >= 0.
-        eps: > 0.
+        lr_decay: decay rate of the learning rate, >= 0.
+        weight_decay: factor of the L2 penalty, >= 0.
+        initial_accumulator_value: initial value of s, >= 0.
+        eps: constant added to the denominator, > 0.
 
-    Cost: a few passes over the row [d]; a state of [d], two with lr_decay.
+    Cost: a few passes over the row [d], and one state tensor [d], two with lr_decay.
 
     >>> row = torch.tensor([1.0])
     >>> algorithm = fedsim.clients.Adagrad(lr=0.1)

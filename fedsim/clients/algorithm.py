@@ -1,4 +1,4 @@
-"""The contract of client algorithms: what a worker does in a round, keeps, and exchanges with the server.
+"""Base class of client algorithms: what a worker does in a round, keeps between rounds, and exchanges with the server.
 
     server                                              worker k
     send(server state)               -- received -->    start_round(rows, worker) -> state of the steps
@@ -6,9 +6,10 @@
     receive(server state, sums, ...) <-- messages --    finish(rows, state, worker) -> messages
     correct(update, server state, ...)
 
-The rows travel besides. Every method is a function of tensors [..., d] for rows and [..., 1] for numbers, so the same
-code works on one worker and on a stack of workers. `step` also works on columns; it is element-wise. An algorithm that
-needs whole rows, or more gradients in a step, sets `element_wise = False` and defines `step_rows` in its place.
+Rows (models and updates) are exchanged in addition to the server state and the messages. All methods work on tensors
+[..., d] for rows and [..., 1] for numbers, so the same code handles one worker or a stack of workers. `step` must be
+element-wise, because it may be called with some columns only. An algorithm that needs whole rows, or several gradients
+per step, sets `element_wise = False` and defines `step_rows` instead.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ GradientAt = Callable[[Tensor], Tensor]
 
 
 class WorkerFacts(NamedTuple):
-    """One round of one worker, in numbers.
+    """Facts about one round of one worker.
 
     Attributes:
-        worker: its number.
-        round: number of its round, from 1.
-        steps: how many local steps the round has.
-        steps_per_epoch: how many steps are one pass over the worker's samples.
-        samples: how many samples the worker has.
-        weight: its weight in the aggregation, before the weights are divided by their sum.
+        worker: ID of the worker.
+        round: number of the round, from 1.
+        steps: number of local steps in the round.
+        steps_per_epoch: number of steps in one pass over the worker's samples.
+        samples: number of the worker's samples.
+        weight: weight of the worker in the aggregation, before normalisation.
     """
 
     worker: int
@@ -53,13 +54,16 @@ class WorkerRound:
     """One round of a worker, or of a stack of k workers.
 
     Attributes:
-        received: what `send` returned when the workers got their rows, [d] or [1], or [k, d] or [k, 1].
-        kept: the workers' own state, [..., w]. `finish` may change it; `start_round` must not.
-        facts: of each worker.
-        rows: the rows, [d] or [k, d].
-        full_gradient: the mean gradient of all samples of each worker at the row it was sent, [..., d]; None unless the
-            algorithm declares `full_gradient`.
-        only_tested: whether the rows are tested after this training and not sent, so that `finish` is not called.
+        received: server state that `send` returned when the workers received the global model: tensors [d] or [1], or
+            [k, d] or [k, 1].
+        kept: worker state, which the workers keep between rounds, [..., w]. `finish` may change it, `start_round` must
+            not.
+        facts: facts about the round, for each worker.
+        rows: models of the workers, [d] or [k, d].
+        full_gradient: mean gradient of all samples of each worker at the model that it received, [..., d]. None unless
+            the algorithm declares `full_gradient`.
+        only_tested: whether the models are tested after this training instead of being sent. `finish` is then not
+            called.
     """
 
     received: State
@@ -71,27 +75,27 @@ class WorkerRound:
 
     @cached_property
     def workers(self) -> Tensor:
-        """Return the numbers of the workers, int64 [..., 1]."""
+        """IDs of the workers, int64 [..., 1]."""
         return self._column([fact.worker for fact in self.facts])
 
     @cached_property
     def rounds(self) -> Tensor:
-        """Return the number of the worker's round, from 1, int64 [..., 1]."""
+        """Number of each worker's round, from 1, int64 [..., 1]."""
         return self._column([fact.round for fact in self.facts])
 
     @cached_property
     def steps(self) -> Tensor:
-        """How many local steps the round has, int64 [..., 1]."""
+        """Number of local steps in each worker's round, int64 [..., 1]."""
         return self._column([fact.steps for fact in self.facts])
 
     @cached_property
     def steps_per_epoch(self) -> Tensor:
-        """How many steps are one pass over the worker's samples, int64 [..., 1]."""
+        """Number of steps in one pass over each worker's samples, int64 [..., 1]."""
         return self._column([fact.steps_per_epoch for fact in self.facts])
 
     @cached_property
     def weights(self) -> Tensor:
-        """Return the weights of the workers in the aggregation, of the rows' type [..., 1]."""
+        """Weights of the workers in the aggregation, [..., 1], with the dtype of the rows."""
         return self._column([fact.weight for fact in self.facts]).to(self.rows.dtype)
 
     def _column(self, values: Sequence[float]) -> Tensor:
@@ -100,26 +104,27 @@ class WorkerRound:
 
 
 class ClientAlgorithm:
-    """A client algorithm: a frozen dataclass that derives from this class and overrides what it needs.
+    """Base class of client algorithms.
 
-    The defaults keep nothing, send nothing besides the row, and need `step` only. `fedsim.clients.SGD` is one.
+    A client algorithm is a frozen dataclass that derives from this class, defines `step` and overrides other methods as
+    needed. By default, workers keep no state and send only their update. An example is `fedsim.clients.SGD`.
 
     Attributes:
-        element_wise: whether `step` works on any columns of rows. If not, `step_rows` is called, with whole rows.
-        uses_start_row: whether the steps use the row that the worker was sent.
-        personal_columns: columns of the rows that are not sent either way. The updates must be 0 there.
-        personal_buffers: columns of the buffers, such as BatchNorm statistics, that are not sent either way.
-        personal_beside: whether the personal model is trained beside the row, by `gradient_at`. Each worker then keeps
-            all buffers of its personal model, which only the forward passes of `gradient_at` change.
-        starts_from_current: whether a worker that has not taken part has the `worker_state` and the personal buffers of
-            the current global model, not of the first one. Needs synchronous rounds.
-        gradients_per_step: number of gradients of a batch that a local step computes, which is its time on the virtual
-            clock; a property where it depends on the parameters. Forward passes without a gradient do not count.
+        element_wise: whether `step` works on any subset of columns. If false, `step_rows` is called with whole rows.
+        uses_start_row: whether steps use the model that the worker received at the start of the round.
+        personal_columns: columns of the row that are sent neither to nor by workers. Updates must be 0 there.
+        personal_buffers: columns of the buffers, such as BatchNorm statistics, that are sent neither to nor by workers.
+        personal_beside: whether each worker trains a personal model in addition to the row, with `gradient_at`. The
+            worker then keeps all buffers of its personal model, and only forward passes of `gradient_at` change them.
+        starts_from_current: whether a worker that takes part for the first time gets its `worker_state` and personal
+            buffers from the current global model instead of the initial one. Requires synchronous rounds.
+        gradients_per_step: number of gradients that a local step computes for its batch, which determines the time of
+            the step on the virtual clock. It is a property if it depends on parameters. Forward passes do not count.
 
-    The attributes from `personal_columns` to `starts_from_current` and `personal_rows` declare the personal model. The
-    engine trains, keeps, sends and tests its parameters and buffers accordingly.
+    The engine trains, keeps, sends and tests personal models as `personal_columns`, `personal_buffers`,
+    `personal_beside`, `starts_from_current` and the method `personal_rows` declare.
 
-    Cost: each row that `worker_state` names takes d numbers for each worker that has taken part.
+    Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
     >>> algorithm = fedsim.clients.SGD(lr=0.1)
     >>> algorithm.worker_state(torch.zeros(3)), algorithm.numbers_sent(d=3)
@@ -136,151 +141,180 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """For errors: the key and value of [local] that need local steps, if that is not `local.algorithm`."""
+        """Key and value of [local] that require local steps, for error messages. "" means `local.algorithm`."""
         return ""
 
     @property
     def full_gradient(self) -> bool:
-        """Whether a round begins with the gradient of each worker over all its samples, which costs one pass over them.
+        """Whether each worker computes the gradient over all its samples at the start of a round.
 
-        It is then `WorkerRound.full_gradient`. A subclass may declare `full_gradient: ClassVar[bool] = True`.
+        The gradient is then available as `WorkerRound.full_gradient`, and costs one pass over the samples. Subclasses
+        may declare `full_gradient: ClassVar[bool] = True`.
         """
         return False
 
     def gradients(self, steps: int, batches: int) -> int:
-        """Return the number of mini-batch gradients that a worker computes in a round: its cost on the virtual clock.
+        """Return the number of mini-batch gradients that a worker computes in a round, its cost on the virtual clock.
 
         Args:
-            steps: number of local steps, one for each batch.
-            batches: number of batches of one pass over the worker's samples, which `full_gradient` computes.
+            steps: number of local steps, one per batch.
+            batches: number of batches in one pass over the worker's samples, for which `full_gradient` computes
+                gradients.
         """
         return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
-        """Raise ExperimentError if rounds are too short; they have at least so many epochs, or else so many steps."""
+        """Raise ExperimentError if rounds are too short for the algorithm.
+
+        Either `epochs` is the minimum number of epochs in a round, or `steps` is the minimum number of local steps.
+        """
 
     def check_steps(self, worker: int, steps: int) -> None:
-        """Raise ExperimentError if a round of so many local steps is too short for the algorithm."""
+        """Raise ExperimentError if `steps` local steps in a round of `worker` are too few for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """Return the algorithm for a model: itself, or a copy that knows, for example, which columns are personal."""
+        """Return this algorithm, or a copy that is adapted to a model, for example with its personal columns."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """Return the columns of the buffers [b] of a personal model that a worker keeps."""
+        """Return which of the `b` columns of the buffers each worker keeps for its personal model."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
-        """Return a copy with another learning rate `lr`, for learning-rate schedules."""
+        """Return a copy of the algorithm with the learning rate `lr`, for learning-rate schedules."""
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
-        """What a worker keeps, before its first round: tensors [w].
+        """Return the worker state before a worker's first round: tensors [w] by name.
 
-        `row` [d] is the first global model, or the current one if the algorithm declares `starts_from_current`.
+        `row` [d] is the initial global model, or the current one if the algorithm declares `starts_from_current`.
         """
         return {}
 
     def server_state(self, row: Tensor) -> State:
-        """What the server keeps for the algorithm, before the first round: tensors [d] or [1]."""
+        """Return the state that the server keeps for the algorithm before the first round: tensors [d] or [1] by name.
+
+        `row` [d] is the initial global model.
+        """
         return {}
 
     def message(self, row: Tensor) -> State:
-        """Zeros in the shapes [w] of what a worker sends besides its row."""
+        """Return zeros with the shapes [w] of the messages that a worker sends in addition to its update."""
         return {}
 
     def send(self, server: State) -> State:
-        """What the server sends besides the row; by default all that it keeps. Read-only."""
+        """Return what the server sends in addition to the global model, by default its whole state.
+
+        Receivers must not change the result.
+        """
         return server
 
     def start(self, rows: Tensor) -> State:
-        """Return the state of the steps, of the rows' shape [..., d], for rows that have not moved."""
+        """Return the optimizer state before the first step: tensors of the shape [..., d] of `rows`, by name."""
         return {}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        """Return the state of the steps of a round, named as by `start`.
+        """Return the optimizer state at the start of a round, with the same names as the result of `start`.
 
-        `rows` [..., d] are as the server sent them.
+        `rows` [..., d] are the models that the workers received. They may be changed in place.
         """
         return self.start(rows)
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        """Move `rows` one step in place; `gradients` and `state` may change too. Every algorithm must define it."""
+        """Move `rows` by one step, in place. `gradients` and `state` may be changed too.
+
+        Every client algorithm must define this method.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define `step`")
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        """The same step for weights [k, o, i], along a gradient that is given by its factors."""
+        """Take the same step as `step` for stacked weights [k, o, i], whose gradient is given by its factors."""
         self.step(rows, product.computed(), state)
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
-        """One step of whole rows, in place, instead of `step` where `element_wise` is False.
+        """Move whole `rows` by one step, in place. Called instead of `step` if `element_wise` is false.
 
         Args:
-            rows, gradients: [..., d].
-            state: is changed in place.
-            gradient_at: the gradients [..., d] of the same batches at other points [..., d], with the same masks. Its
-                forward passes change the buffers of the personal model if that is `personal_beside`, and no others.
+            rows: models of the workers, [..., d].
+            gradients: gradients of the batches at `rows`, [..., d].
+            state: optimizer state, which is changed in place.
+            gradient_at: function that returns the gradients [..., d] of the same batches at other points [..., d], with
+                the same dropout masks. Its forward passes change only the buffers of personal models, and only if the
+                algorithm declares `personal_beside`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
     def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Rows [..., d] of the state at which `feature_loss` needs the model's features; () without a feature loss."""
+        """Return the rows [..., d] at which `feature_loss` needs the model's features.
+
+        Returns () if the algorithm has no feature loss.
+        """
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
-        """Term added to the loss of each sample, [..., batch].
+        """Return a term that is added to the loss of each sample, [..., batch].
 
         Args:
-            features: of the samples at the rows, [..., batch, f]; see `fedsim.core.recorded_features`.
-            at_points: the features at each of the `feature_points`, without gradient.
+            features: features of the samples in the workers' models, [..., batch, f] (see
+                `fedsim.core.recorded_features`).
+            at_points: features of the samples at each of the `feature_points`, without gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `feature_loss`")
 
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        """End a round: the messages, as `message` names them. May change `worker.kept` and `rows` [..., d]."""
+        """End a round, and return the workers' messages, with the same names as the result of `message`.
+
+        May change `worker.kept` and `rows` [..., d] in place.
+        """
         return {}
 
     def receive(self, server: State, sums: State, workers: int, population: int) -> None:
-        """Change the server's state in place.
+        """Update the server state in place after a round.
 
         Args:
-            server: the server's state, [d] and [1].
-            sums: the sums of the messages of the workers whose updates were used, [d] and [1].
-            workers: how many these are.
-            population: how many workers the experiment has.
+            server: server state, tensors [d] and [1].
+            sums: sums of the messages over the workers whose updates are aggregated, [d] and [1].
+            workers: number of workers whose updates are aggregated.
+            population: number of all workers in the experiment.
         """
 
     def receive_gradients(self, server: State, mean: Tensor) -> None:
-        """Change the server's state in place before a round; `mean` [d] is that of the cohort's full gradients.
+        """Update the server state in place before a round, with the `mean` [d] of the cohort's full gradients.
 
-        `send` comes afterwards. Only if `full_gradient`, and only where a cohort begins its round together.
+        Called before `send`, if the algorithm declares `full_gradient` and the workers of a cohort start together.
         """
 
     def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
-        """Change the aggregated update [columns] in place, before the server optimizer moves the global row by it.
+        """Correct the aggregated update in place, before the server optimizer moves the global model by it.
 
-        Element-wise. `server` has the same columns of the server's rows, which may change too, and its numbers [1],
-        which must not; `workers` and `population` as in `receive`, which comes before.
+        This method must be element-wise. It is called after `receive`.
+
+        Args:
+            update: some columns of the aggregated update, [columns].
+            server: server state: the same columns of tensors [d], which may be changed, and tensors [1], which must not
+                be changed.
+            workers: number of workers whose updates were aggregated.
+            population: number of all workers in the experiment.
         """
 
     def send_gradients(self, gradients: Tensor, worker_state: State) -> None:
-        """Change what workers send at a step of a round of gradients, [..., d], and what they keep, in place."""
+        """Change the gradients [..., d] that workers send with `sync = "gradients"`, and their state, in place."""
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
-        """Return the personal models [..., d] of workers, from the global model `rows` [..., d] and what they keep.
+        """Return the personal models [..., d] of workers, from the global model `rows` [..., d] and the worker state.
 
-        They are tested with the buffers that the workers keep for them, and else with those of the global model.
+        Personal models are tested with the buffers that the workers keep, or otherwise with the global model's buffers.
         """
         return rows
 
     def _copy(self, **changes: Any) -> ClientAlgorithm:
-        """Return a copy with changed attributes. `dataclasses.replace` would lose attributes that are not fields."""
+        """Return a copy of the algorithm with changed attributes, which need not be fields of the dataclass."""
         copied = copy.copy(self)
         vars(copied).update(changes)
         return copied
 
     def has(self, method: str) -> bool:
-        """Whether the algorithm overrides an optional method, which then has to be called."""
+        """Whether the algorithm overrides the optional method with this name."""
         return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
 
     @property
@@ -289,20 +323,20 @@ class ClientAlgorithm:
         return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        """Numbers that a worker receives and sends in a round in addition to the shared columns of its row."""
+        """Return how many numbers a worker receives and sends in a round, in addition to the model and its update."""
         row = torch.empty(d, device="meta")
         received, sent = self.send(self.server_state(row)), self.message(row)
         return sum(tensor.numel() for tensor in received.values()), sum(tensor.numel() for tensor in sent.values())
 
 
 def exchanges(algorithm: ClientAlgorithm) -> bool:
-    """Whether workers keep state, or exchange anything but rows with the server."""
+    """Whether workers keep a state, or exchange more than models and updates with the server."""
     row = torch.zeros(2)
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm needs rounds of local steps: does it do more than send gradients and step along them?"""
+    """Whether an algorithm requires rounds of local steps, and does not work with `sync = "gradients"`."""
     row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
@@ -310,21 +344,23 @@ def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
 
 
 def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """A client algorithm's step along gradients [..., d], or along their factors."""
+    """Take a step of a client algorithm along gradients [..., d], or along gradients given by their factors."""
     if isinstance(gradients, Tensor):
         algorithm.step(rows, gradients, state)
     else:
         algorithm.step_fused(rows, gradients, state)
 
 
-PERSONAL_BUFFERS = "personal.buffers"  # their name, which no state of an algorithm has
+PERSONAL_BUFFERS = "personal.buffers"  # name of the personal buffers in a worker state
 
 
 def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> State:
-    """What a worker keeps before its first round: the algorithm's state, and the buffers of its personal model.
+    """Return the worker state before a worker's first round, including the buffers of its personal model.
 
     Args:
-        row, buffers: of the global model, [d] and [b].
+        algorithm: client algorithm.
+        row: parameters of the global model, [d].
+        buffers: buffers of the global model, [b].
     """
     personal = algorithm.buffers_kept(len(buffers)).of(buffers)
     return ({PERSONAL_BUFFERS: personal} if len(personal) else {}) | algorithm.worker_state(row)
@@ -333,7 +369,14 @@ def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> 
 def personal_model(
     algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, worker_state: State
 ) -> tuple[Tensor, Tensor]:
-    """The row [d] and the buffers [b] of a worker's personal model, from those of the global one and what it keeps."""
+    """Return the parameters [d] and the buffers [b] of a worker's personal model.
+
+    Args:
+        algorithm: client algorithm.
+        row: parameters of the global model, [d].
+        buffers: buffers of the global model, [b].
+        worker_state: state that the worker keeps between rounds.
+    """
     of_algorithm = {name: tensor for name, tensor in worker_state.items() if name != PERSONAL_BUFFERS}
     if PERSONAL_BUFFERS in worker_state:
         buffers = buffers.clone()

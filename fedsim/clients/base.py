@@ -1,9 +1,9 @@
-"""Client algorithms: how a worker's row moves along its gradient.
+"""Registry of client algorithms, and the methods that every client algorithm has.
 
-A client algorithm is a frozen dataclass; its fields are its configuration. `start` returns the state of the steps,
-`step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on a row, a
-stack of rows and a slice of columns. A count of steps is therefore a tensor of the row's shape. Each round makes a new
-state.
+A client algorithm is a frozen dataclass whose fields are its configuration. `start` returns the optimizer state, and
+`step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on one row,
+on a stack of rows and on a slice of columns. For this reason a step counter is a tensor of the row's shape. Each round
+starts with a new state.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from torch.optim import Optimizer
 from fedsim.core.registry import Registration, Registry
 from fedsim.core.suggestions import nearest
 
-GIVEN = ("model", "batches", "worker")  # to functions that train a model
+GIVEN = ("model", "batches", "worker")  # inputs of functions that train a model
 
 
 class ClientAlgorithmRegistry(Registry):
-    """Algorithms are dataclasses, or functions `train(model, batches, ...)`; see `fedsim.clients.adapters`."""
+    """Registry of client algorithms, which are dataclasses or functions `train(model, batches, ...)`."""
 
     def _registration(self, name: str, target: Any) -> Registration:
         if isinstance(target, type) and issubclass(target, Optimizer):
             hint = nearest(target.__name__.lower(), self.names())
-            raise TypeError(
-                f"is an optimizer of PyTorch, not a client algorithm, which moves many rows at once; {hint}"
-            )
+            raise TypeError(f"is a PyTorch optimizer, not a client algorithm, which moves many rows at once; {hint}")
         registration = super()._registration(name, target)
         if is_dataclass(target):
             return registration
         parameters = () if isinstance(target, type) else inspect.signature(target).parameters
         if not {"model", "batches"}.issubset(parameters):
             raise TypeError(
-                "is neither a dataclass that derives from fedsim.clients.ClientAlgorithm nor a function of model and "
-                "batches, as train(model, batches, lr); see docs/how-to/own-client-algorithm.md"
+                "must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a function with the "
+                "parameters model and batches, such as train(model, batches, lr); see "
+                "docs/how-to/own-client-algorithm.md"
             )
         return replace(registration, takes={name: True for name in GIVEN if name in parameters})
 
@@ -54,11 +53,11 @@ State = dict[str, Tensor]
 
 
 class OuterProductGrad(NamedTuple):
-    """Gradients of stacked weights as factors: left^T right, [k, o, i].
+    """Gradients of the stacked weights [k, o, i] of k linear layers, given as factors of the product left^T right.
 
     Attributes:
-        left: [k, m, o], gradients of the loss by the layer's outputs.
-        right: [k, m, i], inputs of the layer.
+        left: gradients of the loss with respect to the layer's outputs, [k, m, o].
+        right: inputs of the layer, [k, m, i].
     """
 
     left: Tensor
@@ -68,27 +67,33 @@ class OuterProductGrad(NamedTuple):
         return torch.bmm(self.left.mT, self.right)
 
     def add_to(self, weights: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-        """weights = beta weights + alpha left^T right, in one pass over the weights [k, o, i]."""
+        """Set weights [k, o, i] to beta weights + alpha left^T right, in place and in one pass over the weights."""
         weights.baddbmm_(self.left.mT, self.right, beta=beta, alpha=alpha)
 
 
 class Stepper(Protocol):
-    """The methods that every client algorithm has; `fedsim.clients.ClientAlgorithm` has the optional ones too."""
+    """Interface with the methods that every client algorithm has.
+
+    `fedsim.clients.ClientAlgorithm` has the optional methods too.
+    """
 
     def start(self, rows: Tensor) -> State:
-        """Return the state for rows [..., d] that have not moved: tensors of the same shape."""
+        """Return the optimizer state before the first step: tensors of the shape [..., d] of `rows`, by name."""
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        """Move `rows` one step in place; `gradients` and `state` may change too."""
+        """Move `rows` by one step, in place. `gradients` and `state` may be changed too."""
 
 
 class RowOptimizer:
-    """A client algorithm of one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
+    """Client algorithm for one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
 
     The module must be bound to `row` and `gradient` (see `fedsim.core.rows.bind`).
 
     Args:
-        state: of the client algorithm; by default `algorithm.start(row)`.
+        algorithm: client algorithm.
+        row: parameters of the module, [d].
+        gradient: gradient of the parameters, [d].
+        state: optimizer state. None: `algorithm.start(row)`.
     """
 
     def __init__(self, algorithm: Stepper, row: Tensor, gradient: Tensor, state: State | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Federated averaging corrected by what the workers and the server exchange: FedDyn, FedNova, Mime, SCAFFOLD.
+"""Client algorithms that correct federated averaging for heterogeneous workers: FedDyn, FedNova, Mime, SCAFFOLD.
 
 FedDyn and SCAFFOLD correct the local steps of workers whose data differ. FedNova divides updates by the amount of local
-work. Mime and MimeLite take local steps with the server's momentum, which stays the same during a round.
+work. Mime and MimeLite take local steps with the server's momentum, which is constant during a round.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from fedsim.clients.sgd import LocalSGD
 @client_algorithm("feddyn")
 @dataclass(frozen=True)
 class FedDyn(LocalSGD):
-    """SGD on the loss - <h_k, x_k> + alpha / 2 |x_k - w|^2, a dynamic regulariser. Acar et al. 2021, algorithm 1.
+    """FedDyn: SGD on the loss plus a dynamic regulariser, - <h_k, x_k> + alpha / 2 |x_k - w|^2 (Acar et al. 2021).
 
-        worker k:  x_k = w;  local steps of sgd along the gradient - h_k + alpha (x_k - w)       (h, h_k = 0 at first)
+    Algorithm 1 of the paper, where w is the global model, x_k the model of worker k, and h and h_k start at 0:
+
+        worker k:  x_k = w;  local steps of sgd along the gradient - h_k + alpha (x_k - w)
                    h_k -= alpha (x_k - w);  sends x_k - w
         server:    D = aggregate of the x_k - w over the cohort S
                    h -= alpha |S| / N D;  w += D - h / alpha
 
-    N is the number of workers. The paper averages without weights: `aggregate = "mean"`, so that |S| D is the sum of
-    the updates. With another rule h follows what the rule returns. Workers who are not in the cohort keep their h_k.
-    The server keeps h, and does not send it.
+    N is the number of workers. The paper averages without weights (`aggregate = "mean"`), so that |S| D is the sum of
+    the updates. With another aggregation rule, h is updated with the result of this rule. Workers that are not in the
+    cohort keep their h_k. The server does not send h.
 
     Args:
-        alpha: > 0. A small alpha needs accurate local solutions.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        alpha: strength of the regulariser, > 0. A small alpha requires accurate local solutions.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: a row [d] for each worker that has taken part, and one more pass over the row in a step; the bytes of
-    `sgd`.
+    Cost: one row [d] for each worker that has taken part, and one more pass over the row per step than `sgd`. The
+    communication is that of `sgd`.
 
     >>> algorithm = fedsim.clients.FedDyn(lr=0.1, alpha=0.5)
     >>> update, server = torch.tensor([1.0]), algorithm.server_state(torch.zeros(1))
@@ -81,21 +83,25 @@ class FedDyn(LocalSGD):
 @client_algorithm("fednova")
 @dataclass(frozen=True)
 class FedNova(LocalSGD):
-    """Normalised averaging of the updates of `sgd`. Wang et al. 2020, section 4.
+    """FedNova: federated averaging of updates that are normalised by the amount of local work (Wang et al. 2020).
+
+    Section 4 of the paper, where x is the global model:
 
         worker k:  y = x;  K local steps of sgd;  sends (y - x) / |a_k|, |a_k|, and its weight p_k
         server:    x += tau_eff times the aggregate of the (y - x) / |a_k|,  tau_eff = sum p_k |a_k| / sum p_k
 
-    y - x = -lr times the sum over the steps s of a_k[s] gradient[s]; |a_k| = sum of a_k[s]. It is K without momentum,
-    A = (K - r (1 - r^K) / (1 - r)) / (1 - r) with momentum r, and K + r A with Nesterov's. With equal K it is FedAvg.
-    The weights p_k are those of the aggregation, for example the numbers of samples; rules without weights give equal
-    ones. With weights by inverse probability, the aggregate is unbiased, but not its product with tau_eff, which is a
-    ratio of sums over the same cohort.
+    a_k[s] is the factor of the gradient of step s in the update: y - x = -lr sum_s a_k[s] gradient[s]. Its sum |a_k| is
+    K without momentum, A = (K - r (1 - r^K) / (1 - r)) / (1 - r) with momentum r, and K + r A with Nesterov momentum.
+    If K is the same for all workers, FedNova equals FedAvg.
+
+    The weights p_k are those of the aggregation, for example the sample counts, or equal if the rule has no weights.
+    With weights by inverse probability, the aggregate is unbiased, but not its product with tau_eff, which is a ratio
+    of sums over the same cohort.
 
     Args:
-        lr, momentum, weight_decay, nesterov: see `SGD`; weight decay counts as a part of the gradient.
+        lr, momentum, weight_decay, nesterov: as for `sgd`. Weight decay counts as a part of the gradient.
 
-    Cost: as sgd, with a state of [d] for the row that was sent, and two numbers sent by each worker.
+    Cost: as for `sgd`, with one more state tensor [d]. Each worker sends two more numbers.
 
     >>> algorithm = fedsim.clients.FedNova(lr=0.1, momentum=0.5)
     >>> algorithm.normaliser(torch.tensor([1, 2, 3]))  # 1, 1 + 1.5, 1 + 1.5 + 1.75
@@ -103,7 +109,7 @@ class FedNova(LocalSGD):
     """
 
     def normaliser(self, steps: Tensor) -> Tensor:
-        """|a_k|, the sum of the weights of all gradients after `steps` steps, float64."""
+        """Return |a_k| after `steps` local steps, float64: the sum of the factors of all gradients in the update."""
         r, steps = self.momentum, steps.double()
         with_momentum = (steps - r * (1 - r**steps) / (1 - r)) / (1 - r)
         return steps + r * with_momentum if self.nesterov else with_momentum
@@ -122,7 +128,7 @@ class FedNova(LocalSGD):
 
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         normaliser = self.normaliser(worker.steps).to(rows.dtype)
-        divisor = torch.where(worker.steps > 0, normaliser, 1)  # the update of a worker without samples is 0
+        divisor = torch.where(worker.steps > 0, normaliser, 1)  # workers without samples take no steps
         rows.sub_(state["start"]).div_(divisor).add_(state["start"])
         return {"weight": worker.weights, "weighted_normaliser": worker.weights * normaliser}
 
@@ -137,17 +143,18 @@ class FedNova(LocalSGD):
 @client_algorithm("mimelite")
 @dataclass(frozen=True)
 class MimeLite(ClientAlgorithm):
-    """Local steps with the momentum m of the server. Karimireddy et al. 2020, with SGD with momentum.
+    """MimeLite: SGD with the server's momentum m, which is constant during a round (Karimireddy et al. 2020).
 
-    x -= lr ((1 - beta) gradient + beta m), at every local step. After the round m = beta m + (1 - beta) c, where c is
-    the mean of the cohort's full gradients: of all samples of a worker, at the row that it was sent. With beta = 0 it
-    is `sgd` to the bit.
+    Each local step is x -= lr ((1 - beta) gradient + beta m). After the round m = beta m + (1 - beta) c, where c is the
+    mean over the cohort of each worker's full gradient: the mean gradient of its samples at the model that it received.
+    With beta = 0 the results are bit-identical to `sgd`.
 
     Args:
         lr: learning rate, >= 0.
-        beta: decay of m, 0 <= beta < 1.
+        beta: decay rate of m, 0 <= beta < 1.
 
-    Cost: one pass over a worker's samples in each round, in which it also receives and sends a row [d]; a state of [d].
+    Cost: one more pass over each worker's samples per round, and one state tensor [d]. Each worker receives one more
+    row and sends one more row than with `sgd`.
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.MimeLite(lr=0.5, beta=0.5)
     >>> algorithm.step(row, torch.tensor([2.0]), {"momentum": torch.tensor([-2.0])})
@@ -189,19 +196,20 @@ class MimeLite(ClientAlgorithm):
 @client_algorithm("mime")
 @dataclass(frozen=True)
 class Mime(MimeLite):
-    """MimeLite with gradients corrected as in SVRG. Karimireddy et al. 2020, with SGD with momentum.
+    """Mime: `mimelite` with gradients that are corrected as in SVRG (Karimireddy et al. 2020).
 
-    It replaces the gradient of a batch at x by gradient at x - gradient at w + c. w is the row that the worker was
-    sent; c, which the server sends too, is the mean of the cohort's full gradients at w. Workers that drop out
-    (`sampling.client_dropout`) do not report, so c is the mean over the others. Local training for an evaluation has no
-    cohort but the worker itself: w is the row that it begins with, and c the worker's own full gradient at w.
+    Each step replaces the batch's gradient at x by (gradient at x) - (gradient at w) + c. w is the model that the
+    worker received. c, which the server sends, is the mean of the cohort's full gradients at w. Workers that drop out
+    (`sampling.client_dropout`) do not count in c. If a worker is trained only for an evaluation, w is the model that it
+    starts with, and c is the worker's own full gradient at w.
 
     Args:
         lr: learning rate, >= 0.
-        beta: decay of m, 0 <= beta < 1.
+        beta: decay rate of the server's momentum m, 0 <= beta < 1.
 
-    Cost: two gradients a step, and one pass over a worker's samples in each round, in which it also receives two rows
-    [d] and sends one; three states of [d]. The workers send their gradients before any of them takes a step.
+    Cost: two gradients per step, one more pass over each worker's samples per round, and three state tensors [d]. Each
+    worker receives two more rows and sends one more row than with `sgd`. All workers send their full gradients before
+    any worker takes a step.
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.Mime(lr=0.5, beta=0.0)
     >>> state = {"start": torch.tensor([3.0]), "mean_gradient": torch.tensor([4.0]), "momentum": torch.tensor([0.0])}
@@ -231,7 +239,7 @@ class Mime(MimeLite):
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         state = {name: tensor.expand_as(rows).clone() for name, tensor in worker.received.items()}
-        if worker.only_tested:  # the mean gradient of the last cohort is of an earlier row
+        if worker.only_tested:  # the last cohort's mean gradient belongs to an earlier model
             assert worker.full_gradient is not None
             state["mean_gradient"] = worker.full_gradient.clone()
         return {**state, "start": rows.clone()}
@@ -244,32 +252,33 @@ class Mime(MimeLite):
         return {}
 
     def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
-        server["momentum"].lerp_(server["mean_gradient"], 1 - self.beta)  # the update stays as it is
+        server["momentum"].lerp_(server["mean_gradient"], 1 - self.beta)  # the update is not corrected
 
 
 @client_algorithm("scaffold")
 @dataclass(frozen=True)
 class Scaffold(ClientAlgorithm):
-    """Stochastic controlled averaging: SGD along the gradient - c_k + c. Karimireddy et al. 2020, algorithm 1.
+    """SCAFFOLD, stochastic controlled averaging: SGD along the gradient - c_k + c (Karimireddy et al. 2020).
 
-        server sends x and c to the cohort S                                         (c, c_k = 0 at first)
+    Algorithm 1 of the paper, where x is the global model, and the control variates c and c_k start at 0:
+
+        server sends x and c to the cohort S
         worker k:  y = x;  for each of its K batches:  y -= lr (gradient(y) - c_k + c)
                    c_k+ = full gradient at x (option 1), or c_k - c + (x - y) / (K lr) (option 2)
                    sends y - x and c_k+ - c_k;  c_k = c_k+
         server:    x += aggregate of the y - x;  c += sum over S of (c_k+ - c_k) / N
 
-    N is the number of workers. The paper averages the updates without weights: `aggregate = "mean"`. Workers who are
-    not in the cohort keep their c_k, and so do those who take no step with option 2.
+    N is the number of workers. The paper averages the updates without weights (`aggregate = "mean"`). Workers that are
+    not in the cohort keep their c_k, and so do workers that take no step with option 2. Momentum is not available,
+    because option 2 uses (x - y) / (K lr) as a mean of gradients.
 
     Args:
         lr: learning rate, > 0.
-        weight_decay: >= 0; adds weight_decay y to each gradient, and to the full gradient.
-        option: 1 or 2, how a worker renews c_k; 1 costs one more pass over its samples.
+        weight_decay: factor of the L2 penalty, >= 0, which adds weight_decay y to each gradient.
+        option: 1 or 2, how a worker updates c_k. Option 1 costs one more pass over its samples.
 
-    There is no momentum, since option 2 takes (x - y) / (K lr) for a mean of gradients.
-
-    Cost: a row [d] for each worker that has taken part, two more passes over the row in a step, and twice the bytes
-    of `sgd` each way.
+    Cost: one row [d] for each worker that has taken part, two more passes over the row per step, and twice the
+    communication of `sgd` in both directions.
 
     >>> algorithm = fedsim.clients.Scaffold(lr=0.1)
     >>> algorithm.numbers_sent(d=3)

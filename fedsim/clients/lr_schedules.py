@@ -1,8 +1,8 @@
-"""Learning-rate schedules: PyTorch's schedulers, as pure functions of the round or of the step of a round.
+"""Learning-rate schedules: PyTorch's schedulers as pure functions of the round, or of the step within a round.
 
-A schedule is a function of an optimizer that returns a scheduler of `torch.optim.lr_scheduler`. The simulator gives it
-an optimizer without parameters, steps both, and reads the learning rates. So they are PyTorch's numbers, and neither
-a checkpoint nor a process keeps a scheduler.
+A schedule is a function from an optimizer to a scheduler of `torch.optim.lr_scheduler`. The simulator passes an
+optimizer without parameters, steps the optimizer and the scheduler, and reads the learning rates. The learning rates
+are therefore PyTorch's, and schedulers need not be stored in checkpoints or sent to processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, one_line
 
-LARGEST_RATE = torch.finfo(torch.float32).max  # an optimizer fails with a larger one
+LARGEST_RATE = torch.finfo(torch.float32).max  # optimizers fail with larger learning rates
 
 lr_schedule = Registry("learning-rate schedule", inputs=("optimizer", "length"))
 
@@ -34,13 +34,13 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 def constant(
     optimizer: Optimizer, *, factor: Fraction = 1.0, total_iters: Annotated[int, Field(ge=0)] = 0
 ) -> LRScheduler:
-    """lr times `factor` in the first `total_iters` rounds, then lr: `torch.optim.lr_scheduler.ConstantLR`.
+    """Multiply the learning rate by `factor` in the first `total_iters` rounds, as PyTorch's `ConstantLR`.
 
-    A `factor` below 1 needs `total_iters` >= 1.
+    A `factor` below 1 requires `total_iters` >= 1.
     """
     if factor < 1 and not total_iters:
         raise ExperimentError(
-            f"total_iters = 0: with factor = {factor:g} must be at least 1, the number of rounds with the factor"
+            f"total_iters = 0: must be at least 1, the number of rounds to which factor = {factor:g} applies"
         )
     return lr_scheduler.ConstantLR(optimizer, factor, total_iters)
 
@@ -49,7 +49,7 @@ def constant(
 def step(
     optimizer: Optimizer, *, step_size: Annotated[Count, Field(examples=[10])], gamma: Positive = 0.1
 ) -> LRScheduler:
-    """Multiplies lr by `gamma` after every `step_size` rounds: `torch.optim.lr_scheduler.StepLR`."""
+    """Multiply the learning rate by `gamma` after every `step_size` rounds, as PyTorch's `StepLR`."""
     return lr_scheduler.StepLR(optimizer, step_size, gamma)
 
 
@@ -57,13 +57,13 @@ def step(
 def multi_step(
     optimizer: Optimizer, *, milestones: Annotated[list[Count], Field(examples=[[10, 20]])], gamma: Positive = 0.1
 ) -> LRScheduler:
-    """Multiplies lr by `gamma` after each of `milestones` rounds: `torch.optim.lr_scheduler.MultiStepLR`."""
+    """Multiply the learning rate by `gamma` after each of the rounds `milestones`, as PyTorch's `MultiStepLR`."""
     return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
 
 
 @lr_schedule("exponential")
 def exponential(optimizer: Optimizer, *, gamma: Annotated[Positive, Field(examples=[0.99])]) -> LRScheduler:
-    """Multiplies lr by `gamma` after each round: `torch.optim.lr_scheduler.ExponentialLR`."""
+    """Multiply the learning rate by `gamma` after each round, as PyTorch's `ExponentialLR`."""
     return lr_scheduler.ExponentialLR(optimizer, gamma)
 
 
@@ -75,7 +75,10 @@ def linear(
     end_factor: Annotated[float, Field(ge=0, le=1)] = 1.0,
     total_iters: Count = 5,
 ) -> LRScheduler:
-    """Linear change from lr * start_factor to lr * end_factor in `total_iters` rounds, as in PyTorch's `LinearLR`."""
+    """Change the learning rate linearly in `total_iters` rounds, as PyTorch's `LinearLR`.
+
+    The factor of the initial learning rate changes from `start_factor` to `end_factor`.
+    """
     return lr_scheduler.LinearLR(optimizer, start_factor, end_factor, total_iters)
 
 
@@ -87,9 +90,11 @@ def cosine(
     T_max: Count | None = None,  # noqa: N803
     eta_min: NonNegative = 0.0,
 ) -> LRScheduler:
-    """Cosine decay from lr to `eta_min` in `T_max` rounds (default: all), as in PyTorch's `CosineAnnealingLR`.
+    """Decay the learning rate to `eta_min` along a cosine, as PyTorch's `CosineAnnealingLR`.
 
-    Loshchilov and Hutter 2017.
+    The decay takes `T_max` rounds (by default all rounds).
+
+    The schedule is from Loshchilov and Hutter 2017.
     """
     return lr_scheduler.CosineAnnealingLR(optimizer, T_max or _required(length, "T_max"), eta_min)
 
@@ -106,13 +111,14 @@ def one_cycle(
     final_div_factor: Positive = 1e4,
     three_phase: bool = False,
 ) -> LRScheduler:
-    """One-cycle schedule that peaks at lr, in `total_steps` rounds (default: all), as in PyTorch's `OneCycleLR`.
+    """Raise the learning rate to its maximum and lower it again, as PyTorch's `OneCycleLR`.
 
-    Smith and Topin 2019.
+    The maximum is the configured learning rate, and the cycle takes `total_steps` rounds (by default all rounds). The
+    schedule is from Smith and Topin 2019.
     """
     total = total_steps or _required(length, "total_steps")
     if length is not None and total < length:
-        raise ExperimentError(f"total_steps = {total}: must be at least {length}, or the schedule ends before the run")
+        raise ExperimentError(f"total_steps = {total}: must be at least {length}, so that the schedule covers the run")
     return lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=optimizer.param_groups[0]["lr"],
@@ -127,24 +133,24 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """Return a parameter of a schedule whose default is the length of the schedule, which must be known."""
+    """Return the length of a schedule. Raises ExperimentError, which names the parameter `key`, if it is None."""
     if length is None:
-        raise ExperimentError(f"{key}: is required, since the number of steps of a round differs")
+        raise ExperimentError(f"{key}: is required, because the number of steps differs between rounds")
     return length
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A schedule of the learning rate, over the rounds of a run or over the steps of each round.
+    """Learning-rate schedule over the rounds of a run, or over the steps of each round.
 
     Args:
-        make: the component with its parameters.
-        takes: which of the inputs optimizer and length it takes.
-        length: how many rounds or steps the schedule has; None if that is unknown.
-        warmup: in the first rounds or steps, the rate grows linearly: lr / warmup, 2 lr / warmup, ..., lr (Goyal et al.
-            2017). The schedule itself begins after them.
-        per: what it counts.
-        place: its table in the experiment, for errors.
+        make: function that returns the scheduler, with its parameters bound.
+        takes: which of the inputs "optimizer" and "length" the function accepts.
+        length: number of rounds or steps of the schedule. None if unknown.
+        warmup: number of rounds or steps in which the rate grows linearly before the schedule starts: lr / warmup,
+            2 lr / warmup, ..., lr (Goyal et al. 2017).
+        per: what the schedule counts, "round" or "step".
+        place: table of the experiment that contains the schedule, for error messages.
 
     >>> from fedsim.clients.lr_schedules import LRSchedule, exponential
     >>> from functools import partial
@@ -162,13 +168,15 @@ class LRSchedule:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> LRSchedule:
-        """Return the schedule of a component with its parameters."""
+        """Return a schedule for a registered component with the given parameters."""
         return cls(registration.bind(params), tuple(registration.takes), **settings)
 
     def rate(self, lr: float, round: int, step: int = 0) -> float:
-        """Return the learning rate in a step (from 0) of a round (from 1), of an optimizer with learning rate `lr`.
+        """Return the learning rate in `step` (from 0) of `round` (from 1).
 
-        Raises ExperimentError if the scheduler cannot be made, or ends before.
+        `lr` is the initial learning rate, to which the schedule is relative.
+
+        Raises ExperimentError if the scheduler cannot be created, or has fewer steps.
         """
         position = round - 1 if self.per == "round" else step
         known, further = _known_rates(self, lr)
@@ -177,16 +185,18 @@ class LRSchedule:
             try:
                 rate = next(further)
                 if not abs(rate) <= LARGEST_RATE:
-                    raise ExperimentError(f"name: its learning rate {number} is {rate:g}, more than {LARGEST_RATE:.1e}")
+                    limit = f"must be at most {LARGEST_RATE:.1e}"
+                    raise ExperimentError(f"name: the rate of {self.per} {number} is {rate:g}; {limit}")
             except ExperimentError as error:
                 raise ExperimentError(*(f"{self.place}.{line}" for line in error.lines)) from None
             except Exception as error:
-                raise ExperimentError(f"{self.place}.name: has no learning rate {number}: {one_line(error)}") from error
+                place = f"{self.place}.name: cannot compute the learning rate of {self.per} {number}"
+                raise ExperimentError(f"{place}: {one_line(error)}") from error
             known.append(rate)
         return known[position]
 
     def rates(self, lr: float) -> Iterator[float]:
-        """Yield the learning rates in their order."""
+        """Yield the learning rates of all rounds or steps, in order, for the initial learning rate `lr`."""
         optimizer = torch.optim.SGD([torch.zeros(0)], lr=lr)
         scheduler = self._scheduler(optimizer)
         while True:
@@ -207,11 +217,13 @@ class LRSchedule:
         if first is None:
             return scheduler
         if isinstance(scheduler, lr_scheduler.OneCycleLR):
-            raise ExperimentError(f"warmup = {warmup}: one_cycle begins with its own warm-up; use pct_start")
+            raise ExperimentError(
+                f"warmup = {warmup}: one_cycle begins with its own warm-up; omit warmup and set pct_start"
+            )
         return lr_scheduler.SequentialLR(optimizer, [first, scheduler], [warmup])
 
 
 @lru_cache(maxsize=64)
 def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
-    """Return the learning rates that were asked for so far, and those that follow."""
+    """Return the cached list of learning rates computed so far, and the iterator that yields the next ones."""
     return [], schedule.rates(lr)

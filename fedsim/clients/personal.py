@@ -1,8 +1,9 @@
-"""SGD with personal parameters, which stay with the workers: fedper, fedrep, lg_fedavg, fedbn, local_only.
+"""SGD with personal parameters, which workers do not send: fedper, fedrep, lg_fedavg, fedbn, local_only.
 
-A worker keeps the columns of its personal parameters between its rounds. They replace those of the row that it was
-sent, and before the update is computed the values of the server return, so that the update is 0 there. The buffers of
-layers with personal parameters, such as BatchNorm statistics, are personal too, for every value of `buffers`.
+A worker keeps the columns of its personal parameters between its rounds. At the start of a round they replace these
+columns of the global model. At the end of a round the server's values are restored, so that the update is 0 in these
+columns. Buffers of layers with personal parameters, such as BatchNorm statistics, are personal too, for every value of
+the setting `buffers`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ NORMALISATION_LAYERS: tuple[Any, ...] = (
 
 
 class PersonalSGD(LocalSGD):
-    """SGD of rows with personal columns, which stay with the worker. Subclasses define `personal_names`."""
+    """Base class of SGD with personal parameters, which stay with the worker. Subclasses define `personal_names`."""
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
-        """The names of the personal parameters of a model, and of personal buffers in layers without parameters."""
+        """Return the names of a model's personal parameters, and of personal buffers in layers without parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define `personal_names`")
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
@@ -57,11 +58,11 @@ class PersonalSGD(LocalSGD):
         return {"personal": self.personal_columns.of(row)}
 
     def server_state(self, row: Tensor) -> State:
-        """Return the personal columns of the global row, which never move."""
+        """Return the personal columns of the initial global model, which never change on the server."""
         return {"personal": self.personal_columns.of(row)}
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        return 0, 0  # each worker has the server's state from the start
+        return 0, 0  # the server state is constant, so workers need not receive it
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         self.personal_columns.write(rows, worker.kept["personal"])
@@ -81,17 +82,17 @@ class PersonalSGD(LocalSGD):
 @client_algorithm("fedper")
 @dataclass(frozen=True)
 class FedPer(PersonalSGD):
-    """SGD of all parameters, of which the personal ones stay with the worker. Arivazhagan et al. 2019.
+    """FedPer: SGD on all parameters, of which some are personal and stay with the worker (Arivazhagan et al. 2019).
 
-    The server averages the other parameters only. The personal parameters of the global model remain as at the start,
-    so `personal_rows` are the models to test. Buffers of layers with personal parameters, such as BatchNorm statistics,
-    are personal too.
+    The server averages only the shared parameters. The global model's personal parameters keep their initial values, so
+    the models to test are the workers' personal models. Buffers of layers with personal parameters, such as BatchNorm
+    statistics, are personal too.
 
     Args:
-        personal: patterns of parameter names, such as `["fc2.*"]`, as in a shell.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        personal: shell-style patterns for the names of the personal parameters, such as `["fc2.*"]`.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as sgd; each worker that has taken part keeps its p personal parameters, [p].
+    Cost: as for `sgd`. Each worker that has taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedPer(personal=["fc2.*"]).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns, algorithm.worker_state(torch.zeros(21840))["personal"].shape
@@ -111,7 +112,7 @@ class FedPer(PersonalSGD):
             all_or_none, instead = ("all", "local_only") if matching else ("none", "sgd")
             place = f"local.personal = {show(self.personal)}"
             raise ExperimentError(
-                f"{place}: {all_or_none} of the parameters are personal; use local.algorithm={instead}"
+                f"{place}: {all_or_none} of the model's parameters are personal; use local.algorithm={instead}"
             )
         return matching.union(self._matching(entry.name for entry in Layout.of(module).buffers))
 
@@ -122,15 +123,16 @@ class FedPer(PersonalSGD):
 @client_algorithm("lg_fedavg")
 @dataclass(frozen=True)
 class LGFedAvg(FedPer):
-    """SGD of all parameters, of which those of the representation stay with the worker. Liang et al. 2020.
+    """LG-FedAvg: SGD on all parameters, where the first layers are personal and not sent (Liang et al. 2020).
 
-    As `fedper`, but `personal` names the first layers, and the server averages the last ones.
+    The algorithm is that of `fedper`. In `fedper` the last layers are personal. Here the first layers, which compute
+    the representation, are personal, and the server averages the last layers.
 
     Args:
-        personal: patterns of the names of the representation's parameters, such as `["conv*"]`, as in a shell.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        personal: shell-style patterns for the parameter names of the first layers, such as `["conv*"]`.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as `fedper`, with p parameters of the representation, [p].
+    Cost: as for `sgd`. Each worker that has taken part keeps the p parameters of the first layers, [p].
 
     >>> algorithm = fedsim.clients.LGFedAvg(personal=["conv*", "fc1.*"]).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns
@@ -141,21 +143,24 @@ class LGFedAvg(FedPer):
 @client_algorithm("fedrep")
 @dataclass(frozen=True)
 class FedRep(FedPer):
-    """SGD of the personal parameters with the others fixed, then of the others with those fixed. Collins et al. 2021.
+    """FedRep: SGD that trains first the personal and then the shared parameters in each round (Collins et al. 2021).
 
-    A round begins with `head_epochs` or `head_steps` of the personal parameters; the rest of `local.epochs` or
-    `local.steps` is for the others, which the server averages. Fine-tuning for an evaluation has the same order. In the
-    paper, `personal` names the last layer (the head), and the others are trained for one epoch: `local.epochs = 11`
-    with `head_epochs = 10`. Momentum and weight decay do not move fixed parameters.
+    A round begins with `head_epochs` or `head_steps` in which only the personal parameters move. In the rest of
+    `local.epochs` or `local.steps`, only the shared parameters move, which the server averages. Momentum and weight
+    decay do not move fixed parameters. Fine-tuning for an evaluation has the same order.
+
+    In the paper the last layer (the head) is personal, and the other layers are trained for one epoch: for example
+    `local.epochs = 11` with `head_epochs = 10`.
 
     Args:
-        personal: patterns of parameter names, such as `["fc2.*"]`, as in a shell.
-        head_epochs: how many epochs of a round train the personal parameters; fewer than `local.epochs`. By default,
-            half of the steps of a round do, rounded down.
-        head_steps: how many steps, if a round is given by `local.steps`; fewer than these.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        personal: shell-style patterns for the names of the personal parameters, such as `["fc2.*"]`.
+        head_epochs: number of epochs in a round that train the personal parameters, less than `local.epochs`. By
+            default, half of the steps of a round (rounded down).
+        head_steps: number of steps in a round that train the personal parameters, less than `local.steps`, if
+            `local.steps` is set.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as `fedper`, with a mask [d] and one or two more passes over the row.
+    Cost: as for `fedper`, with a mask [d] and one or two more passes over the row.
 
     >>> algorithm = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns.width
@@ -168,15 +173,15 @@ class FedRep(FedPer):
     head_steps: Amount | None = None
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
-        key, least = ("epochs", epochs) if steps is None else ("steps", steps)
+        key, minimum = ("epochs", epochs) if steps is None else ("steps", steps)
         unused_key = "head_steps" if steps is None else "head_epochs"
         if getattr(self, unused_key) is not None:
-            raise ExperimentError(f"local.{unused_key}: does not go with local.{key}; use local.head_{key}")
+            raise ExperimentError(f"local.{unused_key}: cannot be combined with local.{key}; use local.head_{key}")
         head = getattr(self, f"head_{key}")
-        if head is not None and least is not None and head >= least:
+        if head is not None and minimum is not None and head >= minimum:
             raise ExperimentError(
-                f"local.head_{key} = {head}: leaves nothing of local.{key} = {least} for the other parameters; use "
-                f"local.{key} = {head + 1} or more"
+                f"local.head_{key} = {head}: must be less than local.{key} = {minimum}, so that the shared "
+                f"parameters are trained too; use local.{key} = {head + 1} or more"
             )
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
@@ -195,22 +200,22 @@ class FedRep(FedPer):
             gradients.add_(rows, alpha=self.weight_decay)
         gradients.mul_(moving)
         if self.momentum:
-            state["momentum"].mul_(moving)  # which is 0 where parameters begin to move
+            state["momentum"].mul_(moving)  # so that it is 0 when parameters begin to move
         LocalSGD(self.lr, self.momentum, nesterov=self.nesterov, dampening=self.dampening).step(rows, gradients, state)
 
 
 @client_algorithm("fedbn")
 @dataclass(frozen=True)
 class FedBN(PersonalSGD):
-    """SGD of all parameters, of which those of normalisation layers stay with the worker. Li et al. 2021.
+    """FedBN: SGD on all parameters, where normalisation layers are personal and stay with the worker (Li et al. 2021).
 
-    These are PyTorch's batch, group, layer, instance and RMS normalisation. Their running statistics stay there too.
-    The paper keeps batch normalisation only.
+    Normalisation layers are PyTorch's batch, group, layer, instance and RMS normalisation. Their running statistics are
+    personal too. In the paper only batch normalisation is personal.
 
     Args:
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as sgd; each worker that has taken part keeps the p parameters of normalisation layers, [p].
+    Cost: as for `sgd`. Each worker that has taken part keeps the p parameters of the normalisation layers, [p].
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     >>> fedsim.clients.FedBN(lr=0.1).for_model(model).personal_columns
@@ -231,15 +236,15 @@ class FedBN(PersonalSGD):
 @client_algorithm("local_only")
 @dataclass(frozen=True)
 class LocalOnly(PersonalSGD):
-    """SGD of each worker on its own model. The server averages nothing, and the workers send nothing.
+    """SGD of each worker on its own model, without any communication.
 
-    The baseline of personalised learning, as in Dinh et al. 2020. The parameters of the global model remain as at the
-    start. All buffers, such as BatchNorm statistics, are each worker's own.
+    This is the baseline of personalised learning, as in Dinh et al. 2020. The global model keeps its initial
+    parameters. Each worker also keeps all buffers of its model, such as BatchNorm statistics.
 
     Args:
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as sgd; each worker that has taken part keeps its model, [d].
+    Cost: as for `sgd`. Each worker that has taken part keeps its model, [d].
 
     >>> fedsim.clients.LocalOnly(lr=0.1).for_model(torch.nn.Linear(3, 2)).personal_columns
     ColumnSpans(spans=((0, 8),))
@@ -251,12 +256,12 @@ class LocalOnly(PersonalSGD):
 
 
 def _layer(name: str) -> str:
-    """Return the name of the module that a parameter or buffer belongs to."""
+    """Return the name of the module that contains the parameter or buffer `name`."""
     return name.rpartition(".")[0]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """Return the hint for a pattern that matches no parameter."""
+    """Return a hint with the most similar parameter or module names, for a pattern that matches no parameter."""
     if closest(pattern, names):
         return nearest(pattern, names)
     modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)

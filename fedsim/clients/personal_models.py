@@ -1,4 +1,4 @@
-"""Personal models besides the row: APFL, Ditto, pFedMe, and Per-FedAvg, whose personal model is one step away."""
+"""Client algorithms with a personal model in addition to the global model: APFL, Ditto, pFedMe and Per-FedAvg."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fedsim.errors import ExperimentError
 @client_algorithm("apfl")
 @dataclass(frozen=True)
 class APFL(LocalSGD):
-    """Adaptive personalized federated learning: a mixture of a local and the global model. Deng et al. 2020.
+    """Adaptive personalized federated learning (APFL): a mixture of a local and the global model (Deng et al. 2020).
 
-    The row x takes the steps of `sgd`. The worker's own v, which it keeps, is trained within the mixture
-    u = alpha v + (1 - alpha) x: at each step v -= lr alpha (gradient at u). The personal model is the
-    mixture of v and the global model. Its BatchNorm statistics and other buffers stay with the worker, and follow the
-    forward passes at u alone.
+    The worker's copy x of the global model takes the steps of `sgd`. The worker also keeps a local model v between
+    rounds. Each step trains v within the mixture u = alpha v + (1 - alpha) x: v -= lr alpha (gradient at u). The
+    personal model is the mixture of v and the global model. The worker keeps the personal model's buffers, such as
+    BatchNorm statistics, which only the forward passes at u update.
 
     Args:
-        alpha: share of v, 0 <= alpha <= 1. With 0 the row moves as under `sgd`, and v does not move.
-        adaptive: each worker keeps an alpha of its own, from `alpha` on, and at each step moves it along its gradient:
-            alpha -= lr <v - x, gradient at u>, kept within [0, 1].
-        lr, momentum, weight_decay, nesterov, dampening: see `SGD`; of these only lr applies to v and alpha.
+        alpha: fraction of v in the mixture, 0 <= alpha <= 1. With 0, x moves as under `sgd` and v does not move.
+        adaptive: whether each worker learns its own alpha, which starts at `alpha`. Each step moves it along its
+            gradient, alpha -= lr <v - x, gradient at u>, and clips it to [0, 1].
+        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Of these, only lr also applies to v and alpha.
 
-    Cost: two gradients a step; a state of [d], and v [d] for each worker that has taken part.
+    Cost: two gradients per step, one state tensor [d], and v [d] for each worker that has taken part.
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.APFL(lr=0.5, alpha=0.5)
     >>> state = {"personal": torch.tensor([3.0])}
@@ -81,18 +81,19 @@ class APFL(LocalSGD):
 @client_algorithm("ditto")
 @dataclass(frozen=True)
 class Ditto(LocalSGD):
-    """Federated averaging, and a personal model that is pulled to the global one. Li et al. 2021.
+    """Ditto: federated averaging, and a personal model that is pulled towards the global model (Li et al. 2021).
 
-    The row takes the steps of `sgd`. At each step the worker's personal model v, which it keeps, takes a step on the
-    same batch: v -= lr (gradient at v + lam (v - w)), with the row w that the worker was sent. v is evaluated. Its
-    BatchNorm statistics and other buffers stay with the worker too, and follow the forward passes at v alone.
+    The worker's copy of the global model takes the steps of `sgd`. At each step the worker's personal model v takes a
+    step on the same batch: v -= lr (gradient at v + lam (v - w)), where w is the global model at the start of the
+    round. The worker keeps v between rounds, and v is evaluated. The worker also keeps the buffers of v, such as
+    BatchNorm statistics, which only the forward passes at v update.
 
     Args:
-        lam: the paper's lambda, >= 0: 0 trains v on the worker's samples alone.
-        personal_steps: v takes only so many first steps of a round; None: all.
-        lr, momentum, weight_decay, nesterov, dampening: see `SGD`; of these only lr applies to v.
+        lam: the paper's lambda, >= 0. With 0, v is trained on the worker's samples alone.
+        personal_steps: v takes part only in the first `personal_steps` steps of a round. None: in all steps.
+        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Of these, only lr also applies to v.
 
-    Cost: two gradients a step; states of [d] for v and w, and v [d] for each worker that has taken part.
+    Cost: two gradients per step, two state tensors [d] for v and w, and v [d] for each worker that has taken part.
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.Ditto(lr=0.5, lam=1.0)
     >>> state = {"start": torch.tensor([1.0]), "personal": torch.tensor([3.0])}
@@ -129,7 +130,7 @@ class Ditto(LocalSGD):
         self.step(rows, gradients, state)
 
     def _moves_personal(self, state: State) -> bool:
-        """Whether the personal model v takes this step. All rows of a stack are at the same step."""
+        """Whether the personal models take this step, which is the same for all rows of a stack. Counts the step."""
         if self.personal_steps is None:
             return True
         taken = state["taken"].add_(1)
@@ -146,20 +147,20 @@ class Ditto(LocalSGD):
 @client_algorithm("per_fedavg")
 @dataclass(frozen=True)
 class PerFedAvg(ClientAlgorithm):
-    """Meta-learning by model-agnostic steps, in its first-order form. Fallah et al. 2020.
+    """Per-FedAvg: model-agnostic meta-learning of the global model, in its first-order form (Fallah et al. 2020).
 
     Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then
-    x -= lr (gradient at x'). Of an odd number of local steps the last one is not used. The personal model is x' of the
-    global model; workers keep none. The test of workers after local training of an odd number of steps tests x'. The
-    training loss is the mean over both batches.
+    x -= lr (gradient at x'). If a round has an odd number of local steps, the last one is ignored. Workers keep no
+    personal model: it is x', one step away from the global model. Testing workers after training with an odd number of
+    local steps tests x'. The training loss is the mean over both batches.
 
     Args:
         lr: learning rate of x, >= 0.
         inner_lr: learning rate of x', >= 0.
 
-    Raises ExperimentError if a worker has a single step in a round, since its row would not move.
+    Raises ExperimentError if a worker has a single step in a round, because its model would not move.
 
-    Cost: one gradient a local step, and a few passes over the row [d]; a state of [d].
+    Cost: one gradient per local step, a few passes over the row [d], and one state tensor [d].
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.PerFedAvg(lr=1.0, inner_lr=0.5)
     >>> state = algorithm.start(row)
@@ -180,12 +181,12 @@ class PerFedAvg(ClientAlgorithm):
     def check_steps(self, worker: int, steps: int) -> None:
         if steps < 2:
             raise ExperimentError(
-                'local.algorithm = "per_fedavg": needs two local steps in a round, each on a batch, and worker '
+                'local.algorithm = "per_fedavg": needs two local steps per round, but worker '
                 f"{worker} has {steps}; use local.steps = 2 or more, or a smaller local.batch_size"
             )
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        # Before the run only a sample of a virtual population is checked, and a policy may choose the number of steps.
+        # The check before the run covers only a sample of a virtual population, and policies may choose the steps.
         for fact in worker.facts if not worker.only_tested else ():
             self.check_steps(fact.worker, fact.steps)
         return self.start(rows)
@@ -205,21 +206,25 @@ class PerFedAvg(ClientAlgorithm):
 @client_algorithm("pfedme")
 @dataclass(frozen=True)
 class PFedMe(ClientAlgorithm):
-    """Each step finds a personal model near the row, and moves the row towards it. Dinh et al. 2020.
+    """pFedMe: each step finds a personal model near the worker's model, and moves towards it (Dinh et al. 2020).
 
-    theta = x, then `inner_steps` times theta -= lr (gradient at theta + lam (theta - x)), on one batch;
-    x -= eta lam (x - theta). The server averages: w = (1 - beta) w + beta (mean of the x). The last theta of a round is
-    the personal model; of a worker that has not taken part it is w. BatchNorm statistics and other buffers of theta
-    stay with the worker, and follow the forward passes at theta, of which the first one is at x.
+    The worker's copy x of the global model w takes local steps with a personal model theta. Each step uses one batch:
+
+        theta = x;  inner_steps times: theta -= lr (gradient at theta + lam (theta - x))
+        x -= eta lam (x - theta)
+
+    The server averages: w = (1 - beta) w + beta (mean of the x). The last theta of a round is the personal model. The
+    personal model of a worker that has not taken part is w. The worker keeps the buffers of theta, such as BatchNorm
+    statistics, which only the forward passes at theta update (the first of these is at x).
 
     Args:
         lr: learning rate of theta, >= 0.
         eta: learning rate of x, >= 0.
-        lam: the paper's lambda, >= 0; lr lam must be small for theta to converge.
-        inner_steps: steps of theta for each local step, > 0.
-        beta: >= 0; 1 is the plain average.
+        lam: the paper's lambda, >= 0. lr lam must be small for theta to converge.
+        inner_steps: number of steps of theta per local step, > 0.
+        beta: step size of the server's average, >= 0. 1 is the mean.
 
-    Cost: `inner_steps` gradients a step, and another one if the model has buffers; a state of [d], and theta [d] for
+    Cost: `inner_steps` gradients per step, one more if the model has buffers, one state tensor [d], and theta [d] for
     each worker that has taken part.
 
     >>> row, algorithm = torch.tensor([2.0]), fedsim.clients.PFedMe(lr=0.5, eta=0.5, lam=1.0, inner_steps=2)
@@ -237,7 +242,7 @@ class PFedMe(ClientAlgorithm):
     element_wise: ClassVar[bool] = False
     personal_beside: ClassVar[bool] = True
     starts_from_current: ClassVar[bool] = True
-    has_buffers: ClassVar[bool] = False  # of the model
+    has_buffers: ClassVar[bool] = False  # whether the model has buffers
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         return self._copy(has_buffers=bool(Layout.of(module).buffers))

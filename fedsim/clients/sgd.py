@@ -1,4 +1,4 @@
-"""Stochastic gradient descent: plain, with the terms of FedProx and MOON, and along the gradients of FedSAM."""
+"""Stochastic gradient descent, and its variants FedProx, FedSAM and MOON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.errors import ExperimentError
 
 @dataclass(frozen=True)
 class LocalSGD(ClientAlgorithm):
-    """SGD with momentum at the worker. Base class of client algorithms that need several local steps."""
+    """Base class of client algorithms whose local steps are those of SGD with momentum."""
 
     lr: NonNegative = 0.05
     momentum: Decay = 0.0
@@ -34,11 +34,14 @@ class LocalSGD(ClientAlgorithm):
 
     @property
     def decay(self) -> float:
-        """The weight decay of a step: `decay` times the row is added to the gradient."""
+        """Factor of the row that each step adds to the gradient: the weight decay, and other terms of subclasses."""
         return self.weight_decay
 
     def start(self, rows: Tensor) -> State:
-        """Return the state; subclasses may add a tensor "constant" [..., d], which each step adds to the gradient."""
+        """Return the optimizer state: the momentum [..., d], if any.
+
+        Subclasses may add a tensor "constant" [..., d], which each step adds to the gradient.
+        """
         return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
@@ -56,7 +59,7 @@ class LocalSGD(ClientAlgorithm):
         return velocity.mul_(self.momentum).add_(gradients, alpha=1 - self.dampening)
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        if self.nesterov:  # uses the gradient twice
+        if self.nesterov:  # the gradient is used twice
             self.step(rows, product.computed(), state)
         elif "momentum" in state:
             velocity, share = state["momentum"], 1 - self.dampening
@@ -75,31 +78,35 @@ class LocalSGD(ClientAlgorithm):
 @client_algorithm("sgd")
 @dataclass(frozen=True)
 class SGD(LocalSGD):
-    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, as in `torch.optim.SGD`.
+    """Stochastic gradient descent with optional momentum and weight decay, as in `torch.optim.SGD`.
 
-    g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v
+    Each step moves the weights w (Robbins and Monro 1951):
 
-    With Nesterov w -= lr (g + momentum v). v = 0 at first, where `torch.optim.SGD` has v = g after its first step: with
-    dampening its first steps are longer. A parameter that a step does not use has gradient 0 here, so weight decay and
-    momentum still move it; `torch.optim.SGD` skips it. Robbins and Monro 1951.
+        g = gradient + weight_decay w;  v = momentum v + (1 - dampening) g;  w -= lr v
 
-    With momentum_at = "worker" and sync = "gradients", worker k sends its momentum in place of its gradient g_k, which
-    is how robust rules are used (El Mhamdi et al. 2021; with dampening = momentum: Karimireddy et al. 2021):
+    With Nesterov momentum the step is w -= lr (g + momentum v). There are two differences from `torch.optim.SGD`.
+    First, v starts at 0 here. PyTorch's first step sets v = g without dampening, so with dampening PyTorch's first
+    steps are longer. Second, a parameter that a batch does not use has gradient 0 here, so weight decay and momentum
+    still move it. PyTorch skips such a parameter.
+
+    With momentum_at = "worker" and sync = "gradients", worker k sends its momentum v_k instead of its gradient g_k, as
+    is usual with robust rules (El Mhamdi et al. 2021, and with dampening = momentum Karimireddy et al. 2021):
 
         v_k = momentum v_k + (1 - dampening) g_k;  w -= lr (rule(v_1, ..., v_n) + weight_decay w)
 
-    v_k is kept while k is not in the cohort. With a linear rule, all workers in each step and no weight decay, this is
-    the momentum of the server up to rounding.
+    A worker that is not in the cohort keeps its v_k. With a linear rule, all workers in each step and no weight decay,
+    momentum at the workers equals momentum at the server up to rounding.
 
     Args:
         lr: learning rate, >= 0.
-        momentum: 0 <= momentum < 1.
-        weight_decay: >= 0.
-        nesterov: needs momentum > 0, dampening = 0 and momentum_at = "server".
-        dampening: 0 <= dampening < 1; needs momentum > 0.
-        momentum_at: "server": of the aggregated gradient, or of the steps of a round; "worker": needs momentum > 0.
+        momentum: momentum factor, 0 <= momentum < 1.
+        weight_decay: factor of the L2 penalty, >= 0.
+        nesterov: whether to use Nesterov momentum. Requires momentum > 0, dampening = 0 and momentum_at = "server".
+        dampening: dampening of the momentum, 0 <= dampening < 1. Requires momentum > 0.
+        momentum_at: where momentum is applied. "server": to the aggregated gradient, or to the local steps of a round.
+            "worker": to the gradients that each worker sends, which requires momentum > 0.
 
-    Cost: a few passes over the row [d]; with momentum a state of [d], which is one for each worker that has taken part
+    Cost: a few passes over the row [d]. With momentum one state tensor [d], or one for each worker that has taken part
     with momentum_at = "worker".
 
     >>> row = torch.tensor([1.0])
@@ -139,16 +146,16 @@ class SGD(LocalSGD):
 @client_algorithm("fedprox")
 @dataclass(frozen=True)
 class FedProx(LocalSGD):
-    """SGD on the loss plus mu / 2 |w - w_start|^2, which keeps a worker near the global row. Li et al. 2020.
+    """FedProx: SGD on the loss plus mu / 2 |w - w_start|^2, which keeps workers near the global model (Li et al. 2020).
 
-    The gradient is gradient + mu (w - w_start), otherwise it is `sgd`; with mu = 0 it is `sgd` to the bit. w_start is
-    the row at the start of a worker's round.
+    w_start is the model that the worker received at the start of the round. Steps are those of `sgd` with the gradient
+    gradient + mu (w - w_start). With mu = 0 the results are bit-identical to `sgd`.
 
     Args:
-        mu: >= 0.
-        lr, momentum, weight_decay, nesterov, dampening: see `SGD`.
+        mu: strength of the proximal term, >= 0.
+        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`.
 
-    Cost: as sgd, with another state of [d] and one more pass over the row.
+    Cost: as for `sgd`, with one more state tensor [d] and one more pass over the row per step.
 
     >>> row = torch.tensor([1.0])
     >>> algorithm = fedsim.clients.FedProx(lr=0.5, mu=1.0)
@@ -173,15 +180,16 @@ class FedProx(LocalSGD):
 @client_algorithm("fedsam")
 @dataclass(frozen=True)
 class FedSAM(LocalSGD):
-    """Sharpness-aware minimization at the workers. Qu et al. 2022; Foret et al. 2021.
+    """FedSAM: sharpness-aware minimization at the workers (Qu et al. 2022, Foret et al. 2021).
 
-    g = gradient at x;  x takes the step of `sgd` along the gradient of the same batch at x + rho g / |g|.
+    With g = gradient at x, the model x takes a step of `sgd` along the same batch's gradient at x + rho g / |g|.
 
     Args:
-        rho: distance of the point, >= 0. With 0, and where g is 0, it is `sgd` to the bit.
-        lr, momentum, weight_decay, nesterov, dampening: see `SGD`.
+        rho: distance from x at which the gradient is computed, >= 0. With rho = 0, or where g is 0, steps are
+            bit-identical to `sgd`.
+        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`.
 
-    Cost: two gradients a step, and a few passes over the row [d].
+    Cost: two gradients per step, and a few passes over the row [d].
 
     >>> row, algorithm = torch.tensor([3.0, 4.0]), fedsim.clients.FedSAM(lr=0.5, rho=1.0)
     >>> algorithm.step_rows(row, row.clone(), algorithm.start(row), gradient_at=lambda point: 2 * point)
@@ -207,23 +215,26 @@ class FedSAM(LocalSGD):
 @client_algorithm("moon")
 @dataclass(frozen=True)
 class Moon(LocalSGD):
-    """SGD on the loss plus mu times a contrastive loss between features of models. Li et al. 2021.
+    """MOON: SGD on the loss plus mu times a contrastive loss between features of three models (Li et al. 2021).
 
-    For a sample with the features z of the worker's model, z_global of the row it was sent and z_previous of its model
-    at the end of its last round (at first the first global model), with the cosine similarity `sim`:
+    The contrastive loss of a sample, with the cosine similarity `sim`, is
 
         -log(exp(sim(z, z_global) / t) / (exp(sim(z, z_global) / t) + exp(sim(z, z_previous) / t)))
 
-    Features are what the model's `features`, a method or a module that its forward calls, returns; otherwise the input
-    of the last nn.Linear that forward calls. All three models compute them in training mode, with the same dropout
-    masks. The paper uses evaluation mode for the last two. With mu = 0 it is `sgd`.
+    z are the features of the sample in the worker's model, z_global those in the global model that it received, and
+    z_previous those in its own model at the end of its previous round (in its first round, the initial global model).
+
+    Features are the result of the model's `features`, a method or module that `forward` calls. A model without
+    `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode and use
+    the same dropout masks. In the paper the last two are in evaluation mode. With mu = 0 the algorithm is `sgd`.
 
     Args:
         mu: weight of the contrastive loss, >= 0. The paper tries 0.1 to 10.
-        temperature: t, > 0.
-        lr, momentum, weight_decay, nesterov: see `SGD`.
+        temperature: temperature t, > 0.
+        lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as sgd, and two more forward passes and two states [d]; each worker keeps its last model, [d].
+    Cost: as for `sgd`, with two more forward passes per step and two state tensors [d]. Each worker that has taken part
+    keeps its last model, [d].
 
     >>> algorithm = fedsim.clients.Moon(mu=1.0)
     >>> z = torch.tensor([[1.0, 0.0]])
@@ -256,5 +267,5 @@ class Moon(LocalSGD):
         return [state["sent"], state["previous"]] if "sent" in state else []
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
-        to_sent, to_previous = (F.cosine_similarity(features, other, dim=-1) for other in at_points)
+        to_sent, to_previous = (F.cosine_similarity(features, reference, dim=-1) for reference in at_points)
         return self.mu * F.softplus((to_previous - to_sent) / self.temperature)

@@ -1,4 +1,4 @@
-"""Comparisons of runs that are paired by seed, and their statistics."""
+"""Compare experiments over seeds: plan the runs, run them, and evaluate the results."""
 
 from fedsim.comparison.displays import Callback
 from fedsim.comparison.folder import load_comparison

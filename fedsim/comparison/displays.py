@@ -1,4 +1,4 @@
-"""What a comparison shows as it proceeds, in a terminal or in a Jupyter notebook, and its results in a notebook."""
+"""Progress displays for comparisons in a terminal or a Jupyter notebook, and the notebook view of the results."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from fedsim.records.record import RoundRecord
 
 
 class Callback:
-    """What a comparison calls as it proceeds; override the methods of interest."""
+    """Base class for callbacks that follow a comparison. Override the methods that you need."""
 
     def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
-        """Before the first run; `todo` are the runs that are not finished yet, `jobs` of which run at a time."""
+        """Called before the first run. `todo` lists the unfinished runs, and `jobs` runs execute at a time."""
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
-        """After each round of a run."""
+        """Called after each round of a run."""
 
     def on_retry(self, run: PlannedRun) -> None:
-        """Before a run starts again because its process was lost."""
+        """Called before a run starts again because its process died or hung."""
 
     def on_end(self, run: Run) -> None:
-        """After a run: finished or failed."""
+        """Called after each run, whether the run finished or failed."""
 
 
 class ComparisonDisplay(Callback):
-    """Prints a line per run on stdout, and draws a progress bar on stderr if stderr is a terminal.
+    """Terminal display: one line per run on stdout, and a progress bar on stderr if stderr is a terminal.
 
-    A context manager around the comparison.
+    The display is a context manager that surrounds the comparison.
 
     Args:
-        folder: of the records; None if they are not kept.
+        folder: folder that keeps the records, or None if the records are temporary.
         quiet: print and draw nothing.
     """
 
@@ -67,13 +67,13 @@ class ComparisonDisplay(Callback):
         self._done[run.id] = 0
 
     def on_end(self, run: Run) -> None:
-        self._rounds += self._done[run.id] - self._planned[run.id]  # those that it will not do
+        self._rounds += self._done[run.id] - self._planned[run.id]  # a failed or stopped run skips rounds
         self._ended += 1
         self._failed += run.error is not None
         self._end(run)
 
     def _start(self, lines: list[str], finished: int) -> None:
-        """Show the first lines; so many runs are already finished."""
+        """Print the first lines and the number of runs that are already finished."""
         self._bar = progress_bar(self._rounds, quiet=self._quiet)
         self._print("\n".join([*lines, *([f"{finished} of them already finished"] if finished else [])]))
 
@@ -105,7 +105,10 @@ class ComparisonDisplay(Callback):
 
 
 class NotebookComparisonDisplay(ComparisonDisplay):
-    """Shows the bar, and the runs that failed, in the output of a cell; a context manager around the comparison."""
+    """Notebook display: a progress bar and the failed runs in the output of a cell.
+
+    The display is a context manager that surrounds the comparison.
+    """
 
     def _start(self, lines: list[str], finished: int) -> None:
         self._cell, self._lines = CellOutput(), lines
@@ -130,14 +133,19 @@ class NotebookComparisonDisplay(ComparisonDisplay):
 
 
 def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
-    """What a comparison shows: lines if `progress` is true; if it is None, a bar in a notebook, else nothing."""
+    """Return the display of a comparison.
+
+    Args:
+        folder: folder that keeps the records, or None if the records are temporary.
+        progress: True prints a line for each run, False prints nothing. None shows a progress bar in notebooks only.
+    """
     if progress is None and in_notebook():
         return NotebookComparisonDisplay()
     return ComparisonDisplay(folder, quiet=not progress)
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Return the answer, the table with the best in bold, and the picture of a comparison, as a notebook shows it."""
+    """Return the notebook view of a comparison as HTML: the table, with the best rows in bold, and a figure."""
     lines = [html.escape(line) for line in comparison.table.splitlines()]
     table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
     picture = draw_heatmap(comparison) or draw_curves(comparison)

@@ -1,6 +1,6 @@
-"""The figures of a comparison as data: lines and heat maps.
+"""Data of the figures of a comparison: lines and heat maps.
 
-`fedsim.comparison.on_paper` draws them with matplotlib, and `fedsim.report.on_page` with plotly.
+`fedsim.comparison.on_paper` draws these figures with matplotlib, and `fedsim.report.on_page` with plotly.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """The mean of a metric over seeds.
+    """One line of a chart: the mean of a metric over seeds.
 
     Attributes:
-        place: the index of its value on each axis that distinguishes the lines.
+        place: index of the line's value on each axis that distinguishes the lines.
         metric: the metric.
-        mean: None without any value.
-        failed: how many runs failed, `1 of 2`; empty if none did.
+        mean: the mean curve, or None if no run recorded the metric.
+        failed: number of failed runs as text, such as "1 of 2", or "" if no run failed.
     """
 
     place: dict[str, int]
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def band(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ends of the 95 percent intervals; those of a share lie between 0 and 1."""
+        """Lower and upper ends of the 95 percent intervals, clipped to 0 and 1 if the metric is a share."""
         assert self.mean is not None
         low, high = self.mean.means - self.mean.half_widths, self.mean.means + self.mean.half_widths
         return (np.clip(low, 0, 1), np.clip(high, 0, 1)) if self.metric.share else (low, high)
@@ -52,15 +52,15 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over rounds, time or the values of an axis.
+    """Line chart over rounds, over time or over the values of a comparison axis.
 
     Attributes:
         comparison: the comparison.
         keys: the compared axes that distinguish the lines.
-        scale: of the x axis, a key of `SCALES`; or the axis whose values are on the x axis.
+        scale: what the x axis shows: a key of `SCALES`, or a comparison axis.
         lines: the lines.
-        title: of the figure.
-        remarks: the lines below the title.
+        title: title of the figure.
+        remarks: text lines below the title.
     """
 
     comparison: Comparison
@@ -72,30 +72,30 @@ class LineChart:
 
     @property
     def values(self) -> list[float]:
-        """The values of the axis on the x axis; empty for a key of `SCALES`."""
+        """Values of the comparison axis that the x axis shows, or an empty list if `scale` is a key of `SCALES`."""
         return self.comparison.axes[self.scale] if self.scale in self.comparison.compared else []
 
     def value(self, line: Line, key: str) -> Any:
-        """Return the value of a line on an axis."""
+        """Return the value that a line has on the comparison axis `key`."""
         return self.comparison.axes[key][line.place[key]]
 
     @property
     def x_text(self) -> str:
-        """The title of the x axis."""
+        """Title of the x axis."""
         return key_name(self.scale) if self.values else SCALES[self.scale]
 
 
 def curves(
     comparison: Comparison, scale: str = "round", metrics: Sequence[Metric] = (), *, begun: bool = False
 ) -> LineChart:
-    """Return a line for each combination and metric.
+    """Return a chart with one line for each combination of compared values and each metric.
 
     Args:
         comparison: the comparison.
-        scale: of the x axis, a key of `SCALES`. On every scale but "round" the runs of a line are tested at different
-            places, and interpolated between their tests; see `on_common_grid`.
-        metrics: the metrics; by default the one that runs are compared by.
-        begun: include runs that are not finished.
+        scale: what the x axis shows, a key of `SCALES`. Except on the scale "round", runs are tested at different x
+            values and are interpolated between their tests (see `on_common_grid`).
+        metrics: metrics to draw. Default: the compared metric.
+        begun: include unfinished runs.
     """
     lines = []
     for row in comparison.rows:
@@ -117,7 +117,7 @@ def curves(
 
 
 def curves_along(comparison: Comparison, axis: str) -> LineChart:
-    """Return lines of the compared number in the last round over the values of an axis."""
+    """Return a chart of the compared metric after the last round, plotted against the values of `axis`."""
     keys = [key for key in comparison.compared if key != axis]
     curves_of_rows = value_curves(comparison.rows, axis)
     lines = [Line(_place(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in curves_of_rows]
@@ -130,7 +130,7 @@ def _place(row: Row) -> dict[str, int]:
 
 
 def _remarks_on_seeds(comparison: Comparison) -> list[str]:
-    """Return the name with the number of seeds and how they are shown, and how values were chosen."""
+    """Return the remarks of a figure: name, number of seeds, how seeds are drawn, and how values were chosen."""
     seeds = len(comparison.rows[0].runs)
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     name = f"{comparison.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else comparison.name
@@ -138,13 +138,13 @@ def _remarks_on_seeds(comparison: Comparison) -> list[str]:
 
 
 class HeatCell(NamedTuple):
-    """A cell of a heat map.
+    """One cell of a heat map.
 
     Attributes:
-        mean: that its colour shows; NaN without a result.
-        lines: its texts, the first one in larger letters.
-        hover: further texts, which a page shows if one points at the cell.
-        bold: whether its texts are bold.
+        mean: mean result, which sets the colour of the cell. NaN if the cell has no result.
+        lines: text lines in the cell, the first one in a larger font.
+        hover: text lines that an HTML report shows while the mouse is over the cell.
+        bold: whether the text is bold.
     """
 
     mean: float = math.nan
@@ -155,27 +155,32 @@ class HeatCell(NamedTuple):
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Cells [rows, columns] over two axes; `place` has the position of the map on each axis that it does not show."""
+    """Heat map over two axes of a comparison.
+
+    Attributes:
+        place: index of the map's value on each axis that is fixed within the map.
+        cells: the cells, indexed [row][column].
+    """
 
     place: dict[str, int]
     cells: list[list[HeatCell]]
 
     @property
     def means(self) -> list[float]:
-        """The means of the cells with a result."""
+        """Means of all cells that have a result."""
         return [cell.mean for line in self.cells for cell in line if not math.isnan(cell.mean)]
 
 
 def heat_maps(
     comparison: Comparison, over: Sequence[str], beside: Sequence[str], cell: Callable[[list[Row]], HeatCell]
 ) -> list[HeatMap]:
-    """Return a heat map for each combination of the values on some axes.
+    """Return one heat map for each combination of values on the axes `beside`.
 
     Args:
         comparison: the comparison.
-        over: the axes down and across.
-        beside: the axes of which each map has one value.
-        cell: a function that makes a cell of its combinations, of which there is at least one.
+        over: the vertical axis and the horizontal axis of each map.
+        beside: axes that are fixed within a map.
+        cell: function that returns the cell of a non-empty list of rows.
     """
     rows_by_place: dict[tuple[int, ...], list[Row]] = {}
     for row in comparison.rows:
@@ -183,15 +188,18 @@ def heat_maps(
         rows_by_place.setdefault(tuple(place[axis] for axis in (*beside, *over)), []).append(row)
     down, across = (range(len(comparison.axes[axis])) for axis in over)
     maps = []
-    for others in itertools.product(*(range(len(comparison.axes[axis])) for axis in beside)):
-        rows = [[rows_by_place.get((*others, i, j)) for j in across] for i in down]
-        cells = [[cell(some) if some else HeatCell() for some in line] for line in rows]
-        maps.append(HeatMap(dict(zip(beside, others, strict=True)), cells))
+    for fixed_places in itertools.product(*(range(len(comparison.axes[axis])) for axis in beside)):
+        rows = [[rows_by_place.get((*fixed_places, i, j)) for j in across] for i in down]
+        cells = [[cell(cell_rows) if cell_rows else HeatCell() for cell_rows in line] for line in rows]
+        maps.append(HeatMap(dict(zip(beside, fixed_places, strict=True)), cells))
     return maps
 
 
 def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
-    """Return the mean of combinations, how many runs count if not all do, and the spread of a single combination."""
+    """Return the cell of the mean score over `rows`, bold if one of the rows is in `best`.
+
+    The cell also shows the number of counted runs if some runs do not count, and the spread of a single row.
+    """
     means = [row.score.mean for row in rows if row.score]
     if not means:
         return HeatCell(lines=("no finite value" if any(row.finished for row in rows) else "failed",))
@@ -203,7 +211,10 @@ def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
 
 
 def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decimals: int | None) -> HeatCell:
-    """Return the mean of a number of the finished runs; without `decimals`, their count follows its size."""
+    """Return the cell of the mean over all finished runs, where `read` returns the number of one run.
+
+    `decimals` is the number of decimals in the text. None chooses it by the size of the mean.
+    """
     mean = estimate([value for row in rows for run in row.finished if (value := read(run)) is not None])
     if mean is None:
         return HeatCell()
@@ -215,7 +226,7 @@ def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decima
 
 
 def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
-    """Return the best value of an axis, its mean, and how many values are tied with it."""
+    """Return the cell that names the best value of `axis`, its mean score and the number of tied values."""
     group = Group(rows)
     if group.best is None or group.best.score is None:
         return HeatCell(lines=("none is ranked",))
@@ -228,10 +239,10 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
 
 
 def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
-    """Return titles and heat maps over two axes other than the first.
+    """Return titles and heat maps over two axes, neither of which is the first axis.
 
-    For each combination of the values on the axes beside them: the best value of the first axis, then the score of each
-    of its values.
+    For each combination of values on the remaining axes, the first map names the best value of the first axis. One map
+    with the scores of each value of the first axis follows.
     """
     first, *others = comparison.compared
     beside = [axis for axis in others if axis not in over]
@@ -243,11 +254,14 @@ def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, 
         maps.append((", ".join([f"best {key_name(first)}", *names]), best))
         for value, score in zip(comparison.axes[first], scores, strict=False):
             maps.append((", ".join([f"{key_name(first)}: {label(value)}", *names]), score))
-    return [(title, each) for title, each in maps if any(cell.lines for line in each.cells for cell in line)]
+    return [(title, shown) for title, shown in maps if any(cell.lines for line in shown.cells for cell in line)]
 
 
 def heatmap_csv(comparison: Comparison, over: tuple[str, str]) -> str:
-    """Return a row per cell and combination of the other axes: the best value of the first axis, and those tied."""
+    """Return a CSV table with one row per cell of the heat map over two axes.
+
+    A row has the best value of the first axis, the mean and interval of its score, and the tied values.
+    """
     first, score = comparison.compared[0], comparison.metric.path[-1].removeprefix("test_")
     keys = [*(axis for axis in comparison.compared[1:] if axis not in over), *over]
     rows: list[list[Any]] = [[*keys, f"best {first}", score, f"{score}_ci95", "tied"]]

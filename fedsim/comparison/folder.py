@@ -1,9 +1,9 @@
-"""The folder of a comparison: its plan, its runs and its results.
+"""Read and write the folder of a comparison, which contains:
 
-comparison.json       the axes, what all runs have in common, and the list of runs
-runs/ID/        a run folder each; `error.txt` says why a run failed
-shards/I-of-N/  folders like this one, each with a part of the runs, if the comparison was split
-results.csv, curves.csv, summary.csv, summary.txt, *.png
+comparison.json  the axes, the common settings and the list of runs
+runs/ID/         the folder of one run; `error.txt` says why a run failed
+shards/I-of-N/   folders of the same structure, each with a part of the runs, if the comparison was split
+results.csv, curves.csv, summary.csv, summary.txt, *.png  the results
 """
 
 from __future__ import annotations
@@ -44,46 +44,46 @@ RUNS, SHARDS = "runs", "shards"
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` of a comparison: run k, counted from 0, belongs to part k mod count."""
+    """Part `index` of a comparison that is split into `count` parts. Run k (from 0) belongs to part k mod `count`."""
 
     index: int
     count: int
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Parse `2/8`. Raises ExperimentError for anything else."""
+        """Parse text such as "2/8" (part 2 of 8, counted from 0). Raises ExperimentError if the text is invalid."""
         match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if not match or not int(match[1]) < int(match[2]):
-            raise ExperimentError(f"--shard {show(text)}: must be i/n, from 0/n to n-1/n")
+            raise ExperimentError(f"--shard {show(text)}: must be i/n with i from 0 to n-1, such as 0/2 and 1/2")
         return cls(int(match[1]), int(match[2]))
 
     def of(self, plan: ComparisonPlan) -> list[PlannedRun]:
-        """Return the runs of this part."""
+        """Return the runs of `plan` that belong to this part."""
         return plan.runs[self.index :: self.count]
 
     def folder(self, whole: Path) -> Path:
-        """Return the folder of this part in the folder of the whole comparison."""
+        """Return the folder of this part, a subfolder of `whole`, the folder of the whole comparison."""
         return whole / SHARDS / f"{self.index}-of-{self.count}"
 
 
 @dataclass
 class ComparisonRecords:
-    """The folder of a comparison, to read.
+    """Read access to the folder of a comparison.
 
     Attributes:
-        path: of the folder.
-        plan: the comparison, with the ids that its runs have in the folder.
+        path: path of the folder.
+        plan: the comparison, with the run IDs that the folder uses.
     """
 
     path: Path
     plan: ComparisonPlan
 
     def run_folder(self, run: PlannedRun) -> Path:
-        """Return the folder of a run's records. Raises RecordError if a link leads out of the comparison's folder."""
+        """Return the folder of one run. Raises RecordError if a link leads out of the comparison's folder."""
         return inner_folder(self.path, run.id)
 
     def result(self, run: PlannedRun, *, keeps_folder: bool = True) -> Run:
-        """Return the result of a run; `kept` is False if the folder is temporary."""
+        """Return the result of a run. Its `folder` is None if `keeps_folder` is false (a temporary folder)."""
         place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
         result = result_in(self.run_folder(run), run)
         target = self.plan.settings.target
@@ -94,52 +94,57 @@ class ComparisonRecords:
         return places_in(self.plan.axes)
 
     def is_finished(self, run: PlannedRun) -> bool:
-        """Whether all records of a run are there."""
+        """Whether the folder holds all records of a run."""
         return result_in(self.run_folder(run), run).finished
 
     def comparison(self, *, keeps_folder: bool = True) -> Comparison:
-        """Compare the runs; nothing is written. `kept` is False if the folder is temporary."""
+        """Return the results of all runs as a Comparison, without writing files.
+
+        If `keeps_folder` is false (for a temporary folder), the attribute `folder` is None in the comparison and its
+        runs.
+        """
         plan, runs = self.plan, [self.result(run, keeps_folder=keeps_folder) for run in self.plan.runs]
         if plan.settings.metric is not None:
             require_number(plan.settings.metric, [run.history[-1] for run in runs if run.finished])
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def take_ids(self, stored: ComparisonFile) -> None:
-        """Give the runs of the comparison the ids of the stored runs with the same points."""
+        """Give each run of the plan the ID of the stored run with the same axis values."""
         ids = {canonical(run.point): run.id for run in stored.runs}
         runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.plan.runs]
         self.plan = replace(self.plan, runs=runs)
 
 
 class ComparisonFolder(ComparisonRecords):
-    """The locked folder of a comparison, as a context manager: new, empty, or holding the same comparison.
+    """Write access to the folder of a comparison, as a context manager that locks the folder.
 
-    The axes may have more values than those in the folder.
+    The folder must be new, empty, or hold the same comparison. The axes of the plan may have additional values.
 
     Attributes:
-        path: of the folder.
-        plan: the comparison; runs that the folder already has keep their ids.
+        path: path of the folder.
+        plan: the comparison. Runs that already exist in the folder keep their IDs.
 
-    Raises RecordError if the folder holds something else, another comparison (with the differences), or is in use.
+    Raises RecordError if the folder holds other files or another comparison (with a list of the differences), or if
+    another process uses it.
     """
 
     def __init__(self, path: Path, plan: ComparisonPlan) -> None:
         super().__init__(path, plan)
         with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
             path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(path, "another comparison"))  # first: another may be writing its first file
+            stack.enter_context(locked(path, "another comparison"))  # before any check: a second process may write
             stored = path / COMPARISON
             if stored.is_file():
                 self._continue(
                     read_comparison_file(stored, names_in([run.experiment.model_dump() for run in plan.runs]))
                 )
-            elif any(each.name not in (SHARDS, PART.format(COMPARISON)) for each in path.iterdir()):
-                raise RecordError(f"{path}: is not empty, and not a comparison (no {COMPARISON}); name another folder")
+            elif any(entry.name not in (SHARDS, PART.format(COMPARISON)) for entry in path.iterdir()):
+                raise RecordError(f"{path}: is not empty and has no {COMPARISON}; choose a new or an empty folder")
             self.write(COMPARISON, to_json(self._content(), indent=2).encode())
             self._lock = stack.pop_all()
 
     def make_ready(self, run: PlannedRun) -> None:
-        """Remove the records of a run, unless it was interrupted and can be resumed."""
+        """Remove the records of a run before it starts, but keep those of an interrupted run that can be resumed."""
         folder = self.run_folder(run)
         if result_in(folder, run).failure is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):
@@ -154,9 +159,12 @@ class ComparisonFolder(ComparisonRecords):
             shutil.rmtree(folder)
 
     def note_failure(self, run: PlannedRun, error: str) -> None:
-        """Write why a run failed. Raises RecordError, with both reasons, if that is impossible."""
+        """Write the reason why a run failed to `error.txt`.
+
+        Raises RecordError, with the reason and the cause of the write error, if the file cannot be written.
+        """
         folder = self.run_folder(run)
-        with _os_errors_as_record_errors(folder, "cannot be made"):
+        with _os_errors_as_record_errors(folder, "cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
         try:
             write_atomically(folder / ERROR, error.encode())
@@ -164,7 +172,7 @@ class ComparisonFolder(ComparisonRecords):
             raise RecordError(f"{run.id}: failed: {error.partition(chr(10))[0]}\n{problem}") from problem
 
     def write(self, name: str, content: bytes) -> None:
-        """Write one of the comparison's own files."""
+        """Write the file `name` in the folder of the comparison."""
         write_atomically(self.path / name, content)
 
     def __enter__(self) -> ComparisonFolder:
@@ -179,7 +187,7 @@ class ComparisonFolder(ComparisonRecords):
         return {"name": plan.name, "axes": plan.axes, **plan.settings.given, "base": plan.base, "runs": runs}
 
     def _continue(self, stored: ComparisonFile) -> None:
-        """Check that the stored comparison is a part of this one, and take over the ids of its runs."""
+        """Check that the stored comparison is a part of this comparison, and use the stored run IDs."""
         self.take_ids(stored)
         lines = _differences_of_axes(stored.axes, self.plan.axes)
         if not lines:
@@ -191,7 +199,7 @@ class ComparisonFolder(ComparisonRecords):
                     there = read_toml(self.run_folder(run) / EXPERIMENT, self.run_folder(run))
                     lines = [f"{run.id}: {line}" for line in _differences_of_run(there, run)]
         if lines:
-            raise RecordError(f"{self.path}: holds another comparison; name a new folder\n" + "\n".join(lines))
+            raise RecordError(f"{self.path}: holds another comparison; choose a new folder\n" + "\n".join(lines))
 
 
 @contextlib.contextmanager
@@ -203,21 +211,21 @@ def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def result_in(folder: Path, run: PlannedRun) -> Run:
-    """Return the result of a planned run from its folder; of damaged metrics, the rounds before the damage."""
+    """Return the result of a planned run from its folder, up to the first damaged line of its metrics."""
     return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure_in(folder))
 
 
 def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
-    """Return the results of a comparison from its folder, as `fedsim.compare` returned them.
+    """Load the results of a comparison from its folder, as `fedsim.compare` returned them.
 
-    Runs that are not finished count as failed. Nothing in the folder is changed, and no code of it is executed.
+    Unfinished runs count as failed. Loading does not change the folder and does not execute code from it.
 
     Args:
-        folder: of the comparison.
-        allow_imports: whether its experiments may name anything that can be imported; see `load_experiment`.
+        folder: folder of the comparison.
+        allow_imports: allow the experiments to name any import path (see `load_experiment`).
 
     Raises RecordError if the folder holds no comparison or damaged files, and ExperimentError if an experiment is
-    invalid or names what may not be imported.
+    invalid or names an import path that is not allowed.
 
     >>> import fedsim, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +237,7 @@ def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Compa
     folder = Path(folder)
     path = folder / COMPARISON
     if not is_file(path):
-        shards = f"; its shards are not combined yet: fedsim compare {folder}" if (folder / SHARDS).is_dir() else ""
+        shards = f"; to combine its shards, run: fedsim compare {folder}" if (folder / SHARDS).is_dir() else ""
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}){shards}")
     stored = read_comparison_file(path)
     plan = plan_comparison(stored.base, stored.axes, (), stored.settings, file=path, allow_imports=allow_imports)
@@ -249,9 +257,11 @@ def inner_folder(whole: Path, id: str) -> Path:
 
 
 def differences_of_comparisons(there: ComparisonFile, here: ComparisonFile) -> list[str]:
-    """Compare two stored comparisons, and return one line for each difference."""
-    axes = [*_differences_of_axes(there.axes, here.axes), *_differences_of_axes(here.axes, there.axes)]
-    return axes or differences_of(there.base, here.base)
+    """Return one line for each difference between the axes and settings of two stored comparisons."""
+    first, second = "the first comparison", "the second comparison"
+    lines = _differences_of_axes(there.axes, here.axes, first, second)
+    lines += _differences_of_axes(here.axes, there.axes, second, first)
+    return list(dict.fromkeys(lines)) or differences_of(there.base, here.base)
 
 
 def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
@@ -259,12 +269,21 @@ def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
     return differences_of(tables, run.tables)
 
 
-def _differences_of_axes(there: Axes, here: Axes) -> list[str]:
-    """Return a line for each axis or value that only one comparison has; more values here are no difference."""
-    lines = [f"{key}: is an axis there, and not here" for key in there if key not in here]
-    lines += [f"{key}: is an axis here, and not there" for key in here if key not in there]
+def _differences_of_axes(
+    there: Axes, here: Axes, old: str = "the stored comparison", new: str = "the new comparison"
+) -> list[str]:
+    """Return one text line for each axis that only one comparison has, and for each value that only the first one has.
+
+    Args:
+        there: axes of the first comparison.
+        here: axes of the second comparison, which may have additional values.
+        old: name of the first comparison in the lines.
+        new: name of the second comparison in the lines.
+    """
+    lines = [f"{key}: is an axis of {old}, but not of {new}" for key in there if key not in here]
+    lines += [f"{key}: is an axis of {new}, but not of {old}" for key in here if key not in there]
     for key in filter(here.__contains__, there):
         values = set(map(canonical, here[key]))
         lost = [value for value in there[key] if canonical(value) not in values]
-        lines += [f"{key} = {show(value)}: is there, and not here" for value in lost]
+        lines += [f"{key} = {show(value)}: is in {old}, but not in {new}" for value in lost]
     return lines

@@ -1,6 +1,6 @@
-"""Do the runs of a comparison one by one in this process, or several at once in jobs, and choose how many at once.
+"""Execute the runs of a comparison, one by one in this process or several at a time in jobs.
 
-A job is a `ProcessPool` of one process, so that the loss of a process costs one run, and the others continue.
+A job is a `ProcessPool` with a single process, so a process that dies costs one run and the other runs continue.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from fedsim.system.limits import format_failure, require_files
 from fedsim.system.precision import PRECISIONS
 
 ONE_PROCESS_ENGINE = "serial"
-POOL_SETTINGS = ("start_method", "timeout", "batched", "process_retries")  # that this engine does not have
-JOB_BYTES = 0.6e9  # of a process: PyTorch, data and activations, generously
-ROW_COPIES = 3  # of the cohort's rows: the rows, and the intermediate results of a rule
-HEARTBEAT_SECONDS = 1.0  # between heartbeats while a run is prepared
+POOL_SETTINGS = ("start_method", "timeout", "batched", "process_retries")  # keys without effect on the serial engine
+JOB_BYTES = 0.6e9  # generous estimate of the memory of a process: PyTorch, data and activations
+ROW_COPIES = 3  # copies of the cohort's rows in memory, including the intermediate results of a rule
+HEARTBEAT_SECONDS = 1.0  # interval of the heartbeats while a run is prepared
 INSTEAD = "jobs=1 with engine=serial, which start none"
 OnRound = Callable[[PlannedRun, RoundRecord], object]
-OnEnd = Callable[[PlannedRun, "str | None"], object]  # with the reason if the run failed
+OnEnd = Callable[[PlannedRun, "str | None"], object]  # second argument: reason of the failure, or None
 OnRetry = Callable[[PlannedRun], object]
 
 
 class Work(NamedTuple):
-    """A run, the experiment that a job executes for it, and the folder of its records."""
+    """A planned run, the experiment that a job executes for this run, and the folder of the run's records."""
 
     run: PlannedRun
     experiment: Experiment
@@ -57,16 +57,16 @@ class Work(NamedTuple):
 
 
 def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
-    """Return the default number of runs at a time: one per core, as far as memory allows.
+    """Return the default number of runs at a time: one per core, or fewer if memory is short.
 
-    On a CPU several runs in one process each are faster than one run in several processes, and the results are the
-    same. One run at a time if the experiment sets its engine or uses a GPU.
+    Returns 1 if an experiment sets its engine or uses a GPU. On a CPU, several runs with one process each are faster
+    than one run with several processes, and give the same results.
     """
     on_gpu = any(resolve_device(run.experiment.device).type != "cpu" for run in runs)
     if not runs or on_gpu or plan.engine_chosen:
         return 1
     if reason := why_runs_unsendable(runs):
-        warnings.warn(f"{reason}; one run at a time", FedsimWarning, stacklevel=2)
+        warnings.warn(f"{reason}; runs are executed one at a time", FedsimWarning, stacklevel=2)
         return 1
     by_cores = usable_cores() // max(run.experiment.threads_per_process for run in runs)
     if min(by_cores, len(runs)) <= 1:
@@ -79,41 +79,44 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
 
 
 def job_bytes(experiment: Experiment) -> float:
-    """Return about how many bytes of memory a process needs for this experiment."""
+    """Return an estimate of the memory, in bytes, that a process needs for this experiment."""
     parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
     row_bytes = parameters * PRECISIONS[experiment.precision].rows.itemsize
     return JOB_BYTES + ROW_COPIES * experiment.cohort_size * row_bytes
 
 
 def in_one_process(experiment: Experiment) -> Experiment:
-    """Return the same experiment for one process; the parent process watches for hanging and repeats lost runs."""
+    """Return the experiment with the serial engine and without settings for process pools.
+
+    The parent process detects hanging jobs and repeats lost runs instead.
+    """
     defaults = {key: Experiment.model_fields[key].default for key in POOL_SETTINGS}
     return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
 
 
 def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:
-    """Return why the objects of these runs cannot be sent to other processes; None if they can be sent."""
+    """Return why the objects in these runs' settings cannot be sent to other processes, or None if they can."""
     names = {name: name for run in runs for name in names_in(run.experiment.model_dump())}
     return why_unsendable(names.values())
 
 
 def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> Iterable[PlannedRun]:
-    """Return one run for each different `key(experiment)`, a JSON value."""
+    """Return one run for each distinct `key(experiment)`, which must be a JSON value."""
     return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
 def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
-    """Do the runs one after another in this process."""
+    """Execute the runs one after another in this process."""
     with Session() as session:
         for planned, experiment, folder in work:
             on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
 
 
 def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
-    """Do the runs in at most `count` processes, each of which does one run at a time.
+    """Execute the runs in at most `count` processes, each of which executes one run at a time.
 
-    A process that dies, or gives no sign of life for the `timeout` of its run, is replaced. Its run is repeated up to
-    `process_retries` times; then the run has failed.
+    A process that dies, or sends no heartbeat for the `timeout` of its run, is replaced. Its run is repeated at most
+    `process_retries` times and then counts as failed.
 
     Raises WorkerError if processes cannot be started.
     """
@@ -121,12 +124,12 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     work = list(work)
     threads = 1 if all(job.experiment.threads_per_process == 1 for job in work) else None
     new_pool = partial(ProcessPool, 1, threads, START_TIMEOUT, instead=INSTEAD, called="its process", daemon=False)
-    waiting, grace = deque((job, 1) for job in work), 0.0  # with the number of the attempt
+    waiting, grace = deque((job, 1) for job in work), 0.0  # pairs of a run and the number of its attempt
     pools, busy = list[ProcessPool](), dict[ProcessPool, tuple[Work, int]]()
     try:
         while waiting or busy:
             while len(pools) < min(count, len(waiting) + len(busy)):
-                with signals_deferred():  # until `finally` knows the pool
+                with signals_deferred():  # so that an interrupt cannot lose a pool that `finally` must close
                     pools.append(new_pool())
             for pool in pools:
                 if pool not in busy and waiting:
@@ -140,12 +143,12 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
                     pools.remove(pool)
                     pool.close()
                     if not (pool.has_started or isinstance(error, ProcessLostError)):
-                        raise WorkerError(f"no run can begin: {error}") from None
+                        raise WorkerError(f"no run can start: {error}") from None
                     results = [_reason_of_failure(job.run, number, error)]
                 if results is None:
                     continue
                 del busy[pool]
-                if results == [None] and not pool.at_work:  # it lost its process, and is repeated
+                if results == [None] and not pool.at_work:  # the process was lost, so the run is repeated
                     waiting.appendleft((job, number + 1))
                     on_retry(job.run)
                 else:
@@ -162,10 +165,10 @@ def attempt(
     on_round: Callable[[RoundRecord], object],
     on_start: Callable[[RunFacts], object] | None = None,
 ) -> str | None:
-    """Run or resume an experiment; return None, or the reason of the failure: one line, then details."""
+    """Run or resume an experiment. Return None, or the reason if it failed: one line, then details."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SettingWarning)  # a comparison shows each once, before its first run
+            warnings.simplefilter("ignore", SettingWarning)  # shown once before the first run of the comparison
             run(
                 experiment,
                 folder,
@@ -177,20 +180,20 @@ def attempt(
             )
     except FedsimError as error:
         return str(error)
-    except Exception as error:  # of a component or of fedsim: only this run has failed
+    except Exception as error:  # a bug in a component or in fedsim fails this run only
         return format_failure(error)
     return None
 
 
 def _hear(pool: ProcessPool, planned: PlannedRun, on_round: OnRound, record: RoundRecord | None) -> None:
-    """Take what a job sends: None when its run is prepared, then the record of each round."""
+    """Process a message of a job: None once its run is prepared, then the record of each round."""
     pool.expect_heartbeats(planned.experiment.timeout)
     if record is not None:
         on_round(planned, record)
 
 
 def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> str | None:
-    """Return why a run has failed in a job; None if it lost its process and is repeated, which is announced."""
+    """Return why a run failed in a job. If its process was lost and the run is repeated, warn and return None."""
     if not isinstance(error, ProcessLostError):
         return str(error)
     if signal.SIGKILL.name in error.why:
@@ -204,16 +207,16 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
 
 
 def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str | None:
-    """Do a run in the process of a job; return the reason if it failed."""
+    """Execute a run in the process of a job. Return None, or the reason if the run failed."""
     ProcessContext.monitored = process.table
     process.table.begin_work(0)
     if "session" not in process.state:
         process.state["session"] = Session()
-        Finalize(None, process.state["session"].close, exitpriority=0)  # before the processes of its engine are ended
+        Finalize(None, process.state["session"].close, exitpriority=0)  # runs before its engine's processes are ended
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
-        """Preparing a run may take any time; its rounds send their own heartbeats."""
+        """Send heartbeats until the run is prepared. From then on, the rounds of the run send heartbeats."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
                 process.heartbeat()

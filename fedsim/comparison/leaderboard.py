@@ -1,10 +1,10 @@
 """Rank the values of the first axis over all cells of a comparison, and test whether the mean ranks differ.
 
-A cell is a combination of the values on the other compared axes, such as an attack; the candidates are the values of
-the first axis, such as rules. Demsar 2006 ("Statistical comparisons of classifiers over multiple data sets"): the
-Friedman test asks whether the mean ranks differ at all, and Nemenyi's critical difference by how much two mean ranks
-must differ. Both tests assume independent cells. The cells of a comparison share their data and seeds, so the tests
-only show how consistent the order is over these cells. They say nothing about other data.
+The candidates are the values of the first axis, such as rules. A cell is a combination of values on the other compared
+axes, such as an attack. The tests follow Demsar 2006 ("Statistical comparisons of classifiers over multiple data
+sets"). The Friedman test decides whether the mean ranks differ at all, and the critical difference of Nemenyi is the
+smallest significant difference between two mean ranks. Both tests assume independent cells. The cells of a comparison
+share their data and seeds, so the tests only show how consistent the order is over these cells.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
 from fedsim.core.text_wrapping import note
+from fedsim.errors import plural
 from fedsim.records.axes import label
 from fedsim.system.files import to_csv
 
@@ -32,7 +33,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Standing:
-    """One candidate on the leaderboard.
+    """One candidate (value of the first axis) on the leaderboard. A cell is a combination of values on the other axes.
 
     Attributes:
         name: label of the candidate.
@@ -42,7 +43,7 @@ class Standing:
         tied: number of cells in which the candidate is best or not significantly different from the best.
         worst_cell: labels of the cell in which the candidate did worst. A cell with a failed, diverged or missing run
             counts as worst.
-        worst: mean result in `worst_cell`; None if a run there failed, diverged or has no result.
+        worst: mean result in `worst_cell`, or None if a run there failed, diverged or has no result.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Leaderboard:
     Attributes:
         standings: the candidates, best first.
         cells: number of ranked cells.
-        left_out: number of cells without ranks, because a candidate is missing or all candidates failed.
+        left_out: number of unranked cells, in which a candidate is missing or all candidates failed.
         chi_square, p: statistic and p-value of the Friedman test, corrected for equal ranks.
         f, p_of_f: statistic and p-value of the Iman-Davenport test, which is less conservative.
         critical_difference: smallest significant difference between two mean ranks (Nemenyi, 5 % level).
@@ -78,10 +79,10 @@ class Leaderboard:
     @property
     def groups(self) -> list[tuple[int, int]]:
         """First and last index of each maximal group of standings whose ranks are within the critical difference."""
-        ranks = [each.mean_rank for each in self.standings]
+        ranks = [standing.mean_rank for standing in self.standings]
         groups: list[tuple[int, int]] = []
         for first, rank in enumerate(ranks):
-            last = max(index for index, other in enumerate(ranks) if other - rank <= self.critical_difference)
+            last = max(index for index, lower in enumerate(ranks) if lower - rank <= self.critical_difference)
             if last > first and (not groups or last > groups[-1][1]):
                 groups.append((first, last))
         return groups
@@ -122,22 +123,23 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
 
 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
-    """Return the notes below the leaderboard: the test results, the critical difference and the limits."""
+    """Return the lines below the leaderboard: test results, critical difference, and limits such as unranked cells."""
     notes = [
-        f"mean ranks over {board.cells} cells, 1 the best; Friedman test: chi-square {board.chi_square:.1f}, "
+        f"mean ranks over {board.cells} cells (1 is best); Friedman test: chi-square {board.chi_square:.1f}, "
         f"p = {board.p:.2g}; Iman and Davenport: F {board.f:.1f}, p = {board.p_of_f:.2g}",
         f"mean ranks that differ by less than {board.critical_difference:.2f} are not significantly different "
         "(Nemenyi, 95 %)",
     ]
     if board.cells < ENOUGH_CELLS:
-        notes.append(f"with fewer than {ENOUGH_CELLS} cells these p are approximate")
+        notes.append(f"with fewer than {ENOUGH_CELLS} cells, these p-values are approximate")
     if board.left_out:
-        notes.append(f"cells that lack a value or in which every value failed, and are not ranked: {board.left_out}")
+        cells = f"{plural(board.left_out, 'cell')} {'is' if board.left_out == 1 else 'are'}"
+        notes.append(f"{cells} not ranked, because a value is missing or every value failed")
     return notes
 
 
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
-    """Return the ranks within each cell, shape [cells, candidates]; 1 is the highest quality, ties share a mean rank.
+    """Return the ranks within each cell, shape [cells, candidates]. 1 is the highest quality. Ties share a mean rank.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))
     array([[1.5, 3. , 1.5],
@@ -175,7 +177,7 @@ def nemenyi(cells: int, candidates: int) -> float:
 
 
 def leaderboard_text(board: Leaderboard, first: str) -> str:
-    """Return the leaderboard as aligned text, with the tests of its ranks."""
+    """Return the leaderboard as aligned text, followed by the tests of its ranks. `first` is the first axis."""
     head = [first, "mean rank", "best in", "best or tied in", "worst in"]
     rows = [
         [
@@ -193,7 +195,10 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
 
 
 def leaderboard_csv(board: Leaderboard, first: str) -> str:
-    """Return one CSV row per candidate, best first; `first` is the key of the first axis."""
+    """Return the leaderboard as a CSV table with one row per candidate, best first.
+
+    `first` is the key of the first axis.
+    """
     rows: list[list[Any]] = [
         [first, "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]
     ]

@@ -1,4 +1,4 @@
-"""The figures of a comparison, drawn with matplotlib for files and notebooks."""
+"""Draw the figures of a comparison with matplotlib, for files and notebooks."""
 
 from __future__ import annotations
 
@@ -32,49 +32,50 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-# Of lines, in inches except for COINCIDE.
+# Line charts. Sizes are in inches.
 MOST_PANELS, MOST_COLUMNS = 30, 6
-COINCIDE = 0.01  # of the height of a panel: curves that are closer hide each other
-NARROWEST = 1.6  # of a panel in a figure of a given width
-LETTER, HANDLE = 0.058, 0.55  # of a letter of a legend and of the line beside it
+COINCIDE = 0.01  # fraction of the panel height: curves that are closer than this hide each other
+NARROWEST = 1.6  # minimum width of a panel in a figure of a fixed width
+LETTER, HANDLE = 0.058, 0.55  # width of a letter in a legend, and of the line sample beside it
 
-# Of a heat map that is alone, in inches.
+# A figure with a single heat map. Sizes are in inches.
 CELL_WIDTH, CELL_HEIGHT = 1.15, 0.52
-CHARACTER, TINY_CHARACTER = 0.09, 0.07  # of the labels of an axis, and in a cell
+CHARACTER, TINY_CHARACTER = 0.09, 0.07  # width of a character in the axis labels, and in a cell
 MOST_INCHES = 100
-FEW_COLUMNS = 3  # fit into the narrower of the two widths of a style
+FEW_COLUMNS = 3  # maximum number of columns in the narrower of the two widths of a style
 
-# Of several heat maps, in inches.
-MOST_VALUES = 20  # on an axis
+# A figure with several heat maps. Sizes are in inches.
+MOST_VALUES = 20  # maximum number of values that an axis shows
 WIDEST, HIGHEST = 24, 60
-TALL_CELL, SMALL_CHARACTER = 0.62, 0.085  # a cell with three lines, and a letter in it
+TALL_CELL, SMALL_CHARACTER = 0.62, 0.085  # height of a cell with three lines, and width of a character in the cell
 
-LINE = 0.3  # inches of a leaderboard for each candidate
+LINE = 0.3  # height of a leaderboard line in inches
 
-# Of the tests of workers.
-MOST_ROWS = 100  # combinations that a figure shows
-ROW = 0.22  # inches, of a model
+# The figure of worker tests.
+MOST_ROWS = 100  # maximum number of combinations
+ROW = 0.22  # height in inches of the line of one model
 
 
 def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle = SCREEN) -> Figure | None:
-    """Draw the mean of the number that runs are compared by; None if no run is finished.
+    """Draw the compared metric over the rounds or another x axis. Return None if no run is finished.
 
-    One panel for each combination of the axes after the first, with one line for each value of the first. Thin lines
-    show single seeds if there are two or three; a band shows the 95 percent intervals if there are more.
+    The figure has one line for each value of the first axis, and one panel for each combination of values on the other
+    axes. A line is the mean over the seeds. Thin lines show single seeds if there are two or three. With more seeds, a
+    band shows the 95 percent intervals.
 
     Args:
         comparison: the comparison.
-        scale: of the x axis, see `fedsim.comparison.figures.curves`.
-        style: of the figure.
+        scale: what the x axis shows (see `fedsim.comparison.figures.curves`).
+        style: style of the figure.
     """
     return _draw_lines(curves(comparison, scale), style) if any(run.finished for run in comparison.runs) else None
 
 
 def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -> Figure | None:
-    """Draw the compared number of the last round against the values of the axis `key`; None if no run is finished.
+    """Draw the compared metric after the last round against the values of the axis `key`.
 
-    A line for each value of the first other axis, a panel for each combination of the rest, as in `draw_curves`. A
-    value of which a run has no result has no mark.
+    Lines and panels are those of `draw_curves` for the remaining axes. Values for which a run has no result are not
+    drawn. Return None if no run is finished.
     """
     return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
 
@@ -94,8 +95,8 @@ def _draw_lines(chart: LineChart, style: FigureStyle) -> Figure:
 
 
 def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Figure, list[Axes]]:
-    """Return a figure of empty panels with the titles of their axes, and a legend for the first axis."""
-    from matplotlib.figure import Figure  # slow to import; and pyplot is not needed
+    """Return a figure with axis titles and a legend for the first comparison axis, and its `count` empty panels."""
+    from matplotlib.figure import Figure  # imported here because matplotlib is slow to import
     from matplotlib.lines import Line2D
 
     names = [label(value) for key in chart.keys[:1] for value in chart.comparison.axes[key]]
@@ -109,7 +110,7 @@ def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Fig
     else:
         rows, columns = grid_shape(count, MOST_COLUMNS)
         width, height = (6.4, 4.2) if count == 1 else (3.5 * columns, 2.7 * rows + 0.5)
-        free, in_legend = rows * columns > count, 1  # `free`: a place for the legend
+        free, in_legend = rows * columns > count, 1  # `free`: whether the legend can use an unused panel
         width = width if free else width + 1.6
     figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
@@ -160,7 +161,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
 
 
 def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
-    """Draw a mean as line `index` of a panel, with a band, or a thin line for each of a few seeds."""
+    """Draw the mean curve in the style of line `index`, with a band, or with thin lines for two or three seeds."""
     style = line_style(index, len(mean.x))
     panel.plot(mean.x, mean.means, **style)
     if len(mean.curves) >= FEWEST_FOR_BAND:
@@ -171,7 +172,7 @@ def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
 
 
 def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequence[str]) -> None:
-    """Write into a corner of a panel which of its curves coincide, so that one hides the others, and which failed."""
+    """Write into a corner of the panel which curves coincide (and so hide each other) and which runs failed."""
     bottom, top = panel.get_ylim()
     near = COINCIDE * (top - bottom)
     groups: list[list[str]] = []
@@ -193,14 +194,17 @@ def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequen
 def draw_heatmap(
     comparison: Comparison, style: FigureStyle = SCREEN, over: tuple[str, str] | None = None
 ) -> Figure | None:
-    """Draw a heat map of the mean score; None without two axes or any result, or if it is too large for a figure.
+    """Draw heat maps of the mean score.
+
+    Return None if the comparison has fewer than two axes or no result, or if the heat map is too large for a figure.
 
     Args:
         comparison: the comparison.
-        style: of the figure.
-        over: the axes down and across. None: the first two, with the mean over all others. Else there is a panel for
-            each combination of the others: the best value of the first axis, its mean, and the number of values that
-            are not significantly different from it; and then, for the same combination, one of each value of that axis.
+        style: style of the figure.
+        over: the vertical and the horizontal axis. None draws one heat map over the first two axes, with the mean over
+            the remaining axes. Otherwise, each combination of values on the remaining axes has a panel whose cells
+            name the best value of the first axis, its mean score and the number of tied values (not significantly
+            different from the best). Panels with the scores of each value of the first axis follow.
     """
     if len(comparison.compared) < 2 or all(row.score is None for row in comparison.rows):
         return None
@@ -246,10 +250,10 @@ def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle
     texts = [text for _, heat_map in maps for line in heat_map.cells for cell in line for text in cell.lines]
     width = max(1.0, SMALL_CHARACTER * max(map(len, texts)) + 0.2) * len(across) + 0.3
     height = TALL_CELL * len(down) + 0.5
-    fitting, of_each = max(1, int(WIDEST / width)), len(comparison.axes[first]) + 1
-    in_rows = of_each < len(maps) and of_each <= fitting  # a row for each combination of the axes on no map
-    columns = of_each if in_rows else grid_shape(len(maps), fitting)[1]
-    if not in_rows:  # first all maps of the best
+    fitting, per_combination = max(1, int(WIDEST / width)), len(comparison.axes[first]) + 1
+    in_rows = per_combination < len(maps) and per_combination <= fitting  # all maps of a combination fit in one row
+    columns = per_combination if in_rows else grid_shape(len(maps), fitting)[1]
+    if not in_rows:  # maps of the best values come first
         maps.sort(key=lambda item: first in item[1].place)
     shown = maps[: min(MOST_PANELS, columns * max(1, int(HIGHEST / height)))]
     rows = math.ceil(len(shown) / columns)
@@ -285,18 +289,21 @@ def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle
 def _draw_cells(
     axes: Axes, cells: Sequence[Sequence[HeatCell]], limits: tuple[float | None, float | None] = (None, None)
 ) -> AxesImage:
-    """Draw cells [rows, columns]; `limits` are the lowest and the highest mean of the colours, by default of these."""
+    """Draw the cells of a heat map, indexed [row][column], and return the image for a colour bar.
+
+    `limits` are the means at the two ends of the colour map, by default the lowest and highest mean of these cells.
+    """
     means = np.array([[cell.mean for cell in line] for line in cells])
     low, high = limits
     image = axes.imshow(np.ma.masked_invalid(means), cmap="cividis", aspect="auto", vmin=low, vmax=high)
-    axes.set_facecolor("#dddddd")  # of cells without a result
+    axes.set_facecolor("#dddddd")  # background of cells without a result
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     for (i, j), mean in np.ndenumerate(means):
         cell = cells[i][j]
         if not cell.lines:
             continue
-        lightness = np.dot(np.asarray(image.to_rgba(mean))[:3], [0.299, 0.587, 0.114])  # as perceived
+        lightness = np.dot(np.asarray(image.to_rgba(mean))[:3], [0.299, 0.587, 0.114])  # perceived brightness
         colour = "black" if math.isnan(mean) or lightness > 0.5 else "white"
         style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if cell.bold else "normal"}
         text, below = cell.lines[0], "\n".join(filter(None, cell.lines[1:]))
@@ -307,9 +314,12 @@ def _draw_cells(
 
 
 def draw_worker_comparison(comparison: Comparison) -> Figure | None:
-    """Draw the last tests of the workers of all seeds, a row for each combination and model; None if there are none.
+    """Draw the final test accuracies of single workers, or their losses if the task has no accuracy.
 
-    A stroke is a worker, the bar the middle half of the workers, the dot their mean. Or losses, without accuracies.
+    The figure has one line for each combination of compared values and each tested model. A line shows the workers of
+    all seeds: a stroke is a worker, the bar spans the middle half of the workers, and the dot is their mean.
+
+    Return None if no worker was tested.
     """
     from matplotlib.figure import Figure
 
@@ -322,13 +332,13 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     if not tested:
         return None
     del tested[MOST_ROWS:]
-    models = [model for model in LABELS if any(model in each.scores for _, results in tested for each in results)]
+    models = [model for model in LABELS if any(model in seed.scores for _, results in tested for seed in results)]
     figure = Figure(figsize=(7.5, 1.6 + ROW * len(tested) * (len(models) + 0.5)), layout="constrained")
     axes, names = figure.subplots(), []
     for place, (row, results) in enumerate(tested):
         names.append(", ".join(map(label, row.point.values())) or comparison.name)
         for index, model in enumerate(models):
-            values = [value for each in results for value in each.scores.get(model, ())]
+            values = [value for seed in results for value in seed.scores.get(model, ())]
             if values:
                 y, color = place + (index - (len(models) - 1) / 2) / (len(models) + 0.5), COLOURS[index + 1]
                 axes.plot(values, [y] * len(values), "|", color=color, alpha=0.5, markersize=8)
@@ -350,9 +360,12 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
 
 
 def draw_tuning(comparison: Comparison) -> Figure | None:
-    """Draw the validation result against the tuned value, a line for each combination; None without results.
+    """Draw the validation result against the value of the axis `tune`.
 
-    Larger marks are the chosen values. A value of which a run failed, diverged or has no result has no mark.
+    The figure has one line for each combination of values on the other axes. Larger markers show the chosen values.
+    Values for which a run failed, diverged or has no result are not drawn.
+
+    Return None if there is no validation result.
     """
     from matplotlib.figure import Figure
 
@@ -391,7 +404,7 @@ def draw_tuning(comparison: Comparison) -> Figure | None:
 
 
 def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
-    """Draw the mean ranks, with a bar over each group that is not significantly different (Demsar 2006, figure 1)."""
+    """Draw the mean ranks, and a bar for each group of ranks without significant difference (Demsar 2006, figure 1)."""
     from matplotlib.figure import Figure
 
     count = len(board.standings)
@@ -411,7 +424,7 @@ def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
     axes.set_yticks([-place for place in range(count)], [standing.name for standing in board.standings])
     axes.set_xlim(0.8, count + 0.5)
     axes.set_xlabel(
-        f"mean rank over {board.cells} cells, 1 the best\n"
+        f"mean rank over {board.cells} cells (1 is best)\n"
         f"bars join ranks within the critical difference, {board.critical_difference:.2f}"
     )
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""A figure of run folders, or of the folder of a comparison: `fedsim.plot` and `fedsim plot`."""
+"""Draw run folders or the folder of a comparison: `fedsim.plot` and `fedsim plot`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Kind = Literal["curves", "heatmap"]
-LEAST_INCHES, MOST_INCHES = 1, 30  # of a side of a figure; 30 are 9,000 pixels at the 300 of "paper"
+LEAST_INCHES, MOST_INCHES = 1, 30  # limits of width and height; 30 inches are 9,000 pixels in style "paper"
 
 
 def plot(
@@ -40,33 +40,34 @@ def plot(
     y_range: tuple[float, float] | None = None,
     out: str | Path | None = None,
 ) -> Figure:
-    """Draw the runs in some folders, or a comparison.
+    """Draw a comparison, or one or more runs, from their folders.
 
-    Of a comparison, there is a line for each value of its first key, and a panel for each combination of the others. Of
-    several runs there is a line for each group of runs that differ in the seed only. A line is the mean over the
-    seeds; a band shows the 95 percent intervals of four or more, thin lines show two or three single seeds.
+    For a comparison, the figure has one line for each value of the first compared key, and one panel for each
+    combination of the other compared keys. For single runs, it has one line for each group of runs that differ only in
+    the seed. A line is the mean over the seeds. Thin lines show single seeds if there are two or three. With four or
+    more seeds, a band shows the 95 percent intervals.
 
     Args:
-        folders: the folder of a comparison, or those of one or more runs.
-        metric: the number that is drawn, such as "test_loss" or "metrics.drift"; None: what the comparison compares, or
-            the test accuracy, or of a task without accuracy the test loss. A sign says which value is better, as of
-            `by` of `compare`; without it, the sign of the comparison's own number remains.
-        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (of computation), "bytes" (in both
-            directions) or "samples" (of all workers, with repetitions); or a compared key with three or more numbers,
-            such as "attack.scale", against which the number after the last round is drawn.
-        kind: "curves", or "heatmap": the number after the last round over the first two compared keys, or over those
-            that the comparison names.
-        only: for keys of a comparison, the values that are drawn, or one value: {"attack": ["none", "alie"]}.
-        style: "paper": 8 points, TrueType fonts, 3.35 inches wide (a column of two) or, with several panels, 6.9
-            inches; no title. "screen": with a title, and with matplotlib's own settings.
-        width: of the figure, in inches, from 1 to 30.
-        height: of the figure, in inches, from 1 to 30.
-        x_range: the ends of the x axes of curves, such as (0, 50).
-        y_range: the ends of their y axes, such as (0.9, 1.0).
-        out: a file to write, whose name ends in .png, .svg or .pdf.
+        folders: the folder of a comparison, or the folders of one or more runs.
+        metric: the metric to draw, such as "test_loss" or "metrics.drift". None selects the metric of the comparison,
+            or else the test accuracy (the test loss for a task without accuracy). A sign before the name says whether
+            higher ("+") or lower ("-") is better, as for `metric` of `compare`.
+        x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time), "bytes" (sent in
+            both directions) or "samples" (processed by all workers, with repetitions). A compared key with three or
+            more numeric values, such as "attack.scale", plots the metric after the last round against these values.
+        kind: "curves", or "heatmap" for a heat map of the metric after the last round. The heat map is drawn over the
+            `heatmap` axes of the comparison (default: the first two compared keys).
+        only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}.
+        style: "paper" has 8-point TrueType fonts, no title, and a width of 3.35 inches (one column of a two-column
+            page), or 6.9 inches with several panels. "screen" has a title and matplotlib's default fonts.
+        width: width of the figure in inches, from 1 to 30.
+        height: height of the figure in inches, from 1 to 30.
+        x_range: limits of the x axis for curves, such as (0, 50).
+        y_range: limits of the y axis for curves, such as (0.9, 1.0).
+        out: file to write. Its name must end in .png, .svg or .pdf.
 
-    Returns the figure; `get_label()` is a caption for it. Raises RecordError if a folder holds no finished round or
-    damaged files, and ExperimentError if it has nothing to draw for these arguments.
+    Returns the figure, whose caption is `figure.get_label()`. Raises RecordError if a folder is damaged or holds no
+    finished round, and ExperimentError if an argument is invalid or there is nothing to draw.
 
     >>> import fedsim, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -78,14 +79,14 @@ def plot(
     _require(style, "style", STYLES)
     for name, inches in (("width", width), ("height", height)):
         if inches is not None and not LEAST_INCHES <= inches <= MOST_INCHES:
-            raise ExperimentError(f"{name} = {show(inches)}: must be from {LEAST_INCHES} to {MOST_INCHES} inches")
+            raise ExperimentError(f"{name} = {show(inches)}: must be between {LEAST_INCHES} and {MOST_INCHES} inches")
     format = "" if out is None else Path(out).suffix.removeprefix(".").lower()
     if out is not None and format not in UNDATED:
         raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
-    paths = [Path(each) for each in ([folders] if isinstance(folders, (str, Path)) else folders)]
+    paths = [Path(folder) for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
     comparison = _only(_comparison_in(paths), only or {})
     if metric is not None:
-        known = [each.key for each in metrics_in(record for run in comparison.runs for record in run.history)]
+        known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
         _require(metric_called(metric).key, "metric", known)
         if metric != metric_called(comparison.settings.metric or "").key:  # else keep the stored sign
             comparison = replace(comparison, settings=replace(comparison.settings, metric=metric))
@@ -97,7 +98,7 @@ def plot(
         own_width, own_height = figure.get_size_inches()
         figure.set_size_inches(own_width if width is None else width, own_height if height is None else height)
         show_dollars(figure)
-        figure.draw_without_rendering()  # makes the ticks, in the fonts of the style
+        figure.draw_without_rendering()  # creates the tick labels while the style is active
         if out is not None:
             write_atomically(Path(out), encode(figure, format, look.dpi))
     return figure
@@ -105,7 +106,7 @@ def plot(
 
 def _require(value: str, name: str, allowed: Any) -> None:
     if value not in allowed:
-        raise ExperimentError(f"{name} = {show(value)}: is not one of those; {nearest(value, allowed)}")
+        raise ExperimentError(f"{name} = {show(value)}: is not an allowed value; {nearest(value, allowed)}")
 
 
 def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:
@@ -115,7 +116,7 @@ def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:
     if figure is None:
         raise RecordError(f"{comparison.folder}: no run is finished")
     if not any(panel.lines for panel in figure.axes):
-        raise ExperimentError(f"x = {show(x)}: no run has recorded that together with the metric")
+        raise ExperimentError(f"x = {show(x)}: no run has recorded this number together with the metric")
     return figure
 
 
@@ -123,10 +124,11 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
     if ends is None:
         return
     if kind == "heatmap":
-        raise ExperimentError(f"{axis}_range = {show(list(ends))}: is for curves; a heat map has none")
+        raise ExperimentError(f"{axis}_range = {show(list(ends))}: is only used with kind=curves; remove it")
     if not -LARGEST <= ends[0] < ends[1] <= LARGEST:
         raise ExperimentError(
-            f"{axis}_range = {show(list(ends))}: must be two numbers, the smaller one first, of at most {LARGEST:g}"
+            f"{axis}_range = {show(list(ends))}: must be two numbers, the smaller one first, "
+            f"between {-LARGEST:g} and {LARGEST:g}"
         )
     for panel in figure.axes:
         if getattr(panel, f"get_{axis}scale")() == "log" and ends[0] <= 0:
@@ -138,31 +140,34 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
     figure = draw_heatmap(comparison, style, comparison.settings.heat_axes(list(comparison.axes)))
     if figure is None:
         raise ExperimentError(
-            'kind = "heatmap": needs a comparison of two keys or more beside worst and tune, with finished runs'
+            'kind = "heatmap": needs a comparison of at least two keys, not counting tune and worst, with finished runs'
         )
     return figure
 
 
 def _comparison_in(folders: Sequence[Path]) -> Comparison:
-    """Return the comparison in a folder, or the runs in several folders as one."""
+    """Return the comparison that is stored in a single folder, or combine several runs into one comparison."""
     records = [read_records(folder) for folder in folders]
     if not records:
-        raise ExperimentError("folders: must be one or more")
+        raise ExperimentError("folders: is empty; name at least one folder")
     if isinstance(records[0], Comparison) and len(records) == 1:
         return records[0]
     runs = []
     for record in records:
         if isinstance(record, Comparison):
             raise ExperimentError(
-                f"{record.folder}: is a comparison; draw one comparison, or several runs; fedsim compare FOLDER FOLDER "
-                "--out NEW makes one comparison of several"
+                f"{record.folder}: is a comparison; draw either one comparison or several runs; to merge comparisons, "
+                "run: fedsim compare FOLDER FOLDER --out NEW"
             )
         runs.append(record)
     return comparison_of(runs)
 
 
 def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
-    """Return the runs with these values on some axes; `alie` selects all its settings, such as `alie,z=1.5`."""
+    """Return the comparison with only those runs whose axis values are in `only`.
+
+    A component name selects all settings of the component: "alie" also selects "alie,z=1.5".
+    """
     axes, runs = dict(comparison.axes), comparison.runs
     for key, selected in only.items():
         key = axis_called(key)
@@ -172,11 +177,11 @@ def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
         ]
         names = {label(value): {label(value), label(value).partition(",")[0]} for value in axes[key]}
         for wanted_value in wanted:
-            if not any(wanted_value in own for own in names.values()):
+            if not any(wanted_value in accepted for accepted in names.values()):
                 raise ExperimentError(
                     f"{key} = {show(wanted_value)}: is not in the comparison; {nearest(wanted_value, names)}"
                 )
-        chosen = [name for name, own in names.items() if own.intersection(wanted)]
+        chosen = [name for name, accepted in names.items() if accepted.intersection(wanted)]
         axes[key] = [value for value in axes[key] if label(value) in chosen]
         runs = [run for run in runs if label(run.point[key]) in chosen]
     places = places_in(axes)

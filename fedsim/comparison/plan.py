@@ -1,4 +1,4 @@
-"""The plan of a comparison: a checked experiment for each combination of the values on its axes, and its settings."""
+"""Plan a comparison: build and check one experiment for each combination of axis values, and check the settings."""
 
 from __future__ import annotations
 
@@ -41,15 +41,21 @@ from fedsim.records.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings,
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
-MOST_RUNS = 100_000  # all are checked, and kept in memory, before the first starts
+MOST_RUNS = 100_000  # all runs are checked, and kept in memory, before the first run starts
 LONGEST_ID = 100  # characters; file systems allow 255 bytes
-BY_NAME = tuple(f"{metric.key}." for metric in METRICS if "{}" in metric.label)  # only records show which
+BY_NAME = tuple(f"{metric.key}." for metric in METRICS if "{}" in metric.label)  # metrics with names chosen at run time
 KEYS = [metric.key for metric in METRICS if "{}" not in metric.label]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a comparison: `id` is the name of its folder, `point` maps each axis to a value."""
+    """One run of a comparison.
+
+    Attributes:
+        id: name of the run's folder.
+        point: the run's value on each axis.
+        experiment: the experiment of the run.
+    """
 
     id: str
     point: dict[str, Any]
@@ -57,7 +63,7 @@ class PlannedRun:
 
     @functools.cached_property
     def tables(self) -> dict[str, Any]:
-        """Return the resolved tables of the experiment."""
+        """Return the settings of the experiment, with all defaults, as nested tables."""
         return self.experiment.resolved()
 
 
@@ -66,12 +72,12 @@ class ComparisonPlan:
     """The runs of a comparison.
 
     Attributes:
-        name: name of the experiment; a default name does not contain values of the axes.
+        name: name of the experiment. A default name does not contain axis values.
         axes: the varied keys and their values, in order.
-        runs: one run per combination. The last axis varies fastest; the seed is always the last axis.
+        runs: one run per combination. The last axis varies fastest. The seed is always the last axis.
         engine_chosen: whether any experiment sets `engine` or `processes`, or has mode "race".
         settings: the settings of the comparison.
-        left_out: one line per problem for which invalid combinations were left out.
+        left_out: one line for each problem that excluded combinations from the comparison.
     """
 
     name: str
@@ -88,7 +94,7 @@ class ComparisonPlan:
 
     @property
     def shape(self) -> str:
-        """The number of values on each axis: `3 aggregate.rule x 2 seed`."""
+        """Number of values on each axis, such as "3 aggregate.rule x 2 seed"."""
         return shape_of(self.axes)
 
 
@@ -102,19 +108,19 @@ def plan_comparison(
     allow_imports: bool = False,
     **changes: Any,
 ) -> ComparisonPlan:
-    """Plan the runs of the comparison that `source` and its table [comparison] describe.
+    """Plan the runs of a comparison: one run for each combination of axis values.
 
     Args:
-        source: as of `load_experiment`; a file may have a table [comparison].
-        axes: as in [comparison]; they replace the source's axes of the same keys.
-        words: as on the command line: `key=v1,v2` is an axis, `key=value` sets one value in all runs; both replace an
-            axis of that key.
-        settings: those of `compare`; they replace those of [comparison].
-        file: the file from which `source` and `axes` were read, if `source` is not the file itself.
-        allow_imports: allow the file to name any import path; see `load_experiment`.
-        changes: keys of the experiment, set in all runs after the words; they replace an axis of the same key.
+        source: the experiment, as for `load_experiment`. A file may define axes in a table [comparison].
+        axes: more axes, as in [comparison]. They replace axes of `source` with the same keys.
+        words: changes as on the command line. `key=v1,v2` is an axis, and `key=value` sets one value in all runs. Both
+            replace an existing axis with the same key.
+        settings: settings of `compare`. They replace the settings in [comparison].
+        file: the file from which `source` and `axes` were read, if `source` is not a file name.
+        allow_imports: allow the file to name any import path (see `load_experiment`).
+        changes: keys of the experiment to set in all runs, after `words`. They replace an axis with the same key.
 
-    Raises ExperimentError, one line per problem, if any of the runs is invalid.
+    Raises ExperimentError, with one line per problem, if a run is invalid and `skip_invalid` is not set.
     """
     description = describe(source)
     written = {} if file else axes
@@ -127,9 +133,11 @@ def plan_comparison(
     count = math.prod(map(len, axes.values()))
     if count > MOST_RUNS:
         sizes = " x ".join(str(len(values)) for values in axes.values())
-        raise ExperimentError(f"comparison: its axes have {sizes} = {count:,} combinations; at most {MOST_RUNS:,}")
+        raise ExperimentError(
+            f"comparison: its axes have {sizes} = {count:,} combinations; at most {MOST_RUNS:,} are allowed"
+        )
     if isinstance(records := description.setdefault("records", {}), dict):
-        for name in ("model", "curve"):  # large files, and a comparison has many runs and its own figures
+        for name in ("model", "curve"):  # off by default, to save disk space
             records.setdefault(name, False)
     untrusted_values = [value for _, value in in_all] + [word_axes, written]
     with untrusted_config(file or file_of(source), untrusted_values, allowed=allow_imports):
@@ -148,9 +156,9 @@ def plan_comparison(
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return the settings from which `plan_comparison` makes these runs, as nested tables.
+    """Return the settings that the runs have in common before axis values are applied, as nested tables.
 
-    The value of a key is that of the runs whose point does not set it, if all of these have the same.
+    A key is included if all runs whose point does not set this key agree on its value.
     """
     settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
@@ -165,9 +173,10 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
 
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
-    """Return which of these keys the point of a run sets.
+    """Return those `keys` that the axis values of a run set.
 
-    A value that names a component, such as an attack, also sets its parameters, but not the other keys of its table.
+    A value that names a component, such as an attack, also sets the component's parameters, but not the other keys of
+    the table that holds the component.
     """
     changed = {key_changed(*change) for axis, value in run.point.items() for change in changes_of(axis, value)}
     tables = (*(f"{key}." for key in changed),)
@@ -176,7 +185,10 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
 
 @functools.cache
 def _naming_key(key: str) -> str | None:
-    """Return the key that names the component of which `key` is a parameter; None if it is none."""
+    """Return the key that names a component if `key` is one of its parameters, such as "attack.name" for "attack.z".
+
+    Returns None if `key` is not a component parameter.
+    """
     table, within = component_table(key.split("."))
     if table is None or within[0] in table.keys:
         return None
@@ -184,7 +196,7 @@ def _naming_key(key: str) -> str | None:
 
 
 def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
-    """Return the axes and the `SETTINGS` of several [comparison] tables, of which the later replace the earlier."""
+    """Merge several [comparison] tables. Return their axes and their `SETTINGS`. Later tables override earlier ones."""
     axes: Axes = {}
     settings: dict[str, Any] = {}
     for table in tables:
@@ -196,30 +208,31 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:
-    """Return a hint on how to write several values, for the first key whose value is a list if there is one."""
+    """Return a hint on how to write several values, using the first key with a list value as an example."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
             key = ".".join(keys)
             return f"{key} has one value, a list; for several values write {key}={','.join(map(label, value))}"
-    return "every key has one value; write several with commas, such as seed=0,1,2, or a table [comparison] in a file"
+    return "every key has one value; write several values as in seed=0,1,2, or add a table [comparison] to the file"
 
 
 def _experiments(
     description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool
 ) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
-    """Return the experiment of every point, all with the same default name.
+    """Build and check the experiment of every point (combination of axis values), with a common default name.
 
-    Points that differ only in the seed are checked once, and so is each seed, because no check depends on both.
+    No check depends on both the seed and the other values, so each seed and each combination of the other values is
+    checked once.
 
-    Returns the experiments and their points, whether any of them sets its engine, and a line for each problem of the
-    points that are left out.
+    Returns the valid experiments, their points, whether any experiment sets its engine, and one line for each problem
+    of the excluded points.
     """
     experiments, valid, engine_chosen = [], [], False
-    problems: dict[str, list[dict[str, Any]]] = {}  # by line: the points that have it
+    problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
     models: dict[str, tuple[str, ...]] = {}
     varied = set()
-    checked: dict[str, Experiment] = {}  # by the values of the point but the seed
-    seeds = set()  # that an experiment has had
+    checked: dict[str, Experiment] = {}  # keyed by the values of the point without the seed
+    seeds = set()  # seeds of valid experiments
     for point in points:
         combination, seed = canonical(point | {SEED: None}), canonical(point.get(SEED))
         if combination in checked and seed in seeds:
@@ -244,41 +257,47 @@ def _experiments(
         for line in lines:
             problems.setdefault(line, []).append(point)
         engine_chosen |= not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
-    left_out = [with_points(line, found, len(points)) for line, found in problems.items()]
+    left_out = [with_points(line, affected, len(points)) for line, affected in problems.items()]
     if left_out and not (skip_invalid and valid):
         raise ExperimentError(*left_out)
     name = default_name(experiments[0], varied)
-    named = [each if "name" in each.model_fields_set else _renamed(each, name) for each in experiments]
+    named = [
+        experiment if "name" in experiment.model_fields_set else _renamed(experiment, name)
+        for experiment in experiments
+    ]
     return named, valid, engine_chosen, left_out
 
 
 def _renamed(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with another default name, which later changes of the experiment replace."""
+    """Return a copy of the experiment with a new default name.
+
+    If settings of the copy are changed later, its default name is computed from its settings again.
+    """
     renamed = experiment.model_copy(update={"name": name})
     renamed.model_fields_set.discard("name")
     return renamed
 
 
 def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the reasons why a valid experiment cannot run on this machine; `models` caches the model checks."""
+    """Return the reasons why a valid experiment cannot run on this machine. `models` caches the model checks."""
     tables = experiment.resolved()
     key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
     try:
         resolve_device(experiment.device)
         if key not in models:
             models[key] = ()
-            task_of(experiment, torch.device("cpu"))  # makes the model
+            task_of(experiment, torch.device("cpu"))  # builds the model, which may fail
     except ExperimentError as error:
         models[key] = error.lines
     return models[key]
 
 
 def _refuse_contradictions(in_all: list[Change], point_changes: list[Change]) -> None:
-    """Raise ExperimentError if two axes set one key, or an axis sets a key that is set for all runs."""
+    """Raise ExperimentError if two axes set the same key, or if an axis sets a key that is set for all runs."""
     keys = [key_changed(*change) for change in point_changes]
     for key in keys:
         if keys.count(key) > 1:
-            raise ExperimentError(f"{key}: is set by two axes")
+            raise ExperimentError(f"{key}: is set by two comparison axes; remove one of the two")
     for path, value in in_all:
         if (key := key_changed(path, value)) in keys:
             raise ExperimentError(f"{key} = {show(value)}: is also set by a comparison axis; remove one of the two")
@@ -290,12 +309,12 @@ def _refuse_equal_runs(experiments: Iterable[Experiment], points: Iterable[dict[
         earlier_point = first.setdefault(canonical(experiment.resolved()), point)
         if earlier_point is not point:
             raise ExperimentError(
-                f"{describe_point(earlier_point)} and {describe_point(point)}: are the same experiment"
+                f"{describe_point(earlier_point)} and {describe_point(point)}: are the same experiment; remove one"
             )
 
 
 def _ids(points: list[dict[str, Any]]) -> list[str]:
-    """Return a readable id for each point, with a hash appended if the id is too long or not unique."""
+    """Return a readable ID for each point, with a hash appended if the ID is too long or not unique."""
     names = [readable_id(point) for point in points]
     count = Counter(name.lower() for name in names)  # some file systems ignore case
     return [
@@ -310,9 +329,9 @@ def _ids(points: list[dict[str, Any]]) -> list[str]:
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
-    """Return the settings with `metric` as `check_number` returns it and axes under the names that the comparison uses.
+    """Return the settings with full axis names, and with `metric` signed as `check_number` returns it.
 
-    Raises ExperimentError if the settings do not fit the axes and the experiments.
+    Raises ExperimentError if a setting does not fit the axes and the experiments.
     """
     renamed: dict[str, Any] = {}
     for name in ("tune", "worst", "heatmap"):
@@ -330,26 +349,27 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
     varied = [axis for axis in axes if axis != SEED]
     for name, axis in (("tune", settings.tune), ("worst", settings.worst)):
         if axis is not None and axis not in varied:
-            raise ExperimentError(f"{name} = {show(axis)}: is not an axis that varies; {nearest(str(axis), varied)}")
+            raise ExperimentError(f"{name} = {show(axis)}: is not a comparison axis; {nearest(str(axis), varied)}")
     if settings.tune is not None and settings.tune == settings.worst:
-        raise ExperimentError(f"worst = {show(settings.worst)}: is tuned; choose another axis")
-    if settings.tune is not None and not all(each.data.validation_fraction for each in experiments):
+        raise ExperimentError(f"worst = {show(settings.worst)}: is also the axis of tune; choose another axis")
+    if settings.tune is not None and not all(experiment.data.validation_fraction for experiment in experiments):
         raise ExperimentError(
-            f"tune = {show(settings.tune)}: values are chosen by validation results; add data.validation_fraction=0.1"
+            f"tune = {show(settings.tune)}: needs validation samples to choose values; add data.validation_fraction=0.1"
         )
     if settings.tune is not None and (untrained := untrained_part(experiments)):
         algorithm, number = untrained
         raise ExperimentError(
-            f"tune = {show(settings.tune)}: values are chosen by validation results of the global model, and with "
-            f"{algorithm} workers keep a part of it; compare all values of {settings.tune}, without tune, "
+            f"tune = {show(settings.tune)}: needs validation results of the whole global model, but with {algorithm} "
+            f"workers keep a part of the model; remove tune, and compare all values of {settings.tune} "
             f"with metric={number}"
         )
 
 
 def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
-    """Return the first `local.algorithm` that never trains a part of the global model, since workers keep that part.
+    """Return the first local algorithm that leaves a part of the global model untrained, or None.
 
-    The second text is the number by which such runs can be compared, and the setting that it needs.
+    Such algorithms, for personalization, keep a part of the model on the workers. The second returned text names a
+    metric by which these runs can be compared, with the setting that the metric needs.
     """
     seen = set()
     for experiment in experiments:
@@ -374,30 +394,36 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
     first, *others = [*settings.compared(list(axes)), ""]
     for key in keys:
         if key in settings.headings:
-            raise ExperimentError(f"{where}: {settings.headings[key]} is not compared; choose another axis")
+            setting = "tune" if key == settings.tune else "worst"
+            raise ExperimentError(
+                f"{where}: {key} is the axis of {setting}, which is not compared; choose another axis"
+            )
         if key == first:
-            raise ExperimentError(f"{where}: {key} is the first axis, of which a cell has the best; name another")
+            raise ExperimentError(
+                f"{where}: {key} is the first axis, whose best value each cell names; choose another axis"
+            )
         if key not in others:
-            raise ExperimentError(f"{where}: {show(key)} is not an axis that varies; {nearest(key, others[:-1])}")
+            raise ExperimentError(f"{where}: {show(key)} is not a comparison axis; {nearest(key, others[:-1])}")
 
 
 def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
     number = isinstance(target, (int, float)) and not isinstance(target, bool) and math.isfinite(target)
-    by_accuracy = all(correct_of(each.task.component) is not None for each in experiments)
+    by_accuracy = all(correct_of(experiment.task.component) is not None for experiment in experiments)
     if by_accuracy and not (number and 0 < target <= 1):
-        raise ExperimentError(f"target = {show(target)}: must be a test accuracy, more than 0 and at most 1")
+        raise ExperimentError(f"target = {show(target)}: must be a test accuracy greater than 0 and at most 1")
     if not number:
-        raise ExperimentError(f"target = {show(target)}: must be a test loss, since a task has no accuracy")
+        raise ExperimentError(f"target = {show(target)}: must be a number, the test loss (the task has no accuracy)")
 
 
 def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
-    """Return the name of a metric, such as "-metrics.drift", with the sign that a metric of the experiments declares.
+    """Return the metric name with the sign that its metric component declares, such as "-metrics.drift".
 
-    Raises ExperimentError if these experiments cannot record the number, or no value of it is better than another.
+    Raises ExperimentError if the experiments cannot record this metric, or if nothing says whether higher or lower
+    values are better.
     """
     where = f"metric = {show(name)}"
     if not isinstance(name, str):
-        raise ExperimentError(f"{where}: must be the name of a number of a round, such as test_loss")
+        raise ExperimentError(f"{where}: must be the name of a recorded number, such as test_loss")
     metric = metric_called(name)
     key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
@@ -405,20 +431,20 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
             f"metrics.{metric.component.label}" for experiment in experiments for metric in experiment.metrics
         ]
         raise ExperimentError(
-            f"{where}: no such number of a round; {nearest(key, dict.fromkeys([*KEYS, *metric_names]))}"
+            f"{where}: is not a recorded number; {nearest(key, dict.fromkeys([*KEYS, *metric_names]))}"
         )
     if key.startswith("validation_") and not all(experiment.data.validation_fraction for experiment in experiments):
-        raise ExperimentError(f"{where}: add data.validation_fraction=0.1")
+        raise ExperimentError(f"{where}: needs validation samples; add data.validation_fraction=0.1")
     if key in ("test_accuracy", "validation_accuracy"):
         for experiment in experiments:
             if correct_of(experiment.task.component) is None:
                 raise ExperimentError(
-                    f"{where}: the task {experiment.task.name} has no accuracy; use a loss or a metric"
+                    f"{where}: the task {experiment.task.name} has no accuracy; choose a loss or another metric"
                 )
     if metric.better is None:
         raise ExperimentError(
-            f"{where}: neither a higher nor a lower one is better; write +{key} if a higher one is better for you, or "
-            f"-{key}"
+            f"{where}: unknown whether higher or lower is better; write +{key} if higher is better, or -{key} if lower "
+            "is better"
         )
     label = key.removeprefix("metrics.").removeprefix("validation_")
     components = [metric.component for experiment in experiments for metric in experiment.metrics]
@@ -427,8 +453,8 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
 
 
 def require_number(name: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if there are last rounds of finished runs, and none of them has this number."""
+    """Raise ExperimentError if there are finished runs, but none has this metric in its last round (`last`)."""
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
-        hint = nearest(metric.key, [each.key for each in metrics_in(last)])
+        hint = nearest(metric.key, [recorded.key for recorded in metrics_in(last)])
         raise ExperimentError(f"metric = {show(name)}: no run has recorded this number in its last round; {hint}")

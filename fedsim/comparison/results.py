@@ -1,4 +1,4 @@
-"""The results of a comparison: its runs and its rows, just run or read from a folder."""
+"""Results of a comparison: its runs and the statistics over seeds."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from fedsim.system.files import is_file, is_outside
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RUN = "run"  # the axis of runs that are no comparison
-NEUTRAL = ("name", SEED, "device", "engine", "processes", "data.root", "records")  # keys that name no line
+RUN = "run"  # name of the axis of single runs that are drawn together
+NEUTRAL = ("name", SEED, "device", "engine", "processes", "data.root", "records")  # keys that do not label a line
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison, just run or read from its folder.
+    """Results of a comparison.
 
     Attributes:
-        name: of the experiment.
-        axes: the values of each key that is varied.
-        runs: the result of each run; see `Run`.
+        name: name of the experiment.
+        axes: the values of each varied key.
+        runs: the result of each run (see `Run`).
         settings: the settings of the comparison.
-        folder: of the records, if they are kept.
-        left_out: a line for each problem of the invalid combinations that have no run.
+        folder: folder of the records, or None if the records are not kept.
+        left_out: one line for each problem that excluded combinations from the comparison.
     """
 
     name: str
@@ -61,9 +61,10 @@ class Comparison:
 
     @classmethod
     def read(cls, folder: Path) -> Comparison:
-        """Read the comparison in a folder; no experiment is made, so nothing is imported.
+        """Read the comparison in a folder without building experiments, so that no code from the folder is imported.
 
-        Raises RecordError (ExperimentError for invalid TOML) if anything in it cannot come from a comparison.
+        Raises RecordError if the folder is damaged or is not the folder of a comparison, and ExperimentError if a file
+        is not valid TOML.
         """
         path, runs, points, folders = folder / COMPARISON, list[Run](), set[str](), set[Path]()
         file = read_comparison_file(path)
@@ -72,98 +73,105 @@ class Comparison:
             where, run_folder = f"{path}: runs.{index}", folder / entry.folder
             for axis, places in known.items():
                 if axis not in entry.point:
-                    raise RecordError(f"{where}.point: has no value of the axis {show(axis)}")
+                    raise RecordError(f"{where}.point: has no value for the axis {show(axis)}")
                 if canonical(entry.point[axis]) not in places:
-                    raise RecordError(f"{where}.point: {show(entry.point[axis])} is not on the axis {show(axis)}")
+                    raise RecordError(
+                        f"{where}.point: {show(entry.point[axis])} is not a value of the axis {show(axis)}"
+                    )
             place = {axis: places[canonical(entry.point[axis])] for axis, places in known.items()}
             if canonical(place) in points:
-                raise RecordError(f"{where}.point: another run has the same")
+                raise RecordError(f"{where}.point: another run has the same axis values")
             if is_outside(run_folder, folder):
-                raise RecordError(f"{where}.folder = {show(entry.folder)}: must lie in the comparison's folder")
+                raise RecordError(f"{where}.folder = {show(entry.folder)}: must be inside the comparison's folder")
             if run_folder.resolve() in folders:
-                raise RecordError(f"{where}.folder = {show(entry.folder)}: is another run's")
+                raise RecordError(f"{where}.folder = {show(entry.folder)}: is also the folder of another run")
             points.add(canonical(place))
             folders.add(run_folder.resolve())
             target = file.settings.target
             runs.append(Run.read(run_folder, id=entry.id, point=entry.point, place=place, target=target))
         if not any(run.history for run in runs):
-            raise RecordError(f"{folder}: no round of its {len(runs)} runs is finished yet")
+            raise RecordError(f"{folder}: none of its {len(runs)} runs has finished a round yet")
         return cls(file.name, file.axes, runs, file.settings.known_on(file.axes), folder)
 
     @property
     def shape(self) -> str:
-        """The number of values on each axis: `3 aggregate.rule x 2 seed`."""
+        """Number of values on each axis, such as "3 aggregate.rule x 2 seed"."""
         return shape_of(self.axes)
 
     @property
     def compared(self) -> list[str]:
-        """The axes that are compared: all but the seed and those along which values are chosen."""
+        """The compared axes: all axes except the seed and the axes of the settings `tune` and `worst`."""
         return self.settings.compared(list(self.axes))
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Return the rows that are compared, in the order of their runs; see `Row`."""
+        """Return one row (see `Row`) for each combination of compared values, in the order of the runs."""
         return self.settings.combined(self.runs, list(self.axes))
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """Return the rows in groups that differ in the first axis only."""
+        """Return the rows in groups. Rows of a group differ only in the first axis."""
         return groups_of(self.rows)
 
     @property
     def summary(self) -> list[Row]:
-        """One row for each combination of the compared values, group by group; see `Row`."""
+        """One row (see `Row`) for each combination of compared values, group by group."""
         return [row for group in self.groups for row in group]
 
     @functools.cached_property
     def choices(self) -> list[Choice]:
-        """Return the choices along the axis `tune`, one for each combination of the others."""
+        """Return the chosen value of the axis `tune` for each combination of values on the other axes."""
         return self.settings.of(self.runs, list(self.axes))[1]
 
     @property
     def metric(self) -> Metric:
-        """The number that is compared."""
+        """The metric by which the runs are compared."""
         return self.rows[0].metric
 
     @property
     def test(self) -> Metric:
-        """The test result, to which a target belongs."""
+        """The metric to which `target` applies: the test accuracy, or the test loss for a task without accuracy."""
         return score_of(self.runs)
 
     @property
     def failed(self) -> list[Run]:
-        """The runs that failed or are not finished."""
+        """The runs that failed or did not finish."""
         return [run for run in self.runs if run.error is not None]
 
     @property
     def diverged(self) -> int:
-        """How many of the finished runs diverged."""
+        """Number of finished runs that diverged."""
         return sum(run.finished and run.history[-1].diverged is not None for run in self.runs)
 
     @property
     def answer(self) -> str:
-        """The best value of the first axis in words, with its interval; empty if nothing is compared."""
+        """Text that names the best value of the first axis, with its interval. Empty if nothing is compared."""
         return answer_text(self)
 
     @property
     def table(self) -> str:
-        """The answer, the summary and the leaderboard as text, as `fedsim compare` prints them."""
+        """The answer, the summary table and the leaderboard as text, as printed by `fedsim compare`."""
         return comparison_text(self)
 
     @functools.cached_property
     def leaderboard(self) -> Leaderboard | None:
-        """Return the mean ranks of the first axis' values over all others.
+        """Return the mean rank of each value of the first axis over all combinations of the other axes.
 
-        None with fewer than 3 values or 5 combinations.
+        None if the first axis has fewer than 3 values or there are fewer than 5 combinations.
         """
         return leaderboard(self)
 
     def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
-        """Return the results as a pandas data frame with one row per run and round, or one row per run.
+        """Return the results as a pandas DataFrame.
 
-        The first columns are `id` and the axes; a list or a table on an axis is its short name. Rows of rounds have the
-        columns of `Result.to_dataframe`, and those of runs the columns of `results.csv`: the numbers of the last
-        round, and `error`. A failed run has its rounds before the failure. Raises MissingPackageError without pandas.
+        The first columns are `id` and the axes. A list or table on an axis is replaced by its short name.
+
+        Args:
+            per: "round" returns one row per run and round, with the columns of `Result.to_dataframe`. A failed run has
+                the rounds before its failure. "run" returns one row per run, with the columns of `results.csv`: the
+                numbers of the last round, and `error`.
+
+        Raises MissingPackageError if pandas is not installed.
         """
         if per not in ("round", "run"):
             raise ExperimentError(f'per = {show(per)}: must be "round" or "run"')
@@ -189,14 +197,15 @@ class Comparison:
 def read_records(folder: Path) -> Run | Comparison:
     """Return the run or the comparison in a folder.
 
-    Raises RecordError (ExperimentError for invalid TOML) if it is neither, has no finished round, or is damaged.
+    Raises RecordError if the folder holds neither, is damaged or has no finished round, and ExperimentError if a file
+    is not valid TOML.
     """
     if not folder.is_dir():
-        raise RecordError(f"{folder}: no such folder; expected that of a run or of a comparison")
+        raise RecordError(f"{folder}: no such folder; name the folder of a run or of a comparison")
     if (folder / COMPARISON).is_file():
         return Comparison.read(folder)
     if not is_file(folder / METRICS):
-        raise RecordError(f"{folder}: neither a run (it has no {METRICS}) nor a comparison (it has no {COMPARISON})")
+        raise RecordError(f"{folder}: is neither a run (no {METRICS}) nor a comparison (no {COMPARISON})")
     run = Run.read(folder)
     if not run.history:
         raise RecordError(f"{folder / METRICS}: no round is finished yet")
@@ -204,10 +213,11 @@ def read_records(folder: Path) -> Run | Comparison:
 
 
 def comparison_of(runs: Sequence[Run]) -> Comparison:
-    """Return single runs as a comparison of what distinguishes them; an unfinished run counts with its rounds so far.
+    """Combine single runs into a comparison, so that they can be drawn together.
 
-    A run is named by the settings in which it differs from others, without the seed: "median", "krum, f=2, lr=0.1".
-    Runs of one name are seeds of one line. If two of these have one seed, all runs are named by their folders.
+    A run is named by the settings in which the runs differ, without the seed, such as "median" or "krum, f=2, lr=0.1".
+    Runs with the same name are different seeds of one line. If two runs have the same name and seed, all runs are named
+    by their folders instead. Unfinished runs count with the rounds so far.
     """
     names, seeds = _names_of(runs), [run.seed for run in runs]
     axes: dict[str, list[Any]] = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}

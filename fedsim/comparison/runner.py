@@ -1,4 +1,4 @@
-"""Run what is left of a comparison and write its results, and merge the folders of its parts."""
+"""Run a comparison, write its results, and merge the folders of a comparison that was split."""
 
 from __future__ import annotations
 
@@ -83,41 +83,43 @@ def compare(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Comparison:
-    """Run an experiment for every combination of the values on a comparison's axes, and compare the results.
+    """Run an experiment for every combination of axis values, and compare the results.
 
-    Runs with the same seed have the same initial model, cohorts and batches, so their differences are paired. A run
-    that fails is reported; the others continue.
+    Runs with the same seed have the same initial model, cohorts and batches, so their differences are paired. If a run
+    fails, its error is reported and the other runs continue.
 
     Args:
-        experiment: an Experiment, tables, the path of a TOML or YAML file, the name of an experiment that comes with
-            fedsim, or None for the default experiment, as for `run`; tables and files may hold the axes in a table
-            `comparison`.
-        comparison: the list of values of each dotted key; a value that is a table changes several keys at once.
-        out: the folder of the records: new, empty, or that of the same comparison, whose finished runs are kept.
-        jobs: runs at a time. By default as many as cores and memory allow, each in one process; but one if the
-            experiment sets its engine or processes, or uses a GPU.
-        target: a test accuracy, or a test loss of tasks without accuracy; the summary reports the time to reach it. The
-            table `comparison` may have it too.
-        tune: an axis. For each combination of the others, the value with the best validation result is reported; of
-            several attacks, of an axis `worst`, the worst result counts. It needs `data.validation_fraction`.
-        worst: an axis, such as "attack.name": the value with the worst result is reported.
-        metric: the number of the last round that is compared, instead of the test accuracy: "test_loss",
-            "metrics.personal_worker_accuracy_mean", ... A higher one is better, except of losses, errors, perplexity,
-            attack success, inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results, and
-            metrics with `higher_is_better = False`. A sign says which is better: "-metrics.drift" a lower one, "+..." a
-            higher one.
-        skip_invalid: leave out the combinations that are invalid experiments, such as krum with more Byzantine workers
-            than it allows, and say so; else they are an error.
-        heatmap: two axes besides the first, such as "partition.alpha,attack.fraction", down and across: the heat maps
-            are over these, with the best value of the first axis in each cell. By default the first two axes.
-        progress: print a line for each run, as the command line does; None: show a bar in a notebook, else nothing.
-        allow_imports: allow a file to name any import path; see `load_experiment`.
-        changes: keys of the experiment, set in all runs: `compare(comparison={"seed": [0, 1]}, rounds=3)`.
+        experiment: an Experiment, nested tables, the path of a TOML or YAML file, the name of an experiment that comes
+            with fedsim, or None for the default experiment, as for `run`. Tables and files may define the axes in a
+            table `comparison`.
+        plan: the axes: a list of values for each dotted key. A value that is a table changes several keys at once.
+        out: folder of the records. The folder must be new, empty, or hold the same comparison. Its finished runs are
+            not repeated.
+        jobs: number of runs at a time. By default as many as cores and memory allow, each in one process, but a single
+            run at a time if an experiment sets `engine` or `processes`, or uses a GPU.
+        target: test accuracy to reach, or test loss for a task without accuracy. The summary reports the time until
+            the target is reached.
+        tune: axis to tune, such as "local.lr". For each combination of the other axes, only the value with the best
+            validation result is reported. With `worst`, the worst case decides. Needs `data.validation_fraction`.
+        worst: axis, such as "attack.name", of which only the value with the worst result is reported.
+        metric: metric of the last round to compare instead of the test accuracy, such as "test_loss" or
+            "metrics.personal_worker_accuracy_mean". Lower is better for losses, errors, perplexity, attack success,
+            inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results and metrics with
+            `higher_is_better = False`. Otherwise higher is better. A sign overrides the direction: "-metrics.drift" if
+            lower is better, "+metrics.drift" if higher is better.
+        skip_invalid: leave out invalid combinations, such as krum with more Byzantine workers than it allows, and list
+            them. By default they raise ExperimentError.
+        heatmap: vertical and horizontal axis of the heat maps, such as "partition.alpha,attack.fraction". Each cell
+            names the best value of the first axis. By default, one heat map shows the scores over the first two axes.
+        progress: True prints a line for each run, as the command line does. False prints nothing. None shows a progress
+            bar in notebooks only.
+        allow_imports: allow a file to name any import path (see `load_experiment`).
+        changes: keys of the experiment to set in all runs, such as `rounds=3`.
 
     Raises:
-        ExperimentError: one of the experiments is invalid; no run has been started.
-        DataError: data is missing; no run has been started.
-        RecordError: the folder holds something else, or cannot be written.
+        ExperimentError: an experiment is invalid. No run has started.
+        DataError: data is missing. No run has started.
+        RecordError: the folder holds other files or another comparison, or cannot be written.
         WorkerError: processes cannot be started.
 
     >>> result = compare({"rounds": 1, "model": "logistic"}, {"aggregate.rule": ["mean", "median"]}, jobs=1)
@@ -130,7 +132,7 @@ def compare(
     try:
         planned = plan_comparison(experiment, plan, (), settings, allow_imports=allow_imports, **changes)
     except ExperimentError as error:
-        raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
+        raise error.with_traceback(None) from error.__cause__  # the frames inside fedsim do not help the user
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))
@@ -146,9 +148,9 @@ def run_comparison(
     keeps_folder: bool = True,
     shard: Shard | None = None,
 ) -> Comparison:
-    """Do the runs of a comparison that are not finished yet, and write the results to the folder `path`; see `compare`.
+    """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
 
-    Of a `shard` only its runs are done, and nothing is compared.
+    With `shard`, run only the runs of this part, and write no results of the comparison.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
@@ -162,13 +164,13 @@ def run_comparison(
     if jobs is not None and jobs > 1 and (reason := why_runs_unsendable(plan.runs)):
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
-        exit_if_imported_by_child()  # else it would find the folder locked by its own parent
+        exit_if_imported_by_child()  # a child process would find the folder locked by its parent
     with ComparisonFolder(path, plan) as folder, Painter() as painter:
         plan = folder.plan
         runs = plan.runs if shard is None else shard.of(plan)
         todo = [run for run in runs if not folder.is_finished(run)]
         for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
-            load_dataset(data.name, data.root, **data.params)  # now: else every run would fail of missing data
+            load_dataset(data.name, data.root, **data.params)  # fail once, before the first run, if data is missing
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
         _warn(todo, plan.settings.metric)
         callback.on_start(plan, todo, jobs)
@@ -179,7 +181,7 @@ def run_comparison(
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
-    """Compare the runs in a folder, and write the tables and figures unless the folder is temporary (no painter)."""
+    """Return the results of the runs in a folder, and write tables and figures unless `painter` is None."""
     comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
@@ -187,7 +189,7 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 
 
 def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
-    """Show each warning once, however many runs it concerns."""
+    """Issue the warnings about the runs, each of them once."""
 
     def relevant(experiment: Experiment) -> list[Any]:
         tables = experiment.resolved()
@@ -197,8 +199,8 @@ def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
     if metric is None and (untrained := untrained_part(run.experiment for run in runs)):
         algorithm, number = untrained
         lines.append(
-            f"{algorithm}: runs are compared by tests of the global model, of which a part stays untrained, since "
-            f"workers keep their own; compare with metric={number}"
+            f"{algorithm}: a part of the global model stays untrained, because workers keep this part, so test results "
+            f"of the global model say little; compare with metric={number}"
         )
     for line in dict.fromkeys(lines):
         warnings.warn(line, SettingWarning, stacklevel=3)
@@ -219,7 +221,7 @@ def _run(
     for run in runs:
         folder.make_ready(run)
     experiments = [in_one_process(run.experiment) if one_process else run.experiment for run in runs]
-    work = [Work(run, each, folder.run_folder(run)) for run, each in zip(runs, experiments, strict=True)]
+    work = [Work(run, experiment, folder.run_folder(run)) for run, experiment in zip(runs, experiments, strict=True)]
     if jobs == 1:
         run_here(work, callback.on_round, on_end)
     else:
@@ -267,22 +269,22 @@ def merge(
     *,
     allow_imports: bool = False,
 ) -> Comparison:
-    """Copy the runs of several folders of one comparison into the folder `out`, and compare them; nothing is run.
+    """Copy the finished and failed runs of several folders into the folder `out`, and compare them without new runs.
 
     Args:
-        folders: of comparisons, whose shards count too; `out` itself may be one of them.
-        out: the folder of the merged comparison.
-        settings: as of `plan_comparison`; those that are not set are those of the first folder.
-        allow_imports: whether the folders may name any import path, as of `plan_comparison`.
+        folders: folders of the same comparison, including their shards. `out` may be one of them.
+        out: folder of the merged comparison.
+        settings: settings of the comparison, as for `plan_comparison`. Default: the settings in the first folder.
+        allow_imports: allow the folders to name any import path (see `plan_comparison`).
 
-    Raises RecordError if a folder holds no comparison, or the folders hold different comparisons.
+    Raises RecordError if a folder holds no comparison, or if the folders hold different comparisons.
     """
     sources = [source for folder in folders for source in _sources(folder)]
     comparisons = {source: read_comparison_file(source / COMPARISON) for source in sources}
     first = comparisons[sources[0]]
     for source, source_plan in comparisons.items():
         if lines := differences_of_comparisons(first, source_plan):
-            raise RecordError(f"{source}: holds another comparison than {sources[0]}\n" + "\n".join(lines))
+            raise RecordError(f"{source}: holds a different comparison than {sources[0]}\n" + "\n".join(lines))
     settings = ComparisonSettings(**first.settings.given | settings.given)
     file = sources[0] / COMPARISON
     plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
@@ -295,7 +297,7 @@ def merge(
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Return the folders with a comparison.json: this one, and its shards."""
+    """Return the paths of `folder` and its shards that contain a comparison.json. Raises RecordError if none does."""
     sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not sources:
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
@@ -303,7 +305,7 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
-    """Return the folder where a run is finished; else one where it failed."""
+    """Return a folder, other than `besides`, in which the run is finished, or else failed. None if there is none."""
     point = canonical(run.point)
     stored = [
         (source, planned)
@@ -323,7 +325,7 @@ def _copy(source: Path, to: Path) -> None:
     try:
         for path in (source, *source.rglob("*")):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise RecordError(f"{path}: is neither a file nor a folder, and is not copied")
+                raise RecordError(f"{path}: is not a regular file or folder, so it cannot be copied; remove it")
         shutil.copytree(source, to)
     except (OSError, shutil.Error) as error:
         raise RecordError(f"{source}: cannot be copied: {one_line(error)}") from None

@@ -1,4 +1,4 @@
-"""The tables of a comparison: columns, the answer in words, printed text and CSV files."""
+"""Tables of a comparison: columns, the answer in words, printed text and CSV files."""
 
 from __future__ import annotations
 
@@ -28,19 +28,26 @@ from fedsim.system.files import to_csv
 if TYPE_CHECKING:
     from fedsim.comparison.results import Comparison
 
-TABLE_COLUMNS = 120  # of the printed table
+TABLE_COLUMNS = 120  # maximum width of the printed table in characters
 GAP = "  "
-COMPONENT = "metrics."  # before the name of a component's metric
+COMPONENT = "metrics."  # prefix of the metrics of metric components
 MARK_WORDS = {"*": "best", "~": "tie", "": ""}
-MOST_CASES = 6  # groups with a line each; of more the values are counted
-MOST_NAMES = 6  # names in a sentence
-MOST_LINES = 12  # of breaking points along an axis, below the table
+MOST_CASES = 6  # with more groups, the answer counts best values instead of listing groups
+MOST_NAMES = 6  # maximum number of names in a sentence
+MOST_LINES = 12  # maximum number of breaking points per axis below the table
 
-LabelOf = Callable[[Any], str]  # of a value on an axis
+LabelOf = Callable[[Any], str]  # maps a value on an axis to its label
 
 
 class Cell(NamedTuple):
-    """A table cell: `text`, a mark before it, a spread after it, and the number by which a page sorts."""
+    """One cell of a table.
+
+    Attributes:
+        text: text of the cell.
+        sort: number by which an HTML report sorts the cell.
+        mark: mark before the text, such as "≈".
+        spread: spread after the text, such as "± 0.01".
+    """
 
     text: str = ""
     sort: float | None = None
@@ -52,16 +59,17 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column: its heading, and the function that makes its cells."""
+    """One column of a table: its heading, and the function that returns the cell of a row."""
 
     heading: str
     cell_of: Callable[[Row], Cell]
 
 
 def columns(comparison: Comparison) -> dict[str, Column]:
-    """Return the columns by name, the most important first.
+    """Return the columns of the summary table by name, the most important first.
 
-    `score` is the compared number. `difference` is the difference to the first value, `to_best` to the best row.
+    The column `score` is the compared metric, `difference` the difference to the first value of the first axis, and
+    `to_best` the difference to the best row.
     """
     metric, test, rows = comparison.metric, comparison.test, comparison.summary
     names = [name for name in metric_names(rows) if name != metric.key]
@@ -89,7 +97,7 @@ def columns(comparison: Comparison) -> dict[str, Column]:
     by_name |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
     by_name["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
     components = [name for name in names if name.startswith(COMPONENT)]
-    means_first = sorted(components, key=lambda name: not name.endswith("_mean"))  # those of single workers
+    means_first = sorted(components, key=lambda name: not name.endswith("_mean"))  # "_mean": means over workers
     by_name |= {name: Column(name.removeprefix(COMPONENT), amount(name)) for name in means_first}
     by_name["best_accuracy"] = Column("highest", mean("best_accuracy", fixed))
     by_name["best_loss"] = Column("lowest", mean("best_loss", lambda loss: fixed(loss, test.decimals_for(loss))))
@@ -98,7 +106,7 @@ def columns(comparison: Comparison) -> dict[str, Column]:
 
 
 def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
-    """Return the cells of the named columns, without empty columns other than the score."""
+    """Return the cells of the columns `names`, by name. Columns without any text are left out, except the score."""
     cells = {name: [by_name[name].cell_of(row) for row in rows] for name in names if name in by_name}
     return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
 
@@ -109,7 +117,7 @@ def metric_names(holders: Iterable[Any]) -> list[str]:
 
 
 def target_text(comparison: Comparison) -> str:
-    """Return the target as text, such as "93 percent", or "0.5" for a task without accuracy."""
+    """Return the setting `target` as text, such as "93 percent", or "0.5" for a task without accuracy."""
     target = comparison.settings.target
     assert target is not None
     return f"{100 * target:g} percent" if comparison.test.share else f"{target:g}"
@@ -118,7 +126,7 @@ def target_text(comparison: Comparison) -> str:
 def estimate_cell(
     value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
 ) -> Cell:
-    """Return the cell of a mean; `decimals` maps the mean to a number of decimals (default: `decimals_of`)."""
+    """Return the table cell of a mean. `decimals` maps the mean to a number of decimals (default: `decimals_of`)."""
     if value is None:
         return Cell()
     digits = (decimals or decimals_of)(value.mean)
@@ -140,16 +148,16 @@ def _to_best(row: Row) -> Cell:
 
 
 def _byzantine_weight(row: Row) -> Cell:
-    """Return the mean over all runs of the row, finished or not."""
+    """Return the cell of the mean Byzantine weight over all runs of the row, including unfinished runs."""
     share = mean_or_none(run.byzantine_weight for run in row.runs)
     return Cell() if share is None else Cell(fmt.percent(share), share)
 
 
 def _to_target(row: Row, timed: bool) -> Cell:
-    """Return the mean virtual seconds, or rounds, until the target.
+    """Return the cell of the mean time until the target is reached, in virtual seconds, or else in rounds.
 
     If only some finished runs reached the target, the text says how many. If the table is `timed` in virtual seconds
-    and this row is not, the text names rounds as its unit.
+    and this row has none, the text adds the unit "rounds".
     """
     rounds, seconds = row.metrics.get("rounds_to_target"), row.metrics.get("virtual_seconds_to_target")
     if not rounds:
@@ -161,7 +169,7 @@ def _to_target(row: Row, timed: bool) -> Cell:
 
 
 def _runs(row: Row) -> Cell:
-    """Return how many runs the mean counts and how many runs diverged: `3`, `2 of 3`, `3, 1 diverged`."""
+    """Return a table cell that shows how many runs count and how many diverged: "3", "2 of 3" or "3, 1 diverged"."""
     text = str(len(row.runs)) if row.counted == len(row.runs) else f"{row.counted} of {len(row.runs)}"
     return Cell(f"{text}, {row.diverged} diverged" if row.diverged else text, row.counted)
 
@@ -214,7 +222,10 @@ def answer_text(comparison: Comparison) -> str:
 
 
 def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
-    """`caf 0.9231 ± 0.0040, not significantly different from krum`, or `caf ...; the next, krum, is 0.0210 lower`."""
+    """Return the result of a group as text.
+
+    Examples: "caf 0.9231 ± 0.0040, not significantly different from krum", "caf ...; the next, krum, is 0.0210 lower".
+    """
     best, first, settings = group.best, comparison.compared[0], comparison.settings
     if best is None or best.score is None:
         return "none is ranked"
@@ -224,7 +235,7 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
     line = f"{label_of(best.point[first])}{f' ({chosen})' if chosen else ''} {best.score.text(decimals)}"
     if group.tied:
         return f"{line}, not significantly different from {_listed([label_of(row.point[first]) for row in group.tied])}"
-    if group.next is None:  # the others failed, or are invalid
+    if group.next is None:  # all other values failed or are invalid
         return f"{line}, the only one that is ranked"
     if (gap := group.next.difference_to(best)) is None:
         return line
@@ -234,7 +245,7 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
 
 
 def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:
-    """`caf, for 9 of 12`: the values that have the best mean in most groups."""
+    """Return the values that have the best mean in most groups as text, such as "caf, for 9 of 12"."""
     best = [(row, group.best) for group in groups if group.best for row in (group.best, *group.tied)]
     equal = [row for row, top in best if row.score and top.score and row.score.mean == top.score.mean]
     count = Counter(label_of(row.point[first]) for row in equal)
@@ -252,7 +263,7 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
         remarks.append("With one seed there is no interval, and a difference may be chance.")
     if missing := sum(not row.is_complete(row.score) for row in rows):
         runs = sum(row.failed + row.diverged for row in rows)
-        failed = f"{plural(runs, 'run')} of theirs failed, did not finish or diverged"
+        failed = f"{plural(runs, 'run')} failed, did not finish or diverged"
         why = failed if runs else "a run has no finite value"
         are = "is" if missing == 1 else "are"
         remarks.append(f"{missing} of {plural(len(rows), 'combination')} {are} not ranked: {why}.")
@@ -260,13 +271,13 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
 
 
 def _joined(names: Iterable[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Return the names as an English list, such as "a, b and c"."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first `MOST_NAMES` names and the number of remaining names."""
+    """Return the first `MOST_NAMES` names as text, followed by the number of remaining names."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
@@ -282,9 +293,9 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def summary_text(comparison: Comparison) -> str:
-    """Return the rows as aligned text, with the meaning of their marks and the runs that failed.
+    """Return the summary table as aligned text, followed by notes on its marks and by the failed runs.
 
-    Columns that would make the table wider than `TABLE_COLUMNS` are left out, and named.
+    Columns that would make the table wider than `TABLE_COLUMNS` are left out and listed in a note.
     """
     rows, by_name = comparison.summary, columns(comparison)
     texts = {
@@ -323,26 +334,26 @@ def _width(column: Sequence[str]) -> int:
 
 
 def undecided(comparison: Comparison) -> list[str]:
-    """Return a sentence if for some combinations no value of the axis `tune` could be chosen."""
+    """Return a note if no value of the axis `tune` could be chosen for some combinations, else an empty list."""
     if not (count := sum(not choice.decided for choice in comparison.choices)):
         return []
     return [
         f"{comparison.settings.tune}: for {count} of {plural(len(comparison.choices), 'combination')} no value was "
-        "chosen, since none has a validation result of every seed; the first value is shown"
+        "chosen, because none has a validation result for every seed; the first value is shown"
     ]
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return the lines below the table."""
+    """Return the notes below the summary table."""
     rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
     seeds = max(len(row.runs) for row in rows)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
     if seeds > 2:
-        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', of two runs with {both}'}"
+        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', for two runs {both}'}"
     elif seeds == 2:
         means = f"means over 2 seeds{both and f', with {both}'}"
     else:
-        means = "of one run each: with one seed there are no intervals, and a difference may be chance"
+        means = "one run each: with one seed there are no intervals, and a difference may be chance"
     paired = "; differences are paired by seed" if seeds > 1 else ""
     better = f" ({score.better} is better)" if settings.metric is not None and score.better else ""
     notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
@@ -358,38 +369,40 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(f"{settings.worst}: the worst case by {score.label.lower()}; results.csv has all")
     if settings.target is not None:
         target = target_text(comparison)
-        bound = f"{test.key.removeprefix('test_')} at {'least' if test.sign > 0 else 'most'}"
+        bound = f"{test.key.removeprefix('test_')} of at {'least' if test.sign > 0 else 'most'}"
         notes.append(
-            f"to {target}: until the first test with that {bound}; arrivals are models or gradients that the server "
-            "has taken"
+            f"to {target}: until the first test with {bound} {target}; arrivals are models or gradients that the "
+            "server has accepted"
         )
         if any(0 < row.reached < len(row.finished) for row in rows):
-            notes.append("if not all runs reached the target, the mean is over those that did, so it is too low")
+            notes.append("where only some runs reached the target, the mean is over these runs and therefore too low")
         misses = (
             f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
         )
         for key, points in breaking_points(comparison).items():
-            notes.append(f"{key} from which on {misses} (breaking_points.csv):")
+            notes.append(f"{key}: smallest value from which on {misses} (breaking_points.csv):")
             notes += _breaking_lines(comparison, points)
     notes += [f"left out: {line}" for line in comparison.left_out]
     runs = len(comparison.runs)
     if comparison.diverged:
         notes.append(
             f"{comparison.diverged} of {runs} runs diverged: their results are those of the last finite model, and "
-            "rows with one have no mark"
+            "rows with a diverged run have no mark"
         )
     if failed := len(comparison.failed):
-        notes.append(f"{failed} of {runs} runs failed: they count in no mean, and rows with one have no mark")
+        notes.append(
+            f"{failed} of {runs} runs failed: they are not in any mean, and rows with a failed run have no mark"
+        )
     return notes
 
 
 # -- Breaking points
 
-Breaking = tuple[dict[str, Any], BreakingPoint]  # the values on the other compared axes, and the breaking point
+Breaking = tuple[dict[str, Any], BreakingPoint]  # values on the other compared axes, and the breaking point there
 
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
-    """Return the breaking points along each axis of numbers, by its key; empty without a target."""
+    """Return the breaking points along each numeric axis, by the key of the axis. Empty without a target."""
     target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
         return {}
@@ -402,7 +415,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
-    """Return a line for each of the first breaking points along an axis."""
+    """Return one text line per breaking point of an axis, for the first `MOST_LINES`, and then the number of others."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
@@ -412,7 +425,7 @@ def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[
 
 
 def results_csv(comparison: Comparison) -> str:
-    """Return one row per run: its point and its metrics; cells are empty if the run has no such number."""
+    """Return a CSV table with one row per run: its axis values and metrics. Missing numbers are empty cells."""
     names = metric_names(comparison.runs)
     rows: list[list[Any]] = [["id", *comparison.axes, *names, "error"]]
     for run in comparison.runs:
@@ -421,7 +434,7 @@ def results_csv(comparison: Comparison) -> str:
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return one row per run and round; cells are empty if the round has no such number."""
+    """Return a CSV table with one row per run and round. Missing numbers are empty cells."""
     declared = dict.fromkeys(
         name for run in comparison.runs for record in run.history for name in component_metrics(record)
     )
@@ -436,7 +449,7 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def summary_csv(comparison: Comparison) -> str:
-    """Return the rows of the comparison; `..._ci95` are half widths of 95 percent intervals."""
+    """Return the summary as a CSV table. Columns `..._ci95` are half widths of 95 percent intervals."""
     score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
     names = [name for name in metric_names(comparison.summary) if name != score.key]
     first = "accuracy" if score.key == "test_accuracy" else score.key
@@ -457,21 +470,22 @@ def summary_csv(comparison: Comparison) -> str:
 
 
 def breaking_points_csv(comparison: Comparison) -> str:
-    """Return one row per axis of numbers and combination of the values on the others."""
+    """Return the breaking points as a CSV table: one row per numeric axis and combination of the other axes' values."""
     columns = ["breaks_at", "reached_at", "missed_below", "no_result"]
     rows: list[list[Any]] = [["key", *comparison.compared, "target", *columns]]
     for key, points in breaking_points(comparison).items():
         for others, point in points:
             values = [label(others[axis]) if axis in others else None for axis in comparison.compared]
-            lists = [" ".join(map(str, each)) for each in (point.missed_below, point.no_result)]
+            lists = [" ".join(map(str, values)) for values in (point.missed_below, point.no_result)]
             rows.append([key, *values, comparison.settings.target, point.breaks_at, point.reached_at, *lists])
     return to_csv(rows)
 
 
 def tuning_csv(comparison: Comparison) -> str:
-    """Return one row per combination and value of `tune`: the validation result, and whether the value was chosen.
+    """Return a CSV table with one row for each combination of compared values and each value of `tune`.
 
-    With an axis `worst`, the validation result is that of the worst case, which is named.
+    A row has the validation result, and whether the value of `tune` was chosen. With an axis `worst`, the row names the
+    worst case, and has the validation result of this case.
     """
     keys = [*comparison.compared, *comparison.settings.headings]
     rows: list[list[Any]] = [[*keys, "validation", "validation_ci95", "failed", "chosen"]]
@@ -485,5 +499,5 @@ def tuning_csv(comparison: Comparison) -> str:
 
 
 def mean_cells(value: Estimate | None) -> list[float | None]:
-    """Return a mean and the half width of its interval, if there are several values."""
+    """Return two CSV cells: a mean, and the half width of its 95 percent interval. None: the number is unknown."""
     return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]

@@ -194,22 +194,24 @@ def list_module(path: Path, columns: int | None = None) -> str:
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     """Describe all components with this name, or the component at this import path: parameters and docstring.
 
-    `kinds` are further names for suggestions. Raises ExperimentError if there is no such component, or if it cannot be
+    `kinds` are further names for suggestions. Raises ExperimentError if the component does not exist or cannot be
     imported.
     """
-    if ":" in name:
+    prefix, _, member = name.partition(":")
+    families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
+    if member and not families:
         return _described(*_imported(name))
     from fedsim.config.source_catalog import source_components  # this module imports components
 
-    components = {kind: registry_of(kind).get(name) for kind in COMPONENTS if name in source_components(kind)}
+    kinds_of_name = families or [kind for kind in COMPONENTS if name in source_components(kind)]
+    components = {kind: registry_of(kind).get(name) for kind in kinds_of_name}
     blocks = [
         _described(f"{name} ({COMPONENTS[kind][0]})", registration.target, _parameter_lines(registration))
         for kind, registration in components.items()
     ]
     if not blocks:
-        hint = nearest(
-            name, dict.fromkeys([*kinds, *(each for kind in COMPONENTS for each in source_components(kind))])
-        )
+        known = [known_name for kind in COMPONENTS for known_name in source_components(kind)]
+        hint = nearest(name, dict.fromkeys([*kinds, *known]))
         if not hint.startswith("did you mean"):
             hint = nearest(name, kinds)  # the list of all components is too long
         raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")
@@ -235,13 +237,20 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """Return `name = default` for each parameter, and the number of gradients that a client algorithm computes."""
+    """Return `name = default` for each parameter, and the line of traits."""
     lines = []
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
         lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
-    if hasattr(registration.target, "full_gradient"):
-        algorithm = object.__new__(registration.target)  # class attributes are the defaults
+    return lines + ([line] if (line := trait_line(registration.target)) else [])
+
+
+def trait_line(target: Any) -> str | None:
+    """Return how many gradients a client algorithm computes, or whether rows of a model are stacked; else None."""
+    if hasattr(target, "full_gradient"):
+        algorithm = object.__new__(target)  # class attributes are the defaults
         full = ", and a full gradient per round" * algorithm.full_gradient
-        lines.append(f"gradients per step: {algorithm.gradients_per_step}{full}")
-    return lines
+        return f"gradients per step: {algorithm.gradients_per_step}{full}"
+    how = {"merged": "stacks rows, on one merged batch", "vmap": "stacks rows, with torch.func.vmap"}
+    stacked = getattr(target, "stacked", None)
+    return stacked and f"engine batched: {how.get(stacked, f'cannot stack rows: {stacked}')}"

@@ -250,6 +250,7 @@ class Experiment(Table):
 
     @property
     def cohort_size(self) -> int:
+        """Number of workers in a cohort: `cohort`, or all workers if `cohort` is unset."""
         return self.cohort or self.workers
 
     def own(self) -> Experiment:

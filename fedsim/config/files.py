@@ -91,7 +91,7 @@ def nested(tables: dict[str, Any]) -> dict[str, Any]:
         for key, values in leaves_of(in_comparison):
             axis = key.partition(".")[2]
             if axis in axes:
-                raise ExperimentError(f"{key}: is set twice")
+                raise ExperimentError(f"{key}: is set twice; remove one of the two")
             axes[axis] = values
         return {**nested({key: value for key, value in tables.items() if key not in in_comparison}), COMPARISON: axes}
     if any("." in str(key) for key in tables):

@@ -14,7 +14,7 @@ from fedsim.config.overrides import changes_in, override, parse_word
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.objects import plain
-from fedsim.data.sources import lacks_files
+from fedsim.data.formats.images import lacks_files
 from fedsim.errors import ExperimentError, show
 from fedsim.system.files import is_outside
 
@@ -105,7 +105,7 @@ def _refuse_untrusted_places(experiment: Experiment) -> None:
         )
     if data.root is None or not is_untrusted(data.root):
         return
-    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root):
+    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root, **data.params):
         raise ExperimentError(
             f"data.root = {show(data.root)}: does not contain {data.name}, and a file may not download data to a "
             "folder outside the working directory; set the key on the command line"

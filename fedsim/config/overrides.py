@@ -61,7 +61,8 @@ def parse_value(text: str, place: str) -> Any:
         value = text
     except (ValueError, RecursionError):
         raise ExperimentError(
-            f"{place} = {show(text)}: contains a number of over {MAX_BITS} bits, or more than {MAX_DEPTH} nested lists"
+            f"{place} = {show(text)}: must not contain numbers of more than {MAX_BITS} bits or lists nested more than "
+            f"{MAX_DEPTH} levels deep"
         ) from None
     if problem := problem_with_words(value, place):
         raise ExperimentError(problem)
@@ -75,7 +76,7 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
     """
     changes = [(key.split("."), value) for key, value in leaves_of(tables)]
     count = Counter(key_changed(*change) for change in changes)
-    lines = [f"{key}: is set twice" for key in count if count[key] > 1]
+    lines = [f"{key}: is set twice; remove one of the two" for key in count if count[key] > 1]
     for keys, value in changes:
         parents = (".".join(keys[:depth]) for depth in range(1, len(keys)))
         lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in parents if parent in count]

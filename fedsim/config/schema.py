@@ -546,6 +546,7 @@ class Stop(Table):
 
     @property
     def direction(self) -> Literal["min", "max"]:
+        """Whether lower ("min") or higher ("max") values of the metric are better."""
         return self.mode or DIRECTIONS.get(self.metric, "max")
 
     @property
@@ -590,7 +591,7 @@ class Records(Table):
     @property
     def all_loggers(self) -> list[Logger]:
         """All loggers, including the TensorBoard logger if `tensorboard` is true."""
-        named = [each.name for each in self.loggers]
+        named = [table.name for table in self.loggers]
         return [
             *self.loggers,
             *([Logger(name="tensorboard")] if self.tensorboard and "tensorboard" not in named else []),

@@ -189,7 +189,7 @@ def _parameters(target: ast.FunctionDef | ast.ClassDef, takes_inputs: bool) -> t
     """Return the configuration parameters of a function or class, and whether it accepts further parameters."""
     if isinstance(target, ast.ClassDef):
         if _is_dataclass(target):
-            fields = _fields(each for each in _bases(target) if _is_dataclass(each))
+            fields = _fields(base for base in _bases(target) if _is_dataclass(base))
             return tuple(name for name, field in fields.items() if not NO_PARAMETER.search(ast.unparse(field))), False
         body = (node for base in _bases(target) for node in base.body)
         constructors = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
@@ -198,11 +198,11 @@ def _parameters(target: ast.FunctionDef | ast.ClassDef, takes_inputs: bool) -> t
         target = constructors[-1]
     arguments = target.args
     named = [*([] if takes_inputs else arguments.args), *arguments.kwonlyargs]
-    return tuple(each.arg for each in named if each.arg != "self"), arguments.kwarg is not None
+    return tuple(argument.arg for argument in named if argument.arg != "self"), arguments.kwarg is not None
 
 
 def _is_dataclass(definition: ast.ClassDef) -> bool:
-    return any(_name(each) == "dataclass" for each in definition.decorator_list)
+    return any(_name(decorator) == "dataclass" for decorator in definition.decorator_list)
 
 
 def _table(class_name: str, place: str = "") -> SourceTable:
@@ -236,7 +236,7 @@ def _table(class_name: str, place: str = "") -> SourceTable:
 def _class(name: str) -> ast.ClassDef:
     """Return the definition of a fedsim class. Class names are unique in fedsim."""
     (path,) = _declarations().files[f"class {name}"]
-    return next(each for each in _body(path) if isinstance(each, ast.ClassDef) and each.name == name)
+    return next(node for node in _body(path) if isinstance(node, ast.ClassDef) and node.name == name)
 
 
 @functools.cache
@@ -252,8 +252,8 @@ def _is_table(name: str) -> bool:
 
 def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
     """Return the annotated fields in classes by name."""
-    annotated = (each for definition in definitions for each in definition.body if isinstance(each, ast.AnnAssign))
-    return {_name(each.target): each for each in annotated}
+    annotated = (field for definition in definitions for field in definition.body if isinstance(field, ast.AnnAssign))
+    return {_name(field.target): field for field in annotated}
 
 
 def _name(node: ast.expr) -> str:

@@ -176,7 +176,7 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 
 def _client_setting(experiment: Experiment) -> str:
-    """Return the setting that makes workers do more than plain gradient steps."""
+    """Return the setting that makes workers do more than plain gradient steps, as text for error messages."""
     return experiment.local.component.setting or experiment.local.setting
 
 
@@ -198,7 +198,10 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
     for line, count in lists:
         needed, free = count * BYTES_PER_WORKER, free_memory()
         if needed > free:
-            yield f"{line} takes {needed / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB of memory are free"
+            yield (
+                f"{line} takes {needed / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB of memory are free; use fewer "
+                "workers"
+            )
     if cohort > workers:
         yield f"cohort = {cohort}: must be at most {workers}, the number of workers"
 
@@ -310,17 +313,19 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if mode == "race" and experiment.in_rounds:
         yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
     if mode == "race" and experiment.aggregate.nonfinite == "stop":
-        yield 'aggregate.nonfinite = "stop": a race has no model of the previous round; use "error", "exclude", "keep"'
+        yield (
+            'aggregate.nonfinite = "stop": a race has no model of the previous round; use "error", "exclude" or "keep"'
+        )
     if mode != "clock":
         return
     if clock.departures and (experiment.in_rounds or experiment.cohort_size < experiment.workers):
-        yield "clock.departures: only works with an asynchronous policy and without a cohort"
+        yield "clock.departures: only works with an asynchronous policy and without a cohort; omit it"
     elif clock.departures:
         for name in clock.departures:
             if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
                 yield f"clock.departures.{name}: must be a worker between 0 and {experiment.workers - 1}"
     if clock.replay_log is not None and (experiment.in_rounds or policy.locking != "server"):
-        yield f"clock.replay_log = {show(clock.replay_log)}: needs a policy with a server lock, unlike {where}"
+        yield f"clock.replay_log = {show(clock.replay_log)}: needs a policy with a lock on the server, unlike {where}"
 
 
 def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
@@ -334,7 +339,7 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
     if experiment.mode == "race":
         yield "stop: does not work with mode=race, whose runs are not reproducible; omit it"
     if label == stop.metric and stop.metric not in DIRECTIONS:
-        hint = nearest(stop.metric, [*DIRECTIONS, *(f"metrics.{each}" for each in labels)])
+        hint = nearest(stop.metric, [*DIRECTIONS, *(f"metrics.{known}" for known in labels)])
         yield f"{where}: no such metric; {hint}"
     elif label != stop.metric and stop.mode is None:
         yield f'{where}: needs stop.mode, "max" if higher values are better, otherwise "min"'

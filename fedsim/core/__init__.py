@@ -1,1 +1,1 @@
-"""Parameter rows, the training step, random draws, and the component registry."""
+"""Basic building blocks: flat parameter vectors (rows), the training step, random draws, the component registry."""

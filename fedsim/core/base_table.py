@@ -1,7 +1,7 @@
 """Base classes for the tables of an experiment.
 
-A `Table` is a strict pydantic model. A `ComponentTable` names a component (`partition.name`, `aggregate.rule`, ...) and
-holds the parameters of that component, which are checked against its signature.
+A `Table` is a strict pydantic model. A `ComponentTable` contains a component's name (`partition.name`,
+`aggregate.rule`, ...) and its parameters, which are checked against the component's signature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Table(BaseModel):
-    """A table of the experiment: frozen, with strict types and without unknown keys."""
+    """Base class for tables of an experiment: frozen pydantic models with strict types that reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
@@ -42,7 +42,7 @@ class Table(BaseModel):
 
 
 class ComponentTable(Table):
-    """A table whose key `named_by` names a component. Its other keys include the parameters of the component.
+    """Base class for tables that select a component by the key `named_by`, and contain the component's parameters.
 
     A name can replace a table that contains only this name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. Every
     table accepts the key `name` as a synonym of `named_by`: `{name = "krum"}` means `{rule = "krum"}`.
@@ -98,13 +98,16 @@ class ComponentTable(Table):
         return self
 
     def check_parameters(self) -> None:
-        """Check the parameters of the component, and add their defaults."""
+        """Validate the component's parameters, and add the defaults of missing parameters.
+
+        Raises ExperimentError for an invalid parameter.
+        """
         table_keys = [key for key in type(self).model_fields if key != self.named_by]
         clash = sorted(({"name", *table_keys} - {self.named_by}) & set(self.registration.parameters.model_fields))
         if clash:
             raise ExperimentError(
-                f"{self.place}.{clash[0]}: is a built-in key of [{self.place}]; rename this parameter of "
-                f"{self.registration.name}"
+                f"{self.place}.{clash[0]}: {self.registration.name} has a parameter with this name, but it is a "
+                f"built-in key of [{self.place}]; rename the parameter"
             )
         checked = self.registration.check(self.params, self.place, beside=[self.named_by, *table_keys])
         for name, value in checked.items():
@@ -115,19 +118,20 @@ class ComponentTable(Table):
 
     @property
     def setting(self) -> str:
-        """Key and name of the component for messages: `aggregate.rule = "krum"`."""
+        """The component's key and name as text for messages, such as `aggregate.rule = "krum"`."""
         return f"{self.place}.{self.named_by} = {show(getattr(self, self.named_by))}"
 
     @property
     def registration(self) -> Registration:
+        """The registration of the component that this table names."""
         return self.registry.get(getattr(self, self.named_by), f"{self.place}.{self.named_by}")
 
     @property
     def params(self) -> dict[str, Any]:
-        """Parameters of the component, including defaults."""
+        """The component's parameters by name, including defaults."""
         return cast(dict[str, Any], self.__pydantic_extra__)
 
     @cached_property
     def component(self) -> Any:
-        """Return the component with its parameters, created once."""
+        """The component with its parameters, created on first access."""
         return self.registry.bind(self.registration, self.params)

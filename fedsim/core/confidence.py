@@ -1,4 +1,4 @@
-"""Means with 95 % confidence intervals, the quantiles that the intervals need, and numbers as text."""
+"""Means with 95 % confidence intervals, quantiles of statistical distributions, and number formatting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # enough digi
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean of `values`, and half-width of its confidence interval (infinite for a single value)."""
+    """Mean of independent values with a 95 % confidence interval.
+
+    Attributes:
+        mean: mean of `values`.
+        half_width: half-width of the confidence interval, infinite for a single value.
+        values: the values.
+    """
 
     mean: float
     half_width: float
@@ -28,32 +34,34 @@ class Estimate:
 
     @property
     def n(self) -> int:
+        """The number of values."""
         return len(self.values)
 
     def includes(self, value: float) -> bool:
-        """Whether the interval contains `value`. With a single measurement, whether `value` equals it."""
+        """Whether the confidence interval contains `value`, or, for a single measurement, whether it equals `value`."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
-        """Return the text after the mean, such as `± 0.0031`.
+        """Format the confidence interval without the mean, such as `± 0.0031`.
 
-        Two values are both listed, because their interval is wide. The text for a single value is empty.
+        If there are two values, both are listed instead, because their interval is wide. For a single value, the text
+        is empty.
         """
         if self.n == 2:
             return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
         return f"± {fixed(self.half_width, decimals)}" if self.n > 2 else ""
 
     def text(self, decimals: int = 4, *, sign: bool = False) -> str:
-        """Return `0.9412 ± 0.0031`, or `0.9412 (0.9400, 0.9424)` for two values."""
+        """Format the mean and its interval: `0.9412 ± 0.0031`, or `0.9412 (0.9400, 0.9424)` for two values."""
         return f"{fixed(self.mean, decimals, sign=sign)} {self.spread(decimals, sign=sign)}".rstrip()
 
     def amount(self) -> str:
-        """Return the text for a mean of any magnitude, such as virtual seconds."""
+        """Format the mean and its interval with decimals that fit the mean's magnitude, for example for seconds."""
         return self.text(decimals_of(self.mean))
 
 
 def decimals_of(amount: float) -> int:
-    """Return the number of decimals for showing an amount of any magnitude."""
+    """Return how many decimals to show for a number of this magnitude: 0 from 1000, 1 from 10, otherwise 2."""
     return 0 if abs(amount) >= 1000 else 1 if abs(amount) >= 10 else 2
 
 
@@ -95,8 +103,8 @@ def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.
     The grid consists of the x values of all curves in the range where every curve is defined.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    every = np.unique(np.concatenate([x for x, _ in curves]))
-    common = every[(every >= first) & (every <= last)]
+    points = np.unique(np.concatenate([x for x, _ in curves]))
+    common = points[(points >= first) & (points <= last)]
     return common, np.array([np.interp(common, x, y) for x, y in curves])
 
 

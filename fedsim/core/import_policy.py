@@ -50,7 +50,7 @@ _source: ContextVar[UntrustedSource | None] = ContextVar("fedsim_untrusted_sourc
 
 @contextlib.contextmanager
 def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed: bool = False) -> Iterator[None]:
-    """Treat all values inside the block as values of an untrusted file, except the trusted values.
+    """Restrict imports inside the block: treat all values except `trusted` as values from an untrusted experiment file.
 
     Args:
         file: the file that was read. None if all values come from the user.

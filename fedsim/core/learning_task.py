@@ -1,4 +1,4 @@
-"""Learning tasks define the loss in training and in tests, and which answers are correct."""
+"""Learning tasks, which define the loss in training and in tests, and which model outputs are correct."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ learning_task = TaskRegistry("task", accepts="a loss or a task")
 
 
 class LearningTask(Protocol):
-    """A frozen dataclass that can be pickled. Its fields are the parameters of the task.
+    """Interface of learning tasks, which are frozen dataclasses that can be pickled. Fields are the task's parameters.
 
-    `outputs` is what the model returns for a batch, in the dtype of the model parameters. `targets` [batch, ...] are
-    int64 for labels and tokens, and otherwise also have the dtype of the model parameters. Each method treats samples
-    independently, so it can be applied to the batches of several workers at once. Methods compute on the device of
-    their inputs and do not synchronize with it.
+    In all methods, `outputs` are the model's outputs for a batch, in the dtype of the model parameters. `targets`
+    [batch, ...] are int64 for labels and tokens, and otherwise also have the dtype of the model parameters. Each method
+    must treat samples independently, since it may be applied to the batches of several workers at once. Methods must
+    compute on the device of their inputs and not synchronize with it.
 
     Three more methods are optional:
 
@@ -98,12 +98,12 @@ def require_labels(task: str, targets: Tensor) -> None:
 
 
 def described(values: Tensor | np.ndarray) -> str:
-    """Return the dtype and the shape of a tensor or an array as text: `float32 [4000, 2]`."""
+    """Format the dtype and shape of a tensor or an array: `float32 [4000, 2]`."""
     return f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
 
 
 def shape_of(outputs: object) -> object:
-    """Return the shape of a tensor, or the type name of any other object."""
+    """Return the shape of model outputs if they are a tensor, else the name of their type."""
     return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
@@ -155,7 +155,9 @@ class Classification:
                 "returns probabilities; must return logits or log-probabilities (remove the final softmax)"
             )
         if classes > outputs.shape[1]:
-            raise ExperimentError(f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}")
+            raise ExperimentError(
+                f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; needs at least {classes}"
+            )
 
 
 @learning_task("binary")
@@ -190,7 +192,9 @@ class Binary:
         if shape not in ((samples,), (samples, 1)):
             raise ExperimentError(f"must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}")
         if classes > 2:
-            raise ExperimentError(f"has two classes, but the labels go up to {classes - 1}; use task=classification")
+            raise ExperimentError(
+                f"has two classes, but the labels go up to {classes - 1}; use task=classification for more classes"
+            )
 
 
 CLASSIFICATION = Classification()
@@ -198,7 +202,7 @@ CLASSIFICATION = Classification()
 
 @dataclass(frozen=True)
 class Regression:
-    """Task that the function `regression` returns."""
+    """Regression task for numerical targets, created by the function `regression`."""
 
     loss_name: Literal["mse", "l1", "huber"] = "mse"
     delta: float = 1.0
@@ -226,7 +230,7 @@ class Regression:
 def regression(
     *, loss: Literal["mse", "l1", "huber"] = "mse", delta: Annotated[float, Field(gt=0)] = 1.0
 ) -> Regression:
-    """Regression with numerical targets: mean squared, absolute or Huber error. There is no accuracy.
+    """Return a regression task for numerical targets: mean squared, absolute or Huber error, without accuracy.
 
     Outputs have the shape of the targets, [batch] or [batch, outputs]. Outputs [batch, 1] are accepted for targets
     [batch]. Cost: a few passes over the outputs.
@@ -298,7 +302,7 @@ class NextToken:
 
 @dataclass(frozen=True)
 class LossTask:
-    """Task without accuracy, defined by a loss function or a loss module.
+    """Learning task without accuracy, defined by a user's loss function or loss module.
 
     The loss of a batch is the mean over its samples, even if the loss has class weights. For floating-point targets
     [batch], outputs [batch, 1] are passed to the loss as [batch].

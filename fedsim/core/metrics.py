@@ -1,7 +1,7 @@
 """Metrics: numbers that each test of the global model records in addition to loss and accuracy.
 
-A metric is a function of the model outputs for all test samples and of their targets. Its keyword-only parameters are
-its configuration. A class with the methods `update(outputs, targets)` and `compute()`, such as a torchmetrics class, is
+A metric is a function of the model's outputs and the targets of all test samples. Its keyword-only parameters are its
+configuration. A class with the methods `update(outputs, targets)` and `compute()`, such as a torchmetrics class, is
 also a metric. Its configuration consists of the constructor arguments.
 
     outputs  [n, ...], in the dtype of the model parameters. [n, 1] is passed as [n] if targets are [n]
@@ -74,7 +74,7 @@ class OutputMetric(Component):
         )
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the metric over all samples. Raise ExperimentError unless the function returns one number."""
+        """Compute the metric over all samples. Raise ExperimentError if it fails or is not a single number."""
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         try:
@@ -105,13 +105,13 @@ metric = MetricRegistry(
 
 @metric("top_k", higher_is_better=True)
 def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5, ignore: int = -100) -> Tensor:
-    """Fraction of targets that are among the k largest outputs (top-5 accuracy in Russakovsky et al. 2015).
+    """Return the fraction of targets among the k largest outputs (top-5 accuracy in Russakovsky et al. 2015).
 
     Args:
         outputs: [..., classes].
         targets: [...], int64.
-        k: at least 1 and less than the number of classes.
-        ignore: target value that does not count.
+        k: number of largest outputs, at least 1 and less than the number of classes.
+        ignore: target value that is ignored, such as padding.
 
     >>> outputs = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     >>> fedsim.core.metrics.top_k(outputs, torch.tensor([1, 2]), k=2)
@@ -125,7 +125,7 @@ def top_k(outputs: Tensor, targets: Tensor, *, k: int = 5, ignore: int = -100) -
 
 @metric("macro_f1", higher_is_better=True)
 def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
-    """F1 score averaged over classes (scikit-learn's `average="macro"`).
+    """Return the F1 score averaged over classes (scikit-learn's `average="macro"`).
 
     The F1 score of a class is the harmonic mean of its precision and recall. Classes that occur neither in the targets
     nor in the predictions are left out.
@@ -133,7 +133,7 @@ def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
     Args:
         outputs: [..., classes], or logits of class 1: [...] or [..., 1].
         targets: [...], int64.
-        ignore: target value that does not count.
+        ignore: target value that is ignored, such as padding.
 
     >>> outputs = torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
     >>> fedsim.core.metrics.macro_f1(outputs, torch.tensor([0, 1, 1]))
@@ -176,12 +176,12 @@ def auroc(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @metric("perplexity", higher_is_better=False)
 def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
-    """Exponential of the mean cross entropy (Jelinek et al. 1977).
+    """Return the perplexity, the exponential of the mean cross entropy (Jelinek et al. 1977).
 
     Args:
         outputs: logits [..., classes], such as [n, length, vocabulary].
         targets: [...], int64.
-        ignore: target value that does not count.
+        ignore: target value that is ignored, such as padding.
 
     >>> fedsim.core.metrics.perplexity(torch.zeros(1, 2, 4), torch.tensor([[0, 3]]))
     tensor(4.)
@@ -191,7 +191,7 @@ def perplexity(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tenso
 
 @metric("mse", higher_is_better=False)
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error over all values of all samples.
+    """Return the mean squared error over all values of all samples.
 
     Args:
         outputs, targets: tensors with the same number of elements.
@@ -204,7 +204,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @metric("mae", higher_is_better=False)
 def mae(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean absolute error over all values of all samples.
+    """Return the mean absolute error over all values of all samples.
 
     Args:
         outputs, targets: tensors with the same number of elements.
@@ -217,10 +217,10 @@ def mae(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @metric("r2", higher_is_better=True)
 def r2(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Coefficient of determination: 1 - mean squared error / variance of the targets (Wright 1921).
+    """Return the coefficient of determination, 1 - mean squared error / variance of the targets (Wright 1921).
 
-    Several outputs are averaged, as in scikit-learn's `r2_score`. If all targets are equal, the value is 1 for perfect
-    outputs and 0 otherwise.
+    The coefficients of several outputs are averaged, as in scikit-learn's `r2_score`. If all targets are equal, the
+    coefficient is 1 for perfect outputs and 0 otherwise.
 
     Args:
         outputs, targets: [n] or [n, outputs]. Outputs [n, 1] are accepted for targets [n].

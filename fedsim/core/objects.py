@@ -1,7 +1,7 @@
-"""Objects in the experiments of Python programs: functions, classes, modules, pairs of data sets.
+"""Names for Python objects in experiments: functions, classes, modules, pairs of data sets.
 
-An experiment stores a name for each object, because TOML, JSON and comparisons need text. The name is the import path
-of the object if there is one, otherwise a note such as `<MyNet>`. In Python the name has the object as an attribute.
+An experiment stores a name for each object, because TOML, JSON and comparisons need text. The name is the object's
+import path if it has one, otherwise a note such as `<MyNet>`. In Python, the name has the object as an attribute.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to what a file can hold: dicts, lists, Python numbers, and names of objects.
+    """Convert a value to types that a file can store: dicts, lists, Python numbers, and names of objects.
 
     NumPy arrays and tensors become numbers or lists of numbers, a Mapping becomes a dict, and a Sequence becomes a
     list. A tuple of two data sets becomes the name of one object. Each data set is an object that is not callable, a
@@ -126,7 +126,7 @@ def names_in(value: Any) -> Iterator[ObjectName]:
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether a value is or contains an object that a file cannot hold."""
+    """Whether a value is or contains an object that a file cannot store."""
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
     return _is_object(value)
@@ -162,8 +162,8 @@ def own_copy(value: Value) -> Value:
         return copy.deepcopy(value)
     except Exception as error:
         raise ExperimentError(
-            f"an object in the experiment cannot be copied ({one_line(error)}), but each run needs its own copy; pass "
-            "a function that calls the object"
+            f"an object in the experiment cannot be copied ({one_line(error)}), but each run needs a copy of its own; "
+            "pass a function that calls the object instead"
         ) from error
 
 

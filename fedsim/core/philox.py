@@ -31,7 +31,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """Addresses of streams of random words. All fields broadcast against each other.
+    """Addresses of one or several streams of random 32-bit words. All fields broadcast against each other.
 
     Attributes:
         keys: int64 [...], 64 bits each.
@@ -44,7 +44,10 @@ class Stream(NamedTuple):
 
 
 def blocks(counter: Words, keys: Tensor) -> Words:
-    """Return the four words of each block, int64 from 0 to 2^32 - 1. Counter words and 64-bit keys broadcast."""
+    """Compute the four random words of each Philox block, int64 from 0 to 2^32 - 1.
+
+    The four counter words and the 64-bit keys broadcast against each other.
+    """
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, (keys >> 32) & MASK
     for round in range(ROUNDS):
@@ -88,14 +91,15 @@ def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[flo
     numbers = torch.cat([torch.arange(size, device=device) for size in sizes])
     layers, bounds = for_each_block(range(len(counts))), for_each_block([round(p * 2**32) for p in probabilities])
     parts = [
-        torch.stack([word < bounds[some] for word in part], -1).flatten(-2)
-        for some, part in _in_parts(stream, numbers, layers)
+        torch.stack([word < bounds[span] for word in part], -1).flatten(-2)
+        for span, part in _in_parts(stream, numbers, layers)
     ]
     padded = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).split([4 * size for size in sizes], -1)
     return [part[..., :count] for part, count in zip(padded, counts, strict=True)]
 
 
 def words_per_uniform(dtype: torch.dtype) -> int:
+    """Return how many random words `to_uniform` needs for one number of this dtype."""
     return 2 if dtype == torch.float64 else 1
 
 
@@ -172,9 +176,9 @@ def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tu
     zero = torch.zeros((), dtype=torch.int64, device=device)
     order = torch.empty(2 * n_blocks, dtype=torch.int64, device=device)
     for start in range(0, n_blocks, at_once):
-        some = slice(start, start + at_once)
-        of_some = of_block[some]
-        drawn = blocks((numbers[some], step[of_some], layer[of_some], zero), keys[of_some])
+        part = slice(start, start + at_once)
+        streams = of_block[part]
+        drawn = blocks((numbers[part], step[streams], layer[streams], zero), keys[streams])
         order[2 * start : 2 * (start + at_once)] = to_keys(torch.stack(drawn, -1).flatten())
     entries = (2 * numbers.unsqueeze(1) + torch.arange(2, device=device)).flatten()
     of_entry = torch.stack([of_block, of_block], -1).flatten()
@@ -194,8 +198,8 @@ def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> 
     streams = math.prod(np.broadcast_shapes(keys.shape, step.shape, layer.shape))
     at_once = (BLOCKS_AT_ONCE if keys.device.type == "cpu" else BLOCKS_AT_ONCE_ON_GPU) // max(1, streams)
     for start in range(0, max(1, len(numbers)), max(1, at_once)):
-        some = slice(start, start + max(1, at_once))
-        yield some, blocks((numbers[some], step, layer if layers is None else layer + layers[some], zero), keys)
+        part = slice(start, start + max(1, at_once))
+        yield part, blocks((numbers[part], step, layer if layers is None else layer + layers[part], zero), keys)
 
 
 def _tensor(part: Tensor | int, device: torch.device) -> Tensor:

@@ -70,14 +70,14 @@ def line_style(index: int, points: int = 1) -> dict[str, Any]:
     """Return colour, dashes and markers of line number `index` as keyword arguments of `Axes.plot`."""
     from matplotlib import rcParams
 
-    every = -(-points // MARKS)
+    spacing = -(-points // MARKS)  # number of points between two markers
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[(index + index // len(COLOURS)) % len(DASHES)],
         "linewidth": rcParams["lines.linewidth"],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": rcParams["lines.markersize"] * 2 / 3,
-        "markevery": (index % every, every),
+        "markevery": (index % spacing, spacing),
     }
 
 
@@ -96,7 +96,7 @@ def far_apart(values: Collection[float]) -> bool:
 
 
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Put a labelled tick on the x axis at each value of a setting. Use a log scale for distant positive values.
+    """Put a tick on the x axis at each value in `places` (label to value). Use a log scale for distant values.
 
     >>> from matplotlib.figure import Figure
     >>> axes = Figure().subplots()

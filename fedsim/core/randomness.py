@@ -47,7 +47,7 @@ def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generat
 
 
 class Draws:
-    """Random tensors on one device, which depend only on (seed, purpose, coordinates), a step and a call number.
+    """Source of random tensors on one device, which depend only on (seed, purpose, coordinates), step and call number.
 
         draws = Draws.of(seed, "noise", round, worker, device="cuda")
         noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
@@ -64,20 +64,20 @@ class Draws:
 
     @classmethod
     def of(cls, seed: int, purpose: str, *coordinates: int, device: torch.device | str = "cpu") -> Draws:
-        """Return the draws for (seed, purpose, coordinates) on `device`, starting with the first call."""
+        """Create the Draws for (seed, purpose, coordinates) on `device`, starting with call number 0."""
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
     def on(self, device: torch.device) -> Draws:
-        """Return a copy of these draws on another device. The copy continues with the next call."""
+        """Return a copy of this object on another device, which continues with the same call number."""
         moved = Draws(self._key.to(device), self._step)
         moved._calls = self._calls
         return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """Return a function that maps a step >= 0 to the draws of this step, starting with the first call.
+        """Return a function that maps a step number >= 0 to the Draws of this step, starting with call number 0.
 
-        The draws do not depend on the steps before. If few words are needed, words for the next steps are drawn in the
-        same call, because drawing many words takes little longer.
+        The Draws of a step do not depend on earlier steps. If few words are needed, words for the next steps are drawn
+        in the same call, because drawing many words takes little longer.
         """
         ahead: dict[int, tuple[int, Tensor]] = {}
         return lambda step: Draws(self._key, step, ahead)
@@ -163,7 +163,7 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
 
 
 def global_states(device: torch.device) -> list[object]:
-    """Return the states of the global generators for comparison: code that draws nothing does not change them."""
+    """Return the states of Python's, NumPy's and PyTorch's global generators, to detect whether code draws numbers."""
     numpy_state = np.random.get_state(legacy=False)
     key, position = numpy_state["state"].values()
     generators = torch.default_generator, _default_generator(device)
@@ -194,6 +194,23 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Seed PyTorch's global generators of the CPU and of `device` from `generator`, and restore them after the block.
+
+    It is much faster than `torch.random.fork_rng` with `torch.manual_seed`, which seeds every backend.
+    """
+    generators = {id(each): each for each in (torch.default_generator, _default_generator(device))}.values()
+    states = [each.get_state() for each in generators]
+    try:
+        for each in generators:
+            each.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        yield
+    finally:
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:

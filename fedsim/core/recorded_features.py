@@ -1,4 +1,4 @@
-"""The features of a model, which are the inputs of its final layers."""
+"""Record a model's features, the inputs of its final layer, during a forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedsim.errors import ExperimentError
 
 
 class RecordedFeatures:
-    """Features of one forward pass, available after the pass."""
+    """Features that `recorded_features` recorded in one forward pass, available after the pass."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -26,7 +26,9 @@ class RecordedFeatures:
         features = self.tensors[-1]
         if features.ndim < 2 or len(features) != samples:
             shape = tuple(features.shape)
-            raise ExperimentError(f"model: the features of {samples} samples must be [{samples}, ...], not {shape}")
+            raise ExperimentError(
+                f"model: the features of {samples} samples must have shape [{samples}, ...], not {shape}"
+            )
         return features.flatten(1)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Registration:
-    """A registered or imported callable, with the parameters that configure it.
+    """A registered or imported component (function, class or dataclass), and the parameters that configure it.
 
     Attributes:
         kind: kind of component for error messages, such as `aggregation rule`.
@@ -58,11 +58,12 @@ class Registration:
 
     @functools.cached_property
     def parameters(self) -> type[BaseModel]:
-        """Pydantic model of the configuration, created on first use."""
+        """The pydantic model that validates the component's parameters, created on first access."""
         return _parameters(self.target, () if dataclasses.is_dataclass(self.target) else self.takes)
 
     @property
     def parameter_names(self) -> Sequence[str]:
+        """The names of the component's parameters."""
         return list(self.parameters.model_fields)
 
     @property
@@ -72,15 +73,17 @@ class Registration:
 
     @property
     def summary(self) -> str:
-        """First line of the docstring."""
+        """The first line of the component's docstring."""
         return (inspect.getdoc(self.target) or "").split("\n", 1)[0]
 
     def check(self, values: dict[str, Any], place: str = "", beside: Iterable[str] = ()) -> dict[str, Any]:
-        """Check parameter values against the signature, and add the defaults that a file can hold.
+        """Validate parameter values against the component's signature, and return them with defaults.
+
+        Defaults that a file cannot store, such as functions, are omitted.
 
         Args:
             values: parameters by name.
-            place: table of the experiment that holds the parameters, for error messages.
+            place: table of the experiment that contains the parameters, for error messages.
             beside: other keys of that table, for suggestions.
 
         Raises ExperimentError with one line per unknown name, missing parameter or invalid value.
@@ -90,7 +93,7 @@ class Registration:
         unknown = [] if self.accepts_any else [name for name in values if name not in fields]
         objects = [name for name, value in values.items() if any(names_in(value)) and name not in unknown]
         lines = [
-            f"{where}{name} = {show(values[name])}: a parameter cannot be an object; "
+            f"{where}{name} = {show(values[name])}: a parameter cannot be a Python object; "
             f"pass the {self.kind} as a function that sets this parameter"
             for name in objects
         ]
@@ -114,7 +117,7 @@ class Registration:
                 raise error from None
 
     def bind(self, params: dict[str, Any]) -> Any:
-        """Return the component with its parameters, which can be pickled. A dataclass gives an instance."""
+        """Return a picklable callable with `params` bound, or, for a dataclass, an instance with `params` as fields."""
         if dataclasses.is_dataclass(self.target):
             return self.target(**params) if isinstance(self.target, type) else self.target
         if self.imported:
@@ -122,13 +125,13 @@ class Registration:
         return functools.partial(self.target, **params)
 
     def select_inputs(self, **inputs: Any) -> dict[str, Any]:
-        """Return only the inputs that this component takes."""
+        """Return those of the `inputs` that this component accepts, by name."""
         return {name: inputs[name] for name in self.takes}
 
 
 @dataclass(frozen=True)
 class Component:
-    """A component with its parameters. The simulator calls it with inputs. It can be pickled.
+    """A component with bound parameters, which the simulator calls with inputs. Can be pickled.
 
     Attributes:
         function: function with its parameters, or instance of a dataclass.
@@ -146,7 +149,7 @@ class Component:
         return cls(registration.bind(params), registration.name, registration.takes, **settings)
 
     def on(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the function with the inputs that it takes."""
+        """Call the component with those of the `inputs` that it accepts, and return its result."""
         return self.function(**{name: inputs[name] for name in self.accepts})
 
 
@@ -239,18 +242,19 @@ class Registry:
         return iter(self._components.values())
 
     def names(self) -> list[str]:
+        """Return the names of all registered components."""
         return list(self._components)
 
     def get(self, name: Any, place: str = "") -> Registration:
         """Return the registration of a registered name, an import path or an object.
 
-        `place` is the key of the experiment, for error messages. Raises ExperimentError, with the most similar valid
-        name, if there is no such component.
+        `place` is the experiment's key, for error messages. Raises ExperimentError, which suggests the most similar
+        valid name, if there is no such component.
         """
         name = plain(name)
         where = f"{place or self.kind} = {show(name)}"
         if not isinstance(name, str):
-            raise ExperimentError(f"{where}: must be a name")
+            raise ExperimentError(f'{where}: must be the name of a registered {self.kind}, or "package.module:name"')
         if name in self._components:
             return self._components[name]
         prefix, _, member = name.partition(":")
@@ -312,7 +316,7 @@ def _has_signature(target: Callable[..., Any]) -> bool:
 
 
 def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str, bool]:
-    """Return the positional parameters of a function, and whether each is required.
+    """Return the positional parameters of a function as a dict from name to whether the parameter is required.
 
     Raises TypeError if a positional parameter is not in `inputs`.
     """

@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes; rows start on a cache line, so results do not depend on
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter or buffer: its name in the module, its shape, and its offset in the row."""
+    """Position of one module parameter or buffer in a row: its name, its shape, and its offset."""
 
     name: str
     shape: torch.Size
@@ -30,6 +30,7 @@ class Entry:
 
     @property
     def span(self) -> slice:
+        """The slice of the row that contains the parameter or buffer."""
         return slice(self.offset, self.offset + math.prod(self.shape))
 
 
@@ -46,6 +47,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
+        """Return the layout of a module."""
         persistent = module.state_dict(keep_vars=True).keys()
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if name in persistent]
@@ -53,12 +55,12 @@ class Layout:
 
     @property
     def d(self) -> int:
-        """Length of a row: the number of trainable parameters."""
+        """The length of a row, which is the total number of trainable parameter values."""
         return _length(self.parameters)
 
     @property
     def n_buffer_values(self) -> int:
-        """Length of a buffer row."""
+        """The length of a buffer row, which is the total number of buffer values."""
         return _length(self.buffers)
 
     def read(self, module: nn.Module) -> Tensor:
@@ -111,7 +113,7 @@ class Layout:
             parameter.grad = grad_row[entry.span].view(entry.shape)
 
     def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
-        """Return the first parameter that is no longer bound to these rows, or None if all parameters are bound."""
+        """Return the name of the first parameter that is not a view of these rows (see `bind`), or None."""
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]
@@ -144,11 +146,11 @@ class ColumnSpans:
 
     @property
     def width(self) -> int:
-        """Number of selected columns."""
+        """The number of selected columns."""
         return sum(stop - start for start, stop in self.spans)
 
     def others(self, d: int) -> ColumnSpans:
-        """Return the columns of rows [..., d] that are not selected."""
+        """Return the selection of all other columns of rows [..., d]."""
         cuts = [0, *(cut for span in self.spans for cut in span), d]
         return ColumnSpans(tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a < b))
 
@@ -233,10 +235,10 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
 
 
 def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index for rows of a matrix on `device`: a slice, which selects a view, if the slots have
-    a constant positive step.
+    """Return an index that selects the rows `slots` of a matrix on `device`.
 
-    Otherwise the index is int64 [n] on the device, because an index on the host would be copied at each use.
+    The index is a slice, which selects a view, if the slots have a constant positive step. Otherwise it is an int64
+    tensor [n] on the device, because an index on the host would be copied at each use.
     """
     if not slots:
         return slice(0, 0)

@@ -1,4 +1,4 @@
-"""The state of a run between two rounds: everything that later rounds depend on, except the experiment."""
+"""Snapshots of a run's state between two rounds, with everything that later rounds need except the experiment."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedsim.system.devices import has_room
 
 @dataclass
 class Snapshot:
-    """Copies of tensors and other values, which later rounds do not change.
+    """Copy of a run's state, which later rounds do not change.
 
     Attributes:
-        tensors: contiguous tensors by dotted name, each on the device of the original or on the CPU.
+        tensors: copies of tensors by dotted name, contiguous, each on the original's device or on the CPU.
         facts: all other values, as JSON types.
     """
 
@@ -27,26 +27,26 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Add copies of tensors. A copy is on the CPU if the device of the tensor has little free memory."""
+        """Store copies of tensors under `prefix` + name; on the CPU if the tensor's device has little free memory."""
         for name, tensor in tensors.items():
             device = tensor.device if has_room(tensor.device, tensor.nbytes) else "cpu"
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             self.tensors[prefix + name] = copy.copy_(tensor.detach())
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors whose names start with `prefix`, under their names without the prefix."""
+        """Return the stored tensors whose names start with `prefix`, by their names without the prefix."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
     def put_back(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Copy the stored values to tensors of the same names.
+        """Copy the stored values, in place, to the tensors whose stored names are `prefix` + name.
 
-        Raises RecordError if a value is missing or has a different shape or dtype, so that the snapshot must belong to
-        another run.
+        Raises RecordError if a stored value is missing or has a different shape or dtype, which means that the snapshot
+        belongs to another run.
         """
         for name, tensor in tensors.items():
             stored = self.tensors.get(prefix + name)
             if stored is None:
                 raise RecordError(f"lacks the tensor {prefix + name}")
             if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-                raise RecordError(f"{prefix + name} is {described(stored)}, but should be {described(tensor)}")
+                raise RecordError(f"{prefix + name} is {described(stored)}, but must be {described(tensor)}")
             tensor.copy_(stored)

@@ -1,6 +1,6 @@
-"""Error lines for wrong keys and names, which end with a hint: the most similar valid name, or all allowed names.
+"""Error lines for unknown keys and names, which end with a hint: the most similar valid name, or all allowed names.
 
-Both the check of an experiment and the early check without PyTorch use these lines.
+The lines are used both by the full check of an experiment and by the early check that runs before PyTorch is imported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ VOCABULARY = Vocabulary()
 def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
     """Return the hint for a name that is not allowed: `did you mean "x"?`, or the list of allowed names.
 
-    `is_component`: whether the name should be a component. Then components of other kinds are suggested too.
+    Args:
+        name: the unknown name.
+        allowed: allowed names.
+        is_component: whether the name should be a component's name. Then components of other kinds are suggested too.
     """
     allowed = list(allowed)
     known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
@@ -98,7 +101,7 @@ def _hint(
 
 
 def _settings_of_component(name: str) -> list[str]:
-    """Return how to select a component, for each key that can name it: `local.algorithm=scaffold`."""
+    """Return the settings that select a component, one for each possible key, such as `local.algorithm=scaffold`."""
     settings: dict[str, str] = {}
     for text in VOCABULARY.keys_of_component(name):
         for key in text.removesuffix(FIRST_STAGE).split(", "):
@@ -156,7 +159,7 @@ def as_list(text: str) -> str:
 
 
 class Configurable(Protocol):
-    """A component with known parameters."""
+    """Interface of a component whose parameter names are known."""
 
     @property
     def name(self) -> str: ...
@@ -212,7 +215,7 @@ def parameter_errors(
         components: components that the parameters configure.
         kind: kind of the components, such as `aggregation rule`.
         siblings: all registered components of this kind, for hints.
-        place: table of the experiment that holds the parameters.
+        place: table of the experiment that contains the parameters.
         beside: other keys of that table, for hints.
     """
     known = {name for registration in components for name in registration.parameter_names}
@@ -232,7 +235,7 @@ def parameter_errors(
 
 
 def both_given_error(place: str, alternatives: Iterable[str]) -> str:
-    """Return the error line for a table that sets more than one of these keys."""
+    """Return the error line for a table that sets more than one of the mutually exclusive keys `alternatives`."""
     return f"{place}: set {' or '.join(alternatives)}, not both"
 
 

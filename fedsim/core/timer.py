@@ -1,4 +1,4 @@
-"""Measures the seconds spent in each phase of a round."""
+"""Measure the seconds spent in each phase of a round."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 class PhaseTimer:
-    """Total seconds per phase, measured with `with timer("train"): ...`."""
+    """Timer that sums up the seconds per phase in `seconds`. Usage: `with timer("train"): ...`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start again from zero with a new dict, so earlier references to `seconds` keep their values."""
+        """Set all phases to zero. `seconds` becomes a new dict, so earlier references to it keep their values."""
         self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Training step and test of any PyTorch module, used by all engines."""
+"""Training steps and tests of PyTorch modules, used by all engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_LOSS: Loss = CLASSIFICATION.loss
 
 
 class Optimizer(Protocol):
-    """Methods that a training step calls, as in `torch.optim.Optimizer` and `fedsim.clients.RowOptimizer`."""
+    """Interface of the optimizers that a training step accepts, such as `torch.optim.Optimizer`."""
 
     def zero_grad(self) -> None: ...
 
@@ -29,9 +29,14 @@ class Optimizer(Protocol):
 
 
 class MetricSums(NamedTuple):
-    """Sums over batches: loss, correct answers (counted only by `test`), and number of samples or answers.
+    """Sums over batches, from which mean loss and accuracy are computed.
 
-    The sums are 0-dimensional tensors on the device of the model, so that adding a batch does not wait for the device.
+    The sums are 0-dimensional tensors on the model's device, so that adding a batch does not wait for the device.
+
+    Attributes:
+        loss_sum: sum of the losses.
+        correct: number of correct answers, counted only by `test`.
+        samples: number of samples or, for tasks with several answers per sample, of answers.
     """
 
     loss_sum: Tensor
@@ -40,17 +45,18 @@ class MetricSums(NamedTuple):
 
     @classmethod
     def zero(cls, device: torch.device) -> MetricSums:
+        """Return sums of zero on `device`."""
         loss_sum, correct = torch.zeros(2, dtype=wide_dtype(device), device=device).unbind()
         return cls(loss_sum, correct, 0)
 
     @property
     def loss(self) -> float:
-        """Mean loss per sample or answer."""
+        """The mean loss per sample or answer, NaN without samples."""
         return self.loss_sum.item() / int(self.samples) if self.samples else float("nan")
 
     @property
     def accuracy(self) -> float:
-        """Fraction of correct answers."""
+        """The fraction of correct answers, NaN without samples."""
         return self.correct.item() / int(self.samples) if self.samples else float("nan")
 
 
@@ -67,7 +73,7 @@ class Objective:
         return self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of outputs that the model has computed in this precision."""
+        """Return the loss of model outputs that were computed in `precision`."""
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -106,7 +112,7 @@ def train_epoch(
         loss: mean loss as a function of (outputs, targets). The default is for logits or log-probabilities.
         backward: function that computes the gradients, by default `fedsim.core.training.backward`.
 
-    Returns sums of the losses before each step. `.loss` is the mean loss.
+    Returns MetricSums of the losses before each step. Its property `loss` is the mean loss.
     """
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
@@ -127,13 +133,15 @@ def test(
     correct: Correct | None = CLASSIFICATION.correct,  # noqa: PT028
     counts: Counts | None = None,  # noqa: PT028
 ) -> MetricSums:
-    """Compute `.loss` and `.accuracy` of `model` over all batches. Leaves the model in evaluation mode.
+    """Compute the loss and the accuracy of `model` over all batches, and leave the model in evaluation mode.
 
     Args:
         model, batches, loss: as in `train_epoch`.
         correct: function of (outputs, targets) that returns a Boolean tensor of correct answers. None: count none.
         counts: function of the targets that returns the number of answers per sample [batch]. `loss` is then a mean
             over answers. None: each sample has one answer.
+
+    Returns MetricSums with the properties `loss` and `accuracy`.
     """
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
@@ -160,12 +168,15 @@ test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not c
 def check_outputs(
     model: nn.Module, inputs: Tensor, targets: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0
 ) -> Tensor:
-    """Check and return the outputs of a model for a few inputs in evaluation mode.
-
-    Raises ExperimentError if the task cannot use the outputs, and DataError if it cannot use the targets.
+    """Compute a model's outputs for a few inputs in evaluation mode, check that the task accepts them, and return them.
 
     Args:
+        model: any module.
+        inputs, targets: a batch, [batch, ...] each.
+        task: the learning task.
         classes: upper limit (exclusive) of integer targets in the data set.
+
+    Raises ExperimentError if the task does not support the outputs, and DataError if it does not support the targets.
     """
     was_training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""Translate pydantic validation errors into error lines in the terms of experiment files."""
+"""Translate pydantic's validation errors into error lines that name keys of the experiment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def explain(
     place: str = "",
     elsewhere: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
-    """Return one error line per problem.
+    """Translate a pydantic validation error into one error line per problem.
 
     Args:
         error: validation error from pydantic.
         model: pydantic model that was validated.
-        place: table of the experiment that holds the keys of the model.
+        place: table of the experiment that contains the model's keys.
         elsewhere: keys of other tables, for hints. See `nearest_key`.
     """
     lines: list[str] = []

@@ -1,7 +1,15 @@
-"""Data sets as tensors, workers' subsets of them, and partition strategies."""
+"""Data sets as tensors, each worker's subset of a data set, and partition strategies."""
 
 from fedsim.data import synthetic  # noqa: F401  (registers the data set)
-from fedsim.data.formats import arrays, huggingface, image_folder, leaf, tables, text  # noqa: F401  (registers data sets)
+from fedsim.data.formats import (  # noqa: F401  (registers the data sets)
+    arrays,
+    huggingface,
+    image_folder,
+    images,
+    leaf,
+    tables,
+    text,
+)
 from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
 from fedsim.data.partitions import (
     ListedShards,
@@ -16,6 +24,7 @@ from fedsim.data.partitions import (
 from fedsim.data.sources import dataset, load_dataset
 from fedsim.data.subsets import CustomSubset, dataset_split
 from fedsim.data.tensors import TensorData, as_tensor_data
+from fedsim.data.torchvision_transforms import torchvision_transform as torchvision_transform  # registers a family
 
 __all__ = [
     "CustomSubset",

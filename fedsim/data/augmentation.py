@@ -1,12 +1,16 @@
 """Random augmentations of batches of training images.
 
-An augmentation is a function that returns images of the same shape. Its positional parameters receive by name:
+An augmentation is a function that maps a batch of images to a batch of the same shape. Its positional parameters may
+have these names:
 
-    images     [batch, channels, height, width]
-    draws      Draws on the device of the images, a function of (seed, round, worker, step)
-    generator  a CPU generator of PyTorch with the same seed, for functions that need one
+    images         [batch, channels, height, width], normalised as the data set says
+    draws          Draws (a random number source) on the images' device, seeded by (seed, round, worker, step)
+    generator      a torch.Generator on the CPU with the same seed, for functions that need one
+    normalisation  mean and standard deviation per channel: images * deviation + mean are pixels in [0, 1]
 
-A partition's transform is the same for inputs [batch, ...].
+A partition's transform has the same parameters except `normalisation`, but accepts inputs of any shape [batch, ...].
+
+No augmentation normalises, because augmentations change the training images only: see the data set's mean and std.
 """
 
 from __future__ import annotations
@@ -25,38 +29,46 @@ from fedsim.errors import ExperimentError
 
 GIVEN = "images", "draws", "generator"
 
-augmentation = Registry("augmentation", inputs=GIVEN)
+augmentation = Registry("augmentation", inputs=(*GIVEN, "normalisation"))
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class ImageTransform(NamedTuple):
-    """An augmentation with its parameters, or a partition's transform, and the inputs that it accepts."""
+    """An augmentation or a partition's transform, with the names of the inputs that it accepts.
+
+    Attributes:
+        function: the transform; its other parameters are already bound.
+        takes: the inputs that `function` accepts, among images, draws and generator.
+    """
 
     function: Callable[..., Tensor]
     takes: tuple[str, ...]
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """Return a partition's transform. Raises ExperimentError if it has other parameters."""
+        """Create an ImageTransform from a partition's transform.
+
+        Raises ExperimentError if `function` has parameters other than images, draws and generator.
+        """
         try:
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:
-            raise ExperimentError(f"partition.name: a transform of it cannot be used: {error}") from None
+            raise ExperimentError(f"partition.name: the strategy's transform cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Transform images. `inputs` contains the other inputs."""
+        """Return the transformed images [batch, ...]. `inputs` contains the values of draws and generator."""
         return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 
 @augmentation("flip")
 def flip(images: Tensor, draws: Draws, *, probability: Probability = 0.5) -> Tensor:
-    """Mirror each image left to right with a probability.
+    """Mirror each image left to right, independently, with probability `probability`.
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws which images are mirrored.
-        probability: 0 <= probability <= 1.
+        draws: random number source that selects the mirrored images.
+        probability: probability that an image is mirrored, 0 <= probability <= 1.
 
     Cost: a copy of the batch.
 
@@ -70,11 +82,13 @@ def flip(images: Tensor, draws: Draws, *, probability: Probability = 0.5) -> Ten
 
 @augmentation("shift")
 def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
-    """Move each image by up to `pixels` pixels vertically and horizontally; new pixels repeat the edge.
+    """Shift each image by a random offset of at most `pixels` pixels vertically and horizontally.
+
+    The uncovered border repeats the image's edge pixels.
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws the offsets.
+        draws: random number source for the offsets.
         pixels: largest offset, >= 1.
 
     Cost: two copies of the batch.
@@ -82,10 +96,61 @@ def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
     >>> fedsim.data.augmentation.shift(torch.rand(4, 1, 8, 8), fedsim.Draws.of(0, "example")).shape
     torch.Size([4, 1, 8, 8])
     """
+    return _moved(images, draws, pixels, "replicate")
+
+
+@augmentation("crop")
+def crop(images: Tensor, draws: Draws, *, padding: PositiveInt = 4) -> Tensor:
+    """Pad each image with zeros on all sides and cut out its own random window of the original size.
+
+    Zeros are the mean colour, because images are normalised. He et al. 2016, section 4.2, for CIFAR-10.
+
+    Args:
+        images: [batch, channels, height, width].
+        draws: draws the windows.
+        padding: width of the border, >= 1.
+
+    Cost: two copies of the batch.
+
+    >>> fedsim.data.augmentation.crop(torch.rand(4, 3, 32, 32), fedsim.Draws.of(0, "example")).shape
+    torch.Size([4, 3, 32, 32])
+    """
+    return _moved(images, draws, padding, "constant")
+
+
+@augmentation("cutout")
+def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
+    """Set a square of each image to zero, with its own random centre. DeVries and Taylor 2017.
+
+    All pixels are equally likely centres, so part of a square can lie outside. Zero is the mean colour.
+
+    Args:
+        images: [batch, channels, height, width].
+        draws: draws the centres.
+        size: height and width of the square, >= 1.
+
+    Cost: a copy of the batch.
+
+    >>> cutout = fedsim.data.augmentation.cutout
+    >>> cutout(torch.ones(1, 1, 2, 2), fedsim.Draws.of(0, "example"), size=4)
+    tensor([[[[0., 0.],
+              [0., 0.]]]])
+    """
+    batch, _, height, width = images.shape
+    inside = []
+    for length, shape in ((height, (batch, 1, -1, 1)), (width, (batch, 1, 1, -1))):
+        start = draws.integers(length, batch, 1) - size // 2
+        places = torch.arange(length, device=images.device)
+        inside.append(((places >= start) & (places < start + size)).view(shape))
+    return images.masked_fill(inside[0] & inside[1], 0)
+
+
+def _moved(images: Tensor, draws: Draws, most: int, mode: str) -> Tensor:
+    """Move each image by up to `most` pixels vertically and horizontally, and fill as `F.pad` with this mode."""
     batch, channels, height, width = images.shape
-    offsets = draws.integers(2 * pixels + 1, 2, batch, 1)
+    offsets = draws.integers(2 * most + 1, 2, batch, 1)
     rows = offsets[0] + torch.arange(height, device=images.device)  # [batch, height]
     columns = offsets[1] + torch.arange(width, device=images.device)  # [batch, width]
-    padded = F.pad(images, [pixels] * 4, mode="replicate").flatten(2)  # [batch, channels, positions]
-    positions = (rows.unsqueeze(2) * (width + 2 * pixels) + columns.unsqueeze(1)).view(batch, 1, -1)
+    padded = F.pad(images, [most] * 4, mode=mode).flatten(2)  # [batch, channels, positions]
+    positions = (rows.unsqueeze(2) * (width + 2 * most) + columns.unsqueeze(1)).view(batch, 1, -1)
     return padded.gather(2, positions.expand(-1, channels, -1)).view(batch, channels, height, width)

@@ -61,6 +61,27 @@ def train_and_test(
     return (samples[0], samples[1]) if test is not None else split_test(samples[0], test_fraction)
 
 
+def is_table(data: Any) -> bool:
+    """Whether an object is a data frame or a Hugging Face data set."""
+    return hasattr(data, "column_names") or (hasattr(data, "columns") and hasattr(data, "to_numpy"))
+
+
+def samples_of_tables(train: Any, test: Any) -> tuple[TensorData, TensorData]:
+    """Return the samples of two data frames or Hugging Face data sets.
+
+    The levels of a named index are columns of owners. Raises DataError as `train_and_test`.
+    """
+    owners = [name for name in getattr(getattr(train, "index", None), "names", ()) if name is not None]
+    parts = [table.reset_index() if owners else table for table in (train, test)]
+    columns = [{name: table[name][:] for name in _names(table)} for table in parts]
+    places = "the training data", "the test data"
+    return train_and_test(columns[0], columns[1], places, target=None, inputs=None, ids=owners, test_fraction=0.5)
+
+
+def _names(table: Any) -> list[str]:
+    return list(table.column_names if hasattr(table, "column_names") else table.columns)
+
+
 def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
     """Return a data set of arrays [n, ...] and ids [n]. Raises DataError, with the place, if they do not fit."""
 
@@ -92,7 +113,10 @@ def require_finite(values: np.ndarray, place: str) -> None:
 def _only_target(columns: Columns, place: str) -> str:
     names = [name for name in columns if name in TARGETS]
     if len(names) != 1:
-        raise DataError(f"{place}: set `target` to the column of the targets; allowed: {', '.join(columns)}")
+        raise DataError(
+            f"{place}: must have exactly one column called {', '.join(TARGETS)}, or `target` must be set to one of "
+            f"the columns {', '.join(columns)}"
+        )
     return names[0]
 
 

@@ -1,4 +1,4 @@
-"""How different the workers' shards are: label counts, statistics of them, and their picture."""
+"""Measure how much the workers' shards differ: label counts, their statistics, and a plot of them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_BARS, MOST_COLOURS = 30, 20  # beyond, a heat map is easier to read
+MOST_BARS, MOST_COLOURS = 30, 20  # a heat map is easier to read for more workers or classes
 
 
 @dataclass(frozen=True)
 class Heterogeneity:
-    """Statistics of a partition; `dataclasses.asdict` returns them as plain numbers.
+    """Statistics that describe how unevenly a partition distributes labels and samples among workers.
+
+    `dataclasses.asdict` converts them to a dict of plain numbers.
 
     Attributes:
-        sizes: samples of each worker.
-        entropies: of each worker's label histogram, in nats: 0 for a single class, at most ln C.
-        mean_hellinger: mean Hellinger distance of label histograms over all pairs of workers: 0 for equal histograms, 1
-            if no two workers share a class; 0 for a single worker.
+        sizes: number of samples of each worker.
+        entropies: entropy of each worker's label histogram, in nats: 0 for a single class, at most ln C for C classes.
+        mean_hellinger: Hellinger distance between two workers' label histograms, averaged over all pairs of workers: 0
+            if all histograms are equal, 1 if no two workers share a class. 0 for a single worker.
 
     >>> fedsim.heterogeneity(np.array([[5, 0], [0, 3]]))
     Heterogeneity(sizes=(5, 3), entropies=(0.0, 0.0), mean_hellinger=1.0)
@@ -39,33 +41,36 @@ class Heterogeneity:
 
     @property
     def smallest(self) -> int:
+        """The number of samples of the worker with the fewest samples."""
         return min(self.sizes)
 
     @property
     def median(self) -> float:
+        """The median number of samples per worker."""
         return float(np.median(self.sizes))
 
     @property
     def largest(self) -> int:
+        """The number of samples of the worker with the most samples."""
         return max(self.sizes)
 
     @property
     def mean_entropy(self) -> float:
-        """The plain mean of the workers' entropies, in nats."""
+        """The unweighted mean of the workers' label entropies, in nats."""
         return float(np.mean(self.entropies))
 
 
 def label_counts(
     labels: Sequence[int] | np.ndarray, shards: Sequence[Sequence[int] | np.ndarray], classes: int | None = None
 ) -> np.ndarray:
-    """Return the number of samples of each label that every worker holds, int64 [n_workers, classes].
+    """Count how many samples of each class every worker holds.
 
     Args:
         labels: class label of every sample, [n], whole numbers >= 0.
-        shards: one index array per worker, as from `partition`.
+        shards: one index array per worker, as returned by `partition`.
         classes: the number of classes C, for labels 0, ..., C - 1; None: one more than the highest label.
 
-    Raises ExperimentError for labels that are no whole numbers >= 0, or not below `classes`.
+    Returns the counts, int64 [n_workers, C]. Raises ExperimentError if a label is not a whole number from 0 to C - 1.
 
     >>> fedsim.label_counts([0, 1, 1, 0], [[0, 1], [2, 3]])
     array([[1, 1],
@@ -78,64 +83,69 @@ def label_counts(
     highest = int(numbers.max(initial=-1))
     classes = highest + 1 if classes is None else classes
     if highest >= classes:
-        raise ExperimentError(f"classes = {classes}: must be more than the highest label, {highest}")
+        raise ExperimentError(f"classes = {classes}: must be greater than the highest label, {highest}")
     return np.array([np.bincount(numbers[np.asarray(shard)], minlength=classes) for shard in shards], dtype=np.int64)
 
 
 def heterogeneity(counts: np.ndarray) -> Heterogeneity:
-    """Statistics of a partition from its label counts [n_workers, C] (see `label_counts`).
+    """Compute statistics of a partition from its label counts [n_workers, C] (see `label_counts`).
 
-    With worker i's label histogram p_i = counts_i / sum counts_i: entropy H_i = -sum_c p_ic ln p_ic, and Hellinger
-    distance h_ij = sqrt(sum_c (sqrt p_ic - sqrt p_jc)^2 / 2), averaged over the pairs i < j. Cost: O(n_workers^2 C)
-    time, O(n_workers C) memory.
+    Worker i has the label histogram p_i = counts_i / sum counts_i. Its entropy is H_i = -sum_c p_ic ln p_ic. The
+    Hellinger distance between workers i and j is h_ij = sqrt(sum_c (sqrt p_ic - sqrt p_jc)^2 / 2), averaged over all
+    pairs i < j. Cost: O(n_workers^2 C) time, O(n_workers C) memory.
 
-    Raises ExperimentError for a worker without samples.
+    Raises ExperimentError if a worker has no samples.
 
     >>> fedsim.heterogeneity(np.array([[2, 2], [4, 0]])).mean_entropy
     0.34657359027997264
     """
     counts = np.asarray(counts)
     if counts.ndim != 2 or not counts.size or (counts < 0).any():
-        raise ExperimentError(f"counts: must be [n_workers, classes], none negative, not of shape {counts.shape}")
+        raise ExperimentError(
+            f"counts: must be a non-empty array [n_workers, classes] without negative numbers; got shape {counts.shape}"
+        )
     sizes = counts.sum(1)
     if not sizes.all():
-        raise ExperimentError(f"counts: worker {int(np.argmin(sizes))} holds no sample")
+        raise ExperimentError(f"counts: worker {int(np.argmin(sizes))} has no samples; every worker needs at least one")
     histograms = counts / sizes[:, None]
     logs = np.log(histograms, out=np.zeros_like(histograms), where=histograms > 0)
     return Heterogeneity(
         sizes=tuple(sizes.tolist()),
-        entropies=tuple((-(histograms * logs).sum(1) + 0.0).tolist()),  # + 0.0: no worker has an entropy of -0
+        entropies=tuple((-(histograms * logs).sum(1) + 0.0).tolist()),  # + 0.0 turns -0.0 into 0.0
         mean_hellinger=_mean_hellinger(np.sqrt(histograms)),
     )
 
 
 def _mean_hellinger(roots: np.ndarray) -> float:
-    """Mean pairwise distance from differences of roots, since 1 - roots @ roots.T loses half of the digits."""
+    """Return the mean pairwise Hellinger distance. `roots` are the square roots of the histograms, [n_workers, C].
+
+    The formula 1 - roots @ roots.T would be faster, but loses half of the digits to cancellation.
+    """
     n = len(roots)
     total = sum(np.sqrt(((roots[i + 1 :] - roots[i]) ** 2).sum(1) / 2).sum() for i in range(n - 1))
     return float(total / (n * (n - 1) / 2)) if n > 1 else 0.0
 
 
 def draw_partition(counts: np.ndarray, title: str) -> bytes:
-    """Draw label counts [n_workers, C] (see `label_counts`) as a PNG.
+    """Plot label counts [n_workers, C] (see `label_counts`), and return the plot as a PNG file's bytes.
 
-    Up to 30 workers and 20 classes are stacked bars, one per worker; larger partitions are a heat map of the workers'
-    label histograms below their sizes, with colours on a square-root scale from 0 to 1. The caption has the statistics
-    of `heterogeneity`, whose errors this function raises.
+    With at most 30 workers and 20 classes, each worker is one stacked bar. Larger partitions are drawn as a heat map of
+    the workers' label histograms (square-root colour scale from 0 to 1), with the workers' sizes above it. The title
+    contains the statistics computed by `heterogeneity`, and invalid counts raise the same errors.
 
     >>> png = fedsim.draw_partition(np.array([[5, 0], [0, 3]]), "two workers")
     >>> png[1:4]
     b'PNG'
     """
-    # Imported here because it takes half a second. No pyplot, so no display and no state.
+    # Imported here because the import takes half a second. pyplot is avoided: it needs a display and global state.
     from matplotlib.figure import Figure
 
     counts = np.asarray(counts)
-    figures = heterogeneity(counts)
+    statistics = heterogeneity(counts)
     n_workers, n_classes = counts.shape
     as_bars = n_workers <= MOST_BARS and n_classes <= MOST_COLOURS
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    figure.suptitle(f"{title}\n{_caption(figures, n_classes)}", fontsize="medium")
+    figure.suptitle(f"{title}\n{_caption(statistics, n_classes)}", fontsize="medium")
     if as_bars:
         _draw_bars(figure.subplots(), counts)
     else:
@@ -143,18 +153,18 @@ def draw_partition(counts: np.ndarray, title: str) -> bytes:
     return encode(figure, "png", 120)
 
 
-def _caption(figures: Heterogeneity, n_classes: int) -> str:
-    n_workers, smallest, largest = len(figures.sizes), figures.smallest, figures.largest
-    sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,} (median {figures.median:,.0f})"
+def _caption(statistics: Heterogeneity, n_classes: int) -> str:
+    n_workers, smallest, largest = len(statistics.sizes), statistics.smallest, statistics.largest
+    sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,} (median {statistics.median:,.0f})"
     return (
         f"{n_workers} worker{'s' if n_workers > 1 else ''}, {sizes} samples each; "
-        f"label entropy {figures.mean_entropy:.2f} of {math.log(n_classes):.2f}, "
-        f"Hellinger distance {figures.mean_hellinger:.2f}"
+        f"label entropy {statistics.mean_entropy:.2f} of {math.log(n_classes):.2f}, "
+        f"Hellinger distance {statistics.mean_hellinger:.2f}"
     )
 
 
 def _draw_bars(axes: Axes, counts: np.ndarray) -> None:
-    """One bar per worker, from label 0 at the bottom to the last at the top."""
+    """Draw one stacked bar per worker, with label 0 at the bottom."""
     from matplotlib import colormaps
 
     n_workers, n_classes = counts.shape
@@ -175,7 +185,7 @@ def _draw_bars(axes: Axes, counts: np.ndarray) -> None:
 
 
 def _draw_heat_map(figure: Figure, counts: np.ndarray) -> None:
-    """Each worker's label histogram as a column, under the number of samples it holds."""
+    """Draw each worker's label histogram as a column of a heat map, with the workers' sample counts above it."""
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
 
@@ -185,11 +195,11 @@ def _draw_heat_map(figure: Figure, counts: np.ndarray) -> None:
     top.set(ylabel="samples", ylim=(0, 1.04 * sizes.max()))
     top.yaxis.set_major_formatter("{x:,.0f}")
     top.spines[["top", "right"]].set_visible(False)
-    scale = PowerNorm(0.5, vmin=0, vmax=1)  # one scale for all pictures; small shares are visible beside large ones
-    picture = main.imshow(
+    scale = PowerNorm(0.5, vmin=0, vmax=1)  # fixed, so that plots are comparable; keeps small shares visible
+    heat_map = main.imshow(
         (counts / sizes[:, None]).T, norm=scale, cmap="Blues", aspect="auto", origin="lower", interpolation="nearest"
     )
     main.set(xlabel="worker", ylabel="label")
     for axis in (main.xaxis, main.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(picture, ax=main, label="share of the worker's samples")
+    figure.colorbar(heat_map, ax=main, label="share of the worker's samples")

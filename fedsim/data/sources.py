@@ -1,7 +1,7 @@
-"""The data sets that an experiment can name; others are given as "package.module:function".
+"""The registered data sets. Experiments can also name any other data set as "package.module:function".
 
-A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder of downloaded files. `train` and
-`test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files. `train`
+and `test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from fedsim.core.registry import Registry
+from fedsim.data.columns import is_table, samples_of_tables
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
-from fedsim.system import packages
-from fedsim.system.files import is_file
 
 dataset = Registry(
     "data set",
@@ -26,17 +25,15 @@ dataset = Registry(
     accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
-MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # beside it, mnist5k.txt says where the images come from
-MNIST5K_TRAIN = 4000  # the first images of the file; the others are for the test
-CLASS_NAMES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}  # in torchvision
-FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-STATISTICS = {"MNIST": ((0.1307,), (0.3081,)), "FashionMNIST": ((0.2860,), (0.3530,))}  # mean and deviation of pixels
+MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
+MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
+MNIST_STATISTICS = (0.1307,), (0.3081,)  # mean and standard deviation of the pixels
 
 
 def default_root() -> Path:
-    """Return the default folder of data sets: $FEDSIM_DATA, else the user's cache folder.
+    """Return the default folder for data sets: $FEDSIM_DATA if set, else fedsim/data in the user's cache folder.
 
-    Without a home folder, as in a container, the cache is in the working folder.
+    For a user without a home folder, as in some containers, the cache folder is .cache in the working folder.
     """
     if os.environ.get("FEDSIM_DATA"):
         return Path(os.environ["FEDSIM_DATA"]).expanduser()
@@ -48,17 +45,17 @@ def default_root() -> Path:
 
 
 def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
-    """Return the training and the test samples of a data set.
+    """Load the training samples and the test samples of a data set.
 
     Args:
         name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
-        root: the folder of downloaded files; None: $FEDSIM_DATA, else the user's cache folder.
+        root: folder for downloaded files; None: $FEDSIM_DATA if set, else the user's cache folder.
         params: parameters of the data set.
 
-    Returns two TensorData, inputs [n, ...] with targets [n] (class labels) or [n, ...].
+    Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
-    Raises DataError if files can be neither found nor downloaded, if a part has no samples, or if targets are no finite
-    numbers, or negative labels.
+    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if a target is
+    not a finite number, or if a label is negative.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -70,18 +67,24 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     try:
         folder = Path(root).expanduser() if root else default_root()
         train, test = registration.target(**registration.select_inputs(root=folder), **params)
-        train, test = (_read(part, name) for part in (train, test))
+        if is_table(train):
+            train, test = samples_of_tables(train, test)
+        else:
+            train, test = (_read(part, name) for part in (train, test))
     except FedsimError:
         raise
     except Exception as error:
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     for part, data in (("training", train), ("test", test)):
         if not len(data):
-            raise DataError(f"data.name = {show(name)}: has no {part} samples")
+            raise DataError(f"data.name = {show(name)}: the {part} set is empty; needs at least one sample")
         if data.has_labels and int(data.targets.min()) < 0:
-            raise DataError(f"data.name = {show(name)}: has a negative {part} label, {int(data.targets.min())}")
+            raise DataError(
+                f"data.name = {show(name)}: the {part} set contains the label {int(data.targets.min())}; class labels "
+                "must be at least 0"
+            )
         if data.targets.is_floating_point() and not data.targets.isfinite().all():
-            raise DataError(f"data.name = {show(name)}: has a {part} target that is not finite")
+            raise DataError(f"data.name = {show(name)}: the {part} set contains a target that is not a finite number")
     return train, test
 
 
@@ -101,25 +104,20 @@ def load_dataset_once(
 
 
 def _read(data: Any, name: str) -> TensorData:
-    """Return a part of a data set as tensors. Errors begin with the name of the data set."""
+    """Convert a training or test set to TensorData. Error messages start with the data set's name."""
     try:
         return as_tensor_data(data)
     except DataError as error:
         raise DataError(f"data.name = {show(name)}: {error}") from None
 
 
-def lacks_files(name: str, root: str | Path) -> bool:
-    """Whether the data set called `name` would download files to this folder."""
-    folder = Path(os.path.expanduser(root)) / CLASS_NAMES.get(name, "") / "raw"
-    return name in CLASS_NAMES and not all(is_file(folder / file) for file in FILES)
-
-
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
-    """5,000 real MNIST images that come with fedsim: 4,000 to train and 1,000 to test, equal classes.
+    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
 
-    All are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so a contiguous partition is about as
-    even as on MNIST itself. Images are uint8 [n, 1, 28, 28], normalised by MNIST's mean and standard deviation.
+    All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
+    partition have nearly equal label counts. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard
+    deviation.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> train.inputs.shape, len(test)
@@ -128,69 +126,5 @@ def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
     with np.load(MNIST5K_FILE) as file:
         images, labels = torch.from_numpy(file["images"]).unsqueeze(1), torch.from_numpy(file["labels"]).long()
     parts = slice(MNIST5K_TRAIN), slice(MNIST5K_TRAIN, None)
-    train, test = (TensorData.of_images(images[part], labels[part], *STATISTICS["MNIST"]) for part in parts)
-    return train, test
-
-
-@dataset("mnist")
-def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
-
-    Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
-
-    Args:
-        root: the folder that holds MNIST/raw, as in torchvision.
-
-    Raises DataError if a file can be neither found nor downloaded, or is damaged.
-
-    >>> train, test = fedsim.load_dataset("mnist", "~/data")  # doctest: +SKIP
-    """
-    return _mnist_files("mnist", root)
-
-
-@dataset("fashion_mnist")
-def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
-
-    Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
-
-    >>> train, test = fedsim.load_dataset("fashion_mnist", "~/data")  # doctest: +SKIP
-    """
-    return _mnist_files("fashion_mnist", root)
-
-
-def _read_idx(path: Path) -> torch.Tensor:
-    """Return the numbers in a file of MNIST: uint8 of any shape.
-
-    Importing torchvision to read it would take a second.
-    """
-    content = np.fromfile(path, np.uint8)
-    if content[:3].tolist() != [0, 0, 8]:  # 8: uint8
-        raise ValueError(f"{path.name} is not in the format of MNIST")
-    start = 4 + 4 * int(content[3])
-    return torch.from_numpy(content[start:].reshape(content[4:start].view(">u4").tolist()))
-
-
-def _mnist_files(name: str, root: Path) -> tuple[TensorData, TensorData]:
-    class_name = CLASS_NAMES[name]
-    folder = root / class_name / "raw"
-    if lacks_files(name, root):
-        try:
-            packages.download(class_name, root)
-        except DataError as error:
-            raise DataError(
-                f"data.name: {folder} lacks files, and {error}. Set data.root or $FEDSIM_DATA to the "
-                f"folder that holds {class_name}/raw, or use the embedded data set: data.name=mnist5k"
-            ) from error
-    try:
-        train, test = (
-            TensorData.of_images(
-                _read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
-                _read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
-                *STATISTICS[class_name],
-            )
-            for part in ("train", "t10k")
-        )
-    except Exception as error:
-        raise DataError(f"{folder}: cannot be read: {one_line(error)}; remove it to download it again") from error
+    train, test = (TensorData.of_images(images[part], labels[part], *MNIST_STATISTICS) for part in parts)
     return train, test

@@ -1,4 +1,4 @@
-"""Workers' shards as subsets of one data set, without copies."""
+"""Subsets of a data set, one per worker, that share the data set's samples without copies."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
 from fedsim.errors import ExperimentError
 
-# Gathered and normalised at once, so that small batches share the calls. On a CPU a chunk stays in its cache. Elsewhere
-# each chunk waits for the device, which copies the positions: 64 MiB are a whole shard of 20,000 images of 28 x 28.
+# Size of a chunk: consecutive batches that are gathered and normalised in one call. On a CPU a chunk should fit in the
+# cache. On a GPU each chunk waits for a copy of its positions, so chunks are large: 64 MiB hold 20,000 28 x 28 images.
 CHUNK_BYTES_ON_CPU = 2**20
 CHUNK_BYTES_ELSEWHERE = 2**26
 
 
 class CustomSubset(Subset):
-    """The samples of a map-style data set at `indices`, with a transform of this subset.
+    """A `torch.utils.data.Subset` with an input transform that applies only to this subset.
 
-    It is a `torch.utils.data.Subset` and works in a DataLoader, which fetches whole batches through `__getitems__`.
-    Batches of a data set of tensors (TensorData, TensorDataset) are gathered from the tensors.
+    A DataLoader fetches whole batches through `__getitems__`. For TensorData and TensorDataset, the method `gather`
+    indexes the underlying tensors directly.
 
     Args:
         dataset: any map-style data set of (input, target) samples.
-        indices: positions in `dataset`, in this subset's order.
-        subset_transform: applied to each input, or to a whole batch if its attribute `batched` is true.
+        indices: positions of the subset's samples in `dataset`, in the subset's order.
+        subset_transform: function applied to each input, or to a batch of inputs if its attribute `batched` is true.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
     >>> fedsim.CustomSubset(data, [3, 0], lambda x: -x).gather(torch.tensor([0, 1]))
     (tensor([-3., -0.]), tensor([1, 0]))
     """
 
-    indices: Any  # int64 [len], a tensor where torch has a sequence
+    indices: Any  # int64 tensor [len]; in torch's Subset a sequence
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CustomSubset(Subset):
         subset_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         positions = torch.as_tensor(indices, dtype=torch.long)
-        super().__init__(dataset, positions)  # type: ignore[arg-type]  # a tensor gathers faster than a list
+        super().__init__(dataset, positions)  # type: ignore[arg-type]  # indexing by a tensor is faster than by a list
         self.subset_transform = subset_transform
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class CustomSubset(Subset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """A list of the samples number `indices` of the subset. A DataLoader calls this for each batch."""
+        """Return a list of (input, target) samples at `indices` in the subset. A DataLoader calls this per batch."""
         positions = self.indices[torch.as_tensor(indices)]
         fetch = getattr(self.dataset, "__getitems__", None)
         numbers = positions.tolist()
@@ -69,7 +69,7 @@ class CustomSubset(Subset):
         return list(zip(self._transform(list(inputs)), targets, strict=True))
 
     def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs [batch, ...] and the targets [batch, ...] of the samples number `positions` of the subset."""
+        """Return the inputs [batch, ...] and targets [batch, ...] of the samples at `positions` in the subset."""
         if isinstance(self.dataset, TensorData):
             inputs, targets = self.dataset.gather(self.indices[positions])
         elif isinstance(self.dataset, TensorDataset):
@@ -84,10 +84,11 @@ class CustomSubset(Subset):
         return transformed if isinstance(transformed, Tensor) else torch.stack(list(transformed)), targets
 
     def batches(self, batch_size: int, order: np.ndarray | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """All samples once, as (inputs, targets) batches of `batch_size`; the last may be smaller.
+        """Yield all samples once, in (inputs, targets) batches of `batch_size` samples; the last batch may be smaller.
 
         Args:
-            order: a permutation of range(len(self)); None: the subset's own order.
+            batch_size: number of samples per batch.
+            order: order of the samples, a permutation of range(len(self)); None: the order of `indices`.
         """
         order = torch.arange(len(self), device=self.indices.device) if order is None else torch.as_tensor(order)
         chunk = batch_size * self._batches_at_once(batch_size)
@@ -103,7 +104,7 @@ class CustomSubset(Subset):
         return [transform(x) for x in inputs]
 
     def _batches_at_once(self, batch_size: int) -> int:
-        """Return the number of batches that are gathered together; 1 if the size of a sample is unknown."""
+        """Return how many consecutive batches `batches` gathers in one call; 1 unless the data set is a TensorData."""
         if not isinstance(self.dataset, TensorData):
             return 1
         sample = self.dataset.inputs[0]
@@ -112,10 +113,10 @@ class CustomSubset(Subset):
 
 
 class WorkerTransform:
-    """A partition's transform for one worker as a `subset_transform`.
+    """A partition's input transform for one worker, usable as the `subset_transform` of a CustomSubset.
 
-    Its draws are a function of (seed, worker, number of the batch). A copy, as in a DataLoader's process, counts by
-    itself.
+    Random numbers depend on (seed, worker, batch number). Batches are numbered per WorkerTransform object, so each
+    process of a DataLoader counts its own batches from 0.
     """
 
     batched = True
@@ -142,15 +143,16 @@ def dataset_split(
     ids: Ids = None,
     **params: Any,
 ) -> list[CustomSubset]:
-    """Cut a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`).
+    """Split a map-style data set into one CustomSubset per worker, with a partition strategy (see `partition`).
 
     Args:
-        dataset: of (input, target) samples.
-        n_workers, strategy, seed, ids, params: as in `partition`.
-        subset_transform: see `CustomSubset`; None: the strategy's transforms (`feature_noise`, ...), if any.
+        dataset: map-style data set of (input, target) samples.
+        n_workers, strategy, seed, ids, params: see `partition`.
+        subset_transform: input transform for all workers (see `CustomSubset`); None: the transforms that the strategy
+            defines, if any (as `feature_noise` does).
 
-    Returns one CustomSubset per worker. Raises ExperimentError as `partition`, and DataError for targets that are no
-    numbers.
+    Returns one CustomSubset per worker. Raises ExperimentError like `partition`, and DataError if a target is not
+    numeric.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
     >>> [len(subset) for subset in fedsim.dataset_split(data, 2, "iid")]
@@ -167,9 +169,10 @@ def dataset_split(
 
 
 def targets_of(dataset: Any) -> np.ndarray:
-    """Return the target of every sample, [n, ...]: the data set's `targets` or `labels`, else read sample by sample.
+    """Return the targets of all samples, [n, ...].
 
-    Raises DataError for targets that are no numbers, or of different shapes.
+    They are taken from the data set's attribute `targets` or `labels`, or otherwise read sample by sample. Raises
+    DataError if a target is not numeric, or if targets have different shapes.
     """
     if isinstance(dataset, Subset):
         return targets_of(dataset.dataset)[np.asarray(dataset.indices)]
@@ -188,17 +191,17 @@ def _as_array(targets: Any) -> np.ndarray:
 
 
 def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1) -> tuple[TensorData, TensorData]:
-    """Split the training samples at random, as a function of the seed.
+    """Split the training samples at random into remaining training samples and held-out validation samples.
 
     Args:
         train: all training samples.
-        share: of the samples that are held out, 0 <= share < 1; rounded to a number of samples.
-        seed: of the draw.
-        fewest: number of samples that must remain, such as the number of workers.
+        share: fraction of the samples to hold out, 0 <= share < 1; rounded to a whole number of samples.
+        seed: seed for the random split.
+        fewest: minimum number of samples that must remain for training, such as the number of workers.
 
-    Returns the samples that remain and those held out, each in the order of the data set. Both are copies.
+    Returns (remaining, held out), each in the data set's order. Samples are copied, unless `share` is 0.
 
-    Raises ExperimentError if no sample is held out though the share is positive, or if too few remain.
+    Raises ExperimentError if a positive share rounds to zero samples, or if fewer than `fewest` samples remain.
 
     >>> data = fedsim.TensorData(torch.arange(10.0), torch.arange(10))
     >>> remaining, held_out = fedsim.data.subsets.split_validation(data, 0.2, seed=0)
@@ -210,11 +213,13 @@ def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1
     if not share:
         return train, train.take(np.zeros(0, dtype=np.int64))
     if not held_out:
-        raise ExperimentError(f"{where}: holds out none of {n:,} training samples; must be at least {1 / n:.3g}")
+        raise ExperimentError(
+            f"{where}: rounds to zero of {n:,} training samples; must be at least {1 / n:.3g}, or 0 to hold out none"
+        )
     if n - held_out < fewest:
         raise ExperimentError(
-            f"{where}: leaves {n - held_out:,} training samples for {fewest:,} workers, so a worker has no data; use a "
-            "smaller share or fewer workers"
+            f"{where}: leaves only {n - held_out:,} training samples for {fewest:,} workers, fewer than one each; use "
+            "a smaller fraction or fewer workers"
         )
     order = numpy_generator(seed, "validation_split").permutation(n)
     return train.take(np.sort(order[held_out:])), train.take(np.sort(order[:held_out]))

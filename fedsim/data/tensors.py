@@ -1,4 +1,4 @@
-"""A data set in two tensors, from which whole batches are gathered and normalised."""
+"""Data sets that consist of an input tensor and a target tensor, and the conversion of other data sets to them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_nump
 
 @dataclass(frozen=True)
 class TensorData(Dataset):
-    """A map-style data set in two tensors, in their original dtype (images as uint8).
+    """A map-style data set that consists of an input tensor and a target tensor; inputs are normalised when read.
 
     Attributes:
-        inputs: [n, ...]; images are [n, channels, height, width].
-        targets: class labels int64 [n]; or numbers [n, ...], such as tokens (int64) or measured values (floating).
-        scale, shift: samples are `input * scale + shift`; scalars or one value per channel.
-        dtype: of the samples.
-        ids: owners of the samples, such as {"writer": array [n]}, for the partition `natural`; several columns are
-            possible; empty: unknown.
-        rows: int64 [n], for samples that overlap, such as windows of a text: sample i is row rows[i] of `inputs` and
-            `targets`, which may be views of one small tensor, and targets may be of any integer type. None: sample i is
-            row i.
+        inputs: raw inputs in their original dtype (images as uint8), [n, ...] or [n, channels, height, width].
+        targets: class labels, int64 [n]; or numbers [n, ...], such as tokens (int64) or measured values (floating).
+        scale, shift: a sample's input is `inputs[i] * scale + shift`; scalars or one value per channel.
+        dtype: dtype of the normalised inputs.
+        ids: owners of the samples for the partition `natural`, such as {"writer": array [n]}. Several columns are
+            possible. Empty: unknown.
+        rows: for samples that overlap, such as windows of a text, int64 [n]. Sample i is row rows[i] of `inputs` and
+            `targets`, which may be views of one small tensor. Targets may then be of any integer type. None: sample i
+            is row i.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -51,14 +51,24 @@ class TensorData(Dataset):
 
     def __post_init__(self) -> None:
         if len(self.inputs) != len(self.targets):
-            raise ValueError(f"{len(self.inputs)} inputs have {len(self.targets)} targets")
+            raise ValueError(
+                f"there are {len(self.inputs)} inputs, but {len(self.targets)} targets; each input needs one target"
+            )
         known = self.targets.dtype == torch.long or self.targets.is_floating_point() or self.rows is not None
         if not known or not self.targets.ndim:
-            raise ValueError(f"targets must be int64 or floating, [n, ...], not {described(self.targets)}")
+            raise ValueError(
+                f"targets must be an int64 or floating-point tensor [n, ...], not {described(self.targets)}"
+            )
 
     @classmethod
     def of_images(cls, images: Tensor, targets: Tensor, mean: Sequence[float], std: Sequence[float]) -> TensorData:
-        """uint8 images [n, channels, h, w], normalised as (image / 255 - mean) / std per channel."""
+        """Create a data set of uint8 images [n, channels, h, w], normalised to (image / 255 - mean) / std per channel.
+
+        Args:
+            images: uint8 images, [n, channels, h, w].
+            targets: class labels, int64 [n].
+            mean, std: mean and standard deviation of the images / 255, one value per channel.
+        """
         scale = tuple(1 / (255 * s) for s in std)
         shift = tuple(-m / s for m, s in zip(mean, std, strict=True))
         if len(scale) == 1:
@@ -75,26 +85,26 @@ class TensorData(Dataset):
 
     @property
     def classes(self) -> int:
-        """One more than the highest class or token; 0 for floating targets."""
+        """The highest class label or token plus one; 0 for floating-point targets."""
         return 0 if self.targets.is_floating_point() else int(self.sample_targets.max()) + 1
 
     @property
     def sample_targets(self) -> Tensor:
-        """The targets of all samples, [n, ...]; a copy in int64 if the samples are `rows`."""
+        """The targets of all samples, [n, ...]. If the samples are `rows`, a copy in int64."""
         return self.targets if self.rows is None else self.targets.index_select(0, self.rows).long()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
-        """A list of the samples at these positions; class labels are ints. A DataLoader calls this for each batch."""
+        """Return a list of (input, target) samples at `indices`; class labels are ints. A DataLoader calls this."""
         inputs, targets = self.gather(torch.as_tensor(indices))
         return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a batch: normalised inputs [batch, ...] and targets [batch, ...], on the device of the data.
+        """Return the normalised inputs [batch, ...] and the targets [batch, ...] at `indices`, on the data's device.
 
-        Images on a CPU have channels_last memory order, on which convolutions run up to twice as fast.
+        On a CPU, images are returned in channels_last memory format, which makes convolutions up to twice as fast.
         """
         indices = indices.to(self.inputs.device)
         if self.rows is not None:
@@ -104,7 +114,7 @@ class TensorData(Dataset):
         return self._normalised(raw), targets if targets.is_floating_point() else targets.long()
 
     def _normalised(self, raw: Tensor) -> Tensor:
-        """Convert and normalise gathered samples, on a GPU in one kernel."""
+        """Return raw inputs converted to `dtype` and normalised. On a GPU this takes one kernel."""
         plain = self.scale == 1.0 and not self.shift
         scale, shift = self._scale_and_shift
         if raw.device.type == "cpu":
@@ -112,28 +122,35 @@ class TensorData(Dataset):
             return inputs if plain else inputs.mul_(scale).add_(shift)
         if plain:
             return raw.to(self.dtype)
-        if raw.device.type != "cuda":  # not every other device computes with several types in one operation
+        if raw.device.type != "cuda":  # some devices do not support mixed dtypes in one operation
             raw = raw.to(self.dtype)
         return torch.addcmul(shift, raw, scale, out=torch.empty_like(raw, dtype=self.dtype))
 
     @cached_property
     def _scale_and_shift(self) -> list[Tensor]:
-        """Scale and shift on the device of the data, so that no batch waits for a copy."""
-        made = [
+        """`scale` and `shift` as tensors on the data's device, so that no batch waits for a copy."""
+        tensors = [
             torch.tensor(values, dtype=self.dtype, device=self.inputs.device) for values in (self.scale, self.shift)
         ]
-        # With zero dimensions, float32 inputs would be normalised in float32 for every dtype.
-        return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in made]
+        # At least one dimension, since zero-dimensional tensors do not take part in type promotion.
+        return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in tensors]
+
+    @property
+    def normalisation(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of pixels: samples * deviation + mean is in [0, 1] for uint8 images."""
+        scale, shift = self._scale_and_shift
+        deviation = 1 / (scale * (255 if self.inputs.dtype == torch.uint8 else 1))
+        return -shift * deviation, deviation
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """Return the same data on `device`, with floating samples and targets of `dtype`; integers keep their dtype."""
+        """Return the data set on `device`, with floating-point inputs and targets in `dtype`; integers are kept."""
         targets = _moved(self.targets, device).to(dtype if self.targets.is_floating_point() else self.targets.dtype)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         rows = None if self.rows is None else self.rows.to(device)
         return replace(self, inputs=_moved(self.inputs, device), targets=targets, dtype=dtype, rows=rows)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """Return a new data set of the samples at these positions. Samples that are `rows` are not copied."""
+        """Return a new TensorData with copies of the samples at `positions`. Samples that are `rows` are not copied."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = {name: column[positions] for name, column in self.ids.items()}
         if self.rows is not None:
@@ -143,7 +160,7 @@ class TensorData(Dataset):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that the data set holds."""
+        """The raw tensors: inputs, targets, and `rows` if there are any."""
         return (self.inputs, self.targets) if self.rows is None else (self.inputs, self.targets, self.rows)
 
 
@@ -154,15 +171,15 @@ def compact(values: Tensor) -> Tensor:
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Return values on a device. An overlapping view remains one."""
+    """Return values on a device. An overlapping view remains a view of its elements."""
     moved = compact(values).to(device)
     return moved if moved.shape == values.shape else moved.as_strided(values.size(), values.stride())
 
 
 def in_order(inputs: Tensor) -> Tensor:
-    """Inputs [batch, ...] in the memory order of `TensorData.gather`, copied if needed."""
-    room = torch.empty_like(inputs, memory_format=_order_of(inputs))
-    return inputs if inputs.stride() == room.stride() else room.copy_(inputs)
+    """Return inputs [batch, ...] in the memory format that `TensorData.gather` uses; a copy only if it differs."""
+    copy = torch.empty_like(inputs, memory_format=_order_of(inputs))
+    return inputs if inputs.stride() == copy.stride() else copy.copy_(inputs)
 
 
 def _order_of(inputs: Tensor) -> torch.memory_format:
@@ -171,17 +188,18 @@ def _order_of(inputs: Tensor) -> torch.memory_format:
 
 
 def as_tensor_data(data: Any) -> TensorData:
-    """Read any map-style data set of (input, target) samples into tensors, in order.
+    """Convert a map-style data set of (input, target) samples to TensorData, in the same order.
 
-    A pair (inputs, targets) of tensors or arrays is a data set as well. A sample may be a dict of an input and a
-    target, if the key of the target is label, labels, target or targets.
+    `data` may also be a pair (inputs, targets) of tensors or arrays. A sample may be a dict with one input and one
+    target whose key is label, labels, target or targets.
 
-    Inputs may be tensors, arrays, numbers or PIL images; all must have one shape. uint8 inputs, such as images, are
-    divided by 255, as torchvision's ToTensor does; other integers (tokens) stay the same. Targets are numbers, tensors
-    or arrays of one shape: integers stay integers, others floating. The attribute `ids` of the data set is kept.
+    Inputs may be tensors, arrays, numbers or PIL images of equal shape. uint8 inputs, such as images, are divided by
+    255, as torchvision's ToTensor does; other integers (tokens) are unchanged. Targets may be numbers, tensors or
+    arrays of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute
+    `ids` is kept.
 
-    Raises DataError for data without length or index, such as a DataLoader, for a data frame, for a sample that is no
-    such pair, and for an input or a target that is not made of numbers, or has another shape than the first.
+    Raises DataError if `data` has no length or index (such as a DataLoader) or is a data frame, if a sample is not an
+    (input, target) pair, or if an input or target is not numeric or differs in shape from the first one.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])
@@ -190,9 +208,12 @@ def as_tensor_data(data: Any) -> TensorData:
         return data
     kind = type(data).__name__
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise DataError(f"a {kind} is not a map-style data set, which has a length and gives samples by their index")
+        raise DataError(
+            f"a {kind} is not a map-style data set; a data set must have a length (__len__) and return samples by "
+            "index (__getitem__)"
+        )
     if hasattr(data, "to_numpy"):
-        raise DataError(f"a {kind} has columns, not samples; give {PAIRS}, with arrays such as {FROM_FRAME}")
+        raise DataError(f"a {kind} contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}")
     if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list, Mapping)):
         inputs, targets = _columns(*data)
     else:
@@ -206,31 +227,32 @@ def as_tensor_data(data: Any) -> TensorData:
 
 
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
-    """Return the input and the target of a sample. Raises DataError, with the conversion, if it is no such pair."""
+    """Return a sample's input and target.
+
+    Raises DataError if the sample is not an (input, target) pair; the message suggests a conversion.
+    """
     if isinstance(sample, Mapping):
         inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
         if len(inputs) == len(targets) == 1:
             return sample[inputs[0]], sample[targets[0]]
         problem, (first, *_), (last, *_) = f"has the keys {', '.join(sample)}", inputs or ["x"], targets or ["y"]
-        convert = f'[(sample["{first}"], sample["{last}"]) for sample in data]'
+        conversion = f'[(sample["{first}"], sample["{last}"]) for sample in data]'
     elif isinstance(sample, (tuple, list)) and len(sample) > 1:
         return sample[0], sample[1]
     else:
-        problem, convert = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
-    raise DataError(f"sample {index} {problem}; a sample must be (input, target), as in {convert}")
+        problem, conversion = f"is a {type(sample).__name__}", "list(zip(inputs, targets))"
+    raise DataError(f"sample {index} {problem}; each sample must be a pair (input, target), as in {conversion}")
 
 
 def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Return the tensors of a pair (inputs, targets) of tensors or arrays."""
+    """Convert `inputs` and `targets` (tensors or arrays) to tensors."""
     for place, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
             kind = type(value).__name__
-            convert = "; convert it by .to_numpy()" if hasattr(value, "to_numpy") else ""
-            raise DataError(
-                f"the {place} are a {kind}; must be a tensor or an array of one or more dimensions{convert}"
-            )
+            remedy = "; convert the object with .to_numpy()" if hasattr(value, "to_numpy") else ""
+            raise DataError(f"{place}: must be a tensor or an array with at least one dimension, not a {kind}{remedy}")
     if len(inputs) != len(targets):
-        raise DataError(f"{len(inputs)} inputs have {len(targets)} targets")
+        raise DataError(f"there are {len(inputs)} inputs, but {len(targets)} targets; both must be equal in number")
     array = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else targets
     array = _as_int64(array) if array.dtype.kind in "iubf" else as_targets(list(array))
     return _as_tensor(inputs, "an array of inputs"), torch.from_numpy(np.require(array, requirements=["C", "W"]))
@@ -240,35 +262,35 @@ def _stacked(inputs: list[Tensor]) -> Tensor:
     for index, sample_input in enumerate(inputs):
         if sample_input.shape != inputs[0].shape:
             raise DataError(
-                f"the input of sample {index} has the shape {list(sample_input.shape)}, and that of sample 0 "
-                f"{list(inputs[0].shape)}; all must have one shape: pad them by "
-                f"torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True) and give {PAIRS}; "
-                "with a collate_fn that pads: data=(collate_fn(list(train)), collate_fn(list(test)))"
+                f"the input of sample {index} has shape {list(sample_input.shape)}, but the input of sample 0 has "
+                f"shape {list(inputs[0].shape)}; all inputs must have the same shape: pad them with "
+                f"torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True) and pass {PAIRS}, or, if you have a "
+                "collate_fn that pads, pass data=(collate_fn(list(train)), collate_fn(list(test)))"
             )
     return torch.stack(inputs)
 
 
 def as_targets(targets: Sequence[Any]) -> np.ndarray:
-    """Return the targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating.
+    """Stack the targets of all samples in one array [n, ...]: int64 for integers and booleans, else floating-point.
 
-    Raises DataError as `as_tensor_data`.
+    Raises DataError if a target is not numeric or differs in size from the first one.
     """
-    values = [each.detach().cpu().numpy() if isinstance(each, Tensor) else np.asarray(each) for each in targets]
+    values = [item.detach().cpu().numpy() if isinstance(item, Tensor) else np.asarray(item) for item in targets]
     for index, (target, value) in enumerate(zip(targets, values, strict=True)):
-        place = f"the target of sample {index} is"
+        place = f"the target of sample {index}"
         if value.dtype.kind not in "iubf":
-            raise DataError(f"{place} a {type(target).__name__}; targets must be numbers, or arrays of numbers")
+            raise DataError(f"{place} is a {type(target).__name__}; targets must be numbers or arrays of numbers")
         if value.size != values[0].size:
             raise DataError(
-                f"{place} of shape {list(value.shape)}, and that of sample 0 of {list(values[0].shape)}; all must have "
-                "one shape: pad tokens with -100, which the task next_token ignores"
+                f"{place} has shape {list(value.shape)}, but the target of sample 0 has shape {list(values[0].shape)}; "
+                "all targets must have the same shape: pad tokens with -100, which the task next_token ignores"
             )
     return _as_int64(np.stack(values) if values else np.zeros(0, dtype=np.int64))
 
 
 def _as_int64(array: np.ndarray) -> np.ndarray:
-    """Targets with integers converted to int64, and class labels [n, 1] flattened to [n]."""
-    if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # classes as arrays of one number
+    """Convert integer and boolean targets to int64, and flatten class labels from [n, 1] to [n]."""
+    if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # class labels as arrays of one number
         array = array[:, 0]
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
 
@@ -283,4 +305,4 @@ def _as_tensor(value: Any, place: str) -> Tensor:
         return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
-        raise DataError(f"{place} is a {kind}; must be numbers, a tensor, an array or a picture") from error
+        raise DataError(f"{place} is a {kind}; must be a number, a tensor, a numeric array or a PIL image") from error

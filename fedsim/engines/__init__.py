@@ -1,4 +1,4 @@
-"""Engines: who trains the rows of a cohort, and where."""
+"""Engines: how and in which processes the workers of a round are trained."""
 
 from fedsim.core.registry import Registry
 from fedsim.engines.auto import AutoEngine

@@ -1,11 +1,12 @@
-"""An aggregation: attack, screening, rule, server step, buffers.
+"""One aggregation: attack, check for NaN and infinity, aggregation rule, server step, buffers.
 
-What ranks send for an aggregation of n rows of d numbers on P ranks depends on the rule (formulas are in
-docs/explanation/performance.md):
+The engine `distributed` communicates as much as the rule needs, for n rows of d numbers on P ranks
+(docs/explanation/performance.md has the formulas):
 
-    linear by weights alone     each rank's weighted sum of its rows is summed over the ranks
-    by columns, or by products  every rank gets its columns of all rows [n, d / P]; products of pairs are summed
-    by whole rows, and attacks  the first rank gets all rows, and computes what the first process of other engines does
+    rules that are a weighted mean          each rank sums its own rows, and the sums [d] are added over the ranks
+    rules by columns or by inner products   each rank receives its columns of all rows [n, d / P]; inner products are
+                                            summed over the ranks
+    all other rules, and attacks            rank 0 receives all rows and computes the result
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fedsim.system.devices import synchronize, to_device
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
-    """Set the weights by inverse probability of the workers of a cohort."""
+    """Store the inverse-probability weights of a round's cohort. `weights` has one weight per worker ID."""
     workers, n = sorted(weights), len(weights)
     shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
     shared.cohort.workers[:n] = torch.tensor(workers)
@@ -38,17 +39,18 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """Return the weights [n] by inverse probability of some workers; 1 for workers that are not in the cohort."""
+    """Return the inverse-probability weights [n] of `workers`; 1 for workers that are not in the cohort."""
     wanted = torch.tensor(workers)
     places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
     return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
 
 
 def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
-    """Return the weights [n] of these workers for the rule, on the CPU, or None for equal ones.
+    """Return the workers' weights [n] for the aggregation rule, on the CPU; None for equal weights.
 
     Args:
-        samples: the number of samples of each, for weights by samples.
+        workers: worker IDs.
+        samples: number of samples of each worker, for `weights = "samples"`.
     """
     kind, rule = task.experiment.weights, task.experiment.rule
     if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
@@ -62,16 +64,20 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
 
 
 def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
-    """Set the rows [..., d] of workers that send or keep NaN or infinity [..., w] to NaN, which excludes these workers.
+    """Set the row of each worker to NaN, in place, if other values of the worker contain NaN or infinity.
 
-    Does nothing if the task keeps such numbers.
+    The later check then excludes the whole worker. Does nothing if the experiment has `nonfinite = "keep"`.
+
+    Args:
+        rows: [..., d], modified in place.
+        of_workers: [..., w], other values that the workers send or keep.
     """
     if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
 def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """Return the coefficients [n] of a rule that is `linear_by_weights`."""
+    """Return the coefficients [n] of n rows for a rule whose coefficients depend only on the weights."""
     total = 1.0 if task.experiment.weights == "inverse_probability" else None
     return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
 
@@ -79,7 +85,7 @@ def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | Non
 def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
     """Return the inputs without the rows at positions `bad`, which contain NaN or infinity.
 
-    Raises DivergedError, with the round, if the task does not exclude them, or if no row is left.
+    Raises DivergedError, with the round, if the experiment does not exclude bad rows, or if no row is left.
     """
     try:
         return screened(inputs, task.experiment.nonfinite, bad)[0]
@@ -88,13 +94,14 @@ def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs
 
 
 class DeferredCheck:
-    """Collects sums of rows on the device and reads them together, because each read waits for the device.
+    """Check for NaN and infinity that waits for the device only once per round.
 
-    For aggregations in one process by rules that run to their end even if a row is not finite.
+    The row sums of all aggregations stay on the device until the end of the round. This is used for aggregations in one
+    process, by rules that complete even if a row is not finite.
 
     Attributes:
-        usable: False after a row was not finite: then each aggregation is checked.
-        active: whether sums are collected now.
+        usable: False once a row was not finite. From then on, each aggregation is checked separately.
+        active: whether sums are being collected.
     """
 
     def __init__(self, shared: SharedState) -> None:
@@ -104,17 +111,18 @@ class DeferredCheck:
         self.usable, self.active = True, False
 
     def begin(self) -> None:
-        """Collect sums from now on."""
+        """Start to collect sums, and save the tensors that the round changes."""
         self.active, self._sums, self._before = True, [], [tensor.clone() for tensor in self._changed]
 
     def add(self, rows: Tensor) -> None:
-        """Collect the sums of rows."""
+        """Store the sum of each row in `rows` [n, d]."""
         self._sums.append(rows.sum(1))
 
     def end(self, *, failed: bool) -> bool:
-        """Whether all rows were finite, by their sums, which may overflow.
+        """Return whether all rows were finite, and undo the round's aggregations otherwise.
 
-        If they were not, or the round has `failed`, undo the changes of its aggregations and return False.
+        The check uses the sums of the rows, so a sum that overflows counts as not finite. With `failed`, undo the
+        aggregations in any case and return False.
         """
         finite = not failed and (not self._sums or bool(torch.cat(self._sums).isfinite().all()))
         if not finite:
@@ -126,25 +134,31 @@ class DeferredCheck:
 
 
 class AttackedRows:
-    """Honest rows, which are multiplied with each other once, and Byzantine rows that change.
+    """Rows of a cohort under an attack that tries several Byzantine rows.
+
+    The inner products of the honest rows are computed only once.
 
     Args:
-        rows: of all slots; the honest rows are copied.
-        honest: the slots of the h honest workers.
-        attackers: whether each worker of the cohort is Byzantine, in the order of their rows.
+        rows: rows of all slots. The honest rows are copied.
+        honest: slot numbers of the h honest workers.
+        attackers: whether each worker of the cohort is Byzantine, in the order of the rows.
 
     Attributes:
-        honest: [h, d].
+        honest: honest rows [h, d].
     """
 
     def __init__(self, rows: Tensor, honest: Tensor, attackers: Sequence[bool]) -> None:
         self._attackers, h = torch.tensor(attackers), len(honest)
-        self._distinct = rows.new_empty(len(attackers), rows.shape[1])  # the honest rows, then the Byzantine ones
+        self._distinct = rows.new_empty(len(attackers), rows.shape[1])  # the honest rows, then the Byzantine rows
         self.honest = torch.index_select(rows, 0, honest, out=self._distinct[:h])
         self._of_honest: Gram | None = None
 
     def gram(self, byzantine: Tensor) -> Gram:
-        """The Gram of the cohort's rows with these Byzantine rows: [b, d], or [d] if all attackers send one row."""
+        """Return the inner products (Gram) of the cohort's rows, given the Byzantine rows.
+
+        Args:
+            byzantine: [b, d], or [d] if all attackers send the same row.
+        """
         n, h = len(self._attackers), len(self.honest)
         added = 1 if byzantine.ndim == 1 else n - h
         distinct = self._distinct[: h + added]
@@ -157,20 +171,22 @@ class AttackedRows:
 
 
 class Aggregator:
-    """One process's share of the aggregations of a round, from the workers' rows to the next global row.
+    """One process's part of the aggregations, from the workers' rows to the next global row.
 
-    Processes that share memory apply a columnwise rule to blocks of columns each. Other rules, and attacks, need whole
-    rows, so the first process computes them. Ranks have the rows of their own members, and exchange no more than the
-    rule needs.
+    Processes that share memory divide the columns if the rule is columnwise. Other rules, and attacks, need whole rows,
+    so the first process computes them. Each rank of the engine `distributed` stores only the rows of its own workers,
+    and exchanges no more than the rule needs.
 
     Args:
-        group: the processes; all of them call each method at the same time.
+        group: processes that compute together. All of them must call each method at the same time.
+        task: run to compute.
+        shared: tensors of the run.
 
     Attributes:
-        root_slot: the slot of the server's own row, if the rule takes it.
-        has_last: whether there is a last aggregated update, for rules and attacks that take it.
-        losses: [n], of the last aggregation, in the order of its slots, if the rule takes them.
-        deferred_check: checks the rows of a round together, where that is possible.
+        root_slot: slot of the server's own row; None if the rule does not use such a row.
+        has_last: whether the aggregated update of the previous aggregation is available to rules and attacks.
+        losses: [n], losses of the workers of the last aggregation, in the order of the slots, if the rule uses losses.
+        deferred_check: check of all rows of a round at once; None where this is not possible.
     """
 
     def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
@@ -181,25 +197,28 @@ class Aggregator:
         width = columns.stop - columns.start
         self._blocks = list(column_blocks(width, process.index, process.count, n=n_rows, device=task.device))
         self._own_row = shared.server.row[columns]
-        self._sent = shared.server.row  # what the members of the round have started from
-        self._state: dict[str, Tensor] = {}  # of the rule
+        self._sent = shared.server.row  # row from which the workers of this round started
+        self._state: dict[str, Tensor] = {}  # state of the rule
         self._attack_state: dict[str, Tensor] = {}
-        self._number = 0  # of aggregations so far, the same in every process
-        self._workers = 0  # whose rows the current aggregation uses
-        self._moment: tuple[int, ...] = (1,)  # of the current aggregation
-        self._gathered: Tensor | None = None  # the rows of the current aggregation in the first process
-        self._shares_by_weights = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
-        self._result: list[tuple[slice, Tensor]] = []  # columns, and the aggregated update in them
-        self._complete = False  # whether every process has the whole update
+        self._number = 0  # number of aggregations so far, the same in every process
+        self._workers = 0  # number of workers whose rows the current aggregation uses
+        self._moment: tuple[int, ...] = (1,)  # (round,) or (round, step) of the current aggregation
+        self._gathered: Tensor | None = None  # all rows of the current aggregation, in the first process
+        self._shares_by_weights = lru_cache(1)(partial(linear_shares, task))  # shares rarely change between steps
+        self._result: list[tuple[slice, Tensor]] = []  # (columns, aggregated update in these columns)
+        self._complete = False  # whether every process has the whole aggregated update
         self.has_last, self.losses = False, shared.cohort.losses[:0]
         may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
-        # An attack's state would be that of the repeated steps.
+        # A round that fails the check is repeated. The state of an attack would then advance twice.
         may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
         may_defer = may_defer and task.experiment.rule.columnwise and not group.divided
         self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:
-        """Return the row [d] that the workers get in a round in which parameters are aggregated; read only."""
+        """Return the parameters [d] that the server sends to the workers in `round`. The tensor is read-only.
+
+        For rounds that aggregate parameters, not gradients.
+        """
         start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
         self._sent = self._shared.server.row
         if start is not self._own_row:
@@ -209,26 +228,31 @@ class Aggregator:
         return self._sent
 
     def begin(self, round: int, rows: Sequence[int]) -> None:
-        """Begin an aggregation with the rows that this process has trained: parameters become updates, in place."""
+        """Begin an aggregation: turn trained parameters into updates in place, by subtracting the row that was sent.
+
+        Args:
+            round: number of the round.
+            rows: numbers of the rows that this process has trained.
+        """
         self._number += 1
         for run in _runs(rows) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would copy the rows onto themselves
+            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would also copy the result
         self.rows_changed(rows)
 
     def rows_changed(self, rows: Sequence[int]) -> None:
-        """Note that the rows of these numbers, which this process has trained, have changed."""
+        """Check changed rows for NaN and infinity. `rows` has the numbers of rows that this process has trained."""
         self._gathered = None
         cohort = self._shared.cohort
         for run in _runs(rows) if self._checks_now else ():
             cohort.unfit[run.start : run.stop] = 0
-            sums = cohort.rows[run.start : run.stop].sum(1).cpu()  # may overflow, so they are a suspicion only
+            sums = cohort.rows[run.start : run.stop].sum(1).cpu()  # a sum of finite numbers may overflow: check again
             for place in (~sums.isfinite()).nonzero().flatten().tolist():
                 if not cohort.rows[run.start + place].isfinite().all():
                     cohort.unfit[run.start + place] = self._number
 
     @property
     def _checks_now(self) -> bool:
-        """Whether each aggregation finds out which rows are not finite."""
+        """Whether the current aggregation checks which rows are not finite."""
         return self._task.experiment.nonfinite != "keep" and not self._defers
 
     @property
@@ -236,13 +260,13 @@ class Aggregator:
         return self.deferred_check is not None and self.deferred_check.active
 
     def attack(self, context: AggregationContext) -> None:
-        """Replace the rows of the Byzantine workers, after the rows of all processes are ready."""
+        """Replace the Byzantine workers' rows by those of the attack. The rows of all processes must be ready."""
         task, shared, group = self._task, self._shared, self._group
         workers = task.byzantine.in_round(context.moment[0])
         attackers = [worker in workers for worker in context.workers]
         byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
         if not byzantine or (all(attackers) and task.experiment.attack.component.needs_honest):
-            return  # without honest rows, the Byzantine workers send what they have trained
+            return  # without honest rows, the Byzantine workers send their trained rows
         self._read_losses(context)
         rows = self.gathered(context)
         with group.at_first():
@@ -250,14 +274,14 @@ class Aggregator:
                 self._write_byzantine(context, attackers, rows)
         mine, sent = group.return_rows(rows, byzantine)
         index = to_device(torch.tensor(mine, dtype=torch.int64), task.device)
-        for message in shared.cohort.messages.values():  # which an attack does not replace
+        for message in shared.cohort.messages.values():  # an attack does not replace messages
             spoil(task, sent, message[index])
         shared.cohort.rows[index] = sent
         if self._checks_now:
             shared.cohort.unfit[mine] = torch.where(sent.isfinite().all(1).cpu(), 0, self._number)
 
     def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
-        """Compute what the attackers send, from `rows` by slot, and write it to their rows."""
+        """Compute the rows that the attackers send, and write them to `rows`, which is indexed by slot."""
         task, shared = self._task, self._shared
         slots, of_attackers = torch.tensor(context.slots), torch.tensor(attackers)
         index = to_device(slots[of_attackers], task.device)
@@ -281,13 +305,16 @@ class Aggregator:
             state=self._attack_state,
         )
         personal = task.algorithm.personal_columns
-        if personal.width:  # an attacker cannot send them
+        if personal.width:  # workers never send personal parameters
             byzantine = byzantine.clone()
             personal.write(byzantine, byzantine.new_zeros(personal.width))
         rows[index] = byzantine
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
-        """Apply the rule to the rows. Keeps the result for `server_step`. The first process returns the stats."""
+        """Apply the aggregation rule to the rows, and store the result for `server_step`.
+
+        Return the statistics; in processes other than the first they may be empty.
+        """
         rule, group = self._task.experiment.rule, self._group
         self._moment = context.moment
         if rule.linear_by_weights and group.divided:
@@ -298,20 +325,20 @@ class Aggregator:
         if rule.columnwise or (rule.by_parts and group.divided):
             return self._aggregate_columns(context, bad)
         rows = self.gathered(context)
-        with group.at_first() as told:
+        with group.at_first() as results:
             if group.index == 0:
                 inputs = screen(self._task, context, self._inputs(context, rows), bad)
                 outcome = rule(inputs)
                 self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
                 stats = _stats(context, bad, outcome.shares, inputs)
-                told.append(stats.on_host() if group.divided else stats)
+                results.append(stats.on_host() if group.divided else stats)
         self._result = group.divide(self._result)
-        return told[0] if told else AggregationStats()
+        return results[0] if results else AggregationStats()
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """Return a columnwise rule, in this process's blocks.
+        """Apply a columnwise rule to this process's columns, and return the statistics.
 
-        In ranks also a rule of inner products, in their columns.
+        Ranks also apply rules of inner products to their columns.
         """
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.cohort.rows, context.slots)
@@ -332,10 +359,11 @@ class Aggregator:
         return _stats(context, bad, shares, inputs)
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:
-        """Return a linear rule, of which each rank sums its own rows.
+        """Apply a linear rule by adding the ranks' sums of their own rows, and return the statistics.
 
-        If the server step keeps nothing, every rank gets the whole update. A rank with a row that is not finite makes
-        it NaN, and only then the ranks find out which rows those are. Otherwise each rank gets its columns.
+        If the server optimizer has state, each rank receives only its own columns of the update. Otherwise every rank
+        receives the whole update. A rank with a row that is not finite sets its sum to NaN. Only in this case do the
+        ranks find out which rows are bad.
         """
         task, shared, group = self._task, self._shared, self._group
         if shared.server.states[task.sync_in(context.moment[0])]:
@@ -353,7 +381,7 @@ class Aggregator:
         return stats
 
     def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
-        """Return the stats of a linear rule, and this rank's part [d] of its result."""
+        """Return the statistics of a linear rule, and the weighted sum [d] of this rank's rows."""
         no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
         inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
         stats = _stats(context, bad, self._shares(context, inputs, bad), inputs)
@@ -364,7 +392,7 @@ class Aggregator:
         return stats, combine(shares, rows_at(self._shared.cohort.rows, rows))
 
     def server_step(self) -> None:
-        """Move the global row along the aggregated update."""
+        """Update the global parameters with the aggregated update, by the server optimizer or client algorithm."""
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
@@ -381,11 +409,11 @@ class Aggregator:
         self._result, self._complete, self.has_last = [], False, task.keeps_last
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
-        """Set the global buffers to the mean of those of the cohort, weighted as rows are.
+        """Set the global buffers to the mean of the cohort's buffers, with the same weights as the rows.
 
-        The buffers of excluded workers do not count, and with `nonfinite = "exclude"` neither do buffers with NaN or
-        infinity, which a Byzantine worker may send with a finite row. Without a worker that counts, the global buffers
-        stay as they are.
+        The buffers of `excluded` workers are left out. With `nonfinite = "exclude"`, buffers with NaN or infinity are
+        left out too: a Byzantine worker may send them with a finite row. The global buffers do not change if no worker
+        is left.
         """
         task, shared = self._task, self._shared
         if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
@@ -403,7 +431,7 @@ class Aggregator:
             shared.server.buffers.copy_(mean(buffers, weights))
 
     def begin_with_parameters(self) -> None:
-        """Reset the states of rule and server after the last round in which gradients are aggregated."""
+        """Reset the states of rule, attack and server optimizer after the last round that aggregates gradients."""
         self._state, self._attack_state, self.has_last = {}, {}, False
         for block in self._blocks:
             block = moved(block, self._columns.start)
@@ -413,31 +441,39 @@ class Aggregator:
         synchronize(self._task.device)
 
     def rule_state(self) -> dict[str, Tensor]:
-        """Return a copy of the state of the rule, and of that of the attack under names that begin with "attack."."""
+        """Return a copy of the rule's state tensors and, with the prefix "attack.", of the attack's, by name."""
         named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}
         return {name: tensor.clone() for name, tensor in named.items()}
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
-        """Continue with the states of the rule and of the attack."""
+        """Set the states of rule and attack from the tensors that `rule_state` returned."""
         self._state, self._attack_state = {}, {}
         for name, tensor in state.items() if self._group.computes else ():
             target = self._attack_state if name.startswith("attack.") else self._state
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """Return the rows of an aggregation, and the server's own, by slot in the first process."""
+        """Collect the rows of an aggregation, including the server's own row, in the first process.
+
+        Return them indexed by slot. The result is undefined in other processes.
+        """
         if self._gathered is None:
             slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
             self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 
     def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
-        """Return the optimizer's state in these columns of the global row."""
+        """Return the optimizer's state tensors, restricted to the columns `block` of the global row."""
         place = moved(block, -self._columns.start)
         return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
 
     def _inputs(self, context: AggregationContext, rows: Tensor, reduce: Reduce = keep_own) -> AggregationInputs:
-        """Return the inputs of the rule, of rows by slot."""
+        """Return the inputs of the rule.
+
+        Args:
+            rows: rows indexed by slot.
+            reduce: function that sums or maximises values over processes with different columns.
+        """
         task = self._task
         return AggregationInputs(
             updates=rows_at(rows, context.slots),
@@ -461,28 +497,34 @@ class Aggregator:
             self.losses = losses.clone()  # a rule may write to them
 
     def _bad(self, context: AggregationContext) -> list[int]:
-        """Return the positions of the rows that are not finite."""
+        """Return the positions of the rows with NaN or infinity."""
         if not self._checks_now:
             return []
         unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
         return (unfit == self._number).nonzero().flatten().tolist()
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
-        """Return the shares of a linear rule."""
+        """Return the coefficients [n] of a linear rule for its n finite rows; None if the rule is not linear."""
         if bad or not self._task.experiment.rule.linear_by_weights:
             return self._task.experiment.rule.shares(inputs)
         return self._shares_by_weights(context.weights, len(context.slots))
 
 
 def moved(block: slice, by: int) -> slice:
-    """Return the same number of columns, which begin `by` columns later."""
+    """Return the slice `block` shifted by `by` columns."""
     return slice(block.start + by, block.stop + by)
 
 
 def _stats(
     context: AggregationContext, bad: list[int], shares: Tensor | None, inputs: AggregationInputs
 ) -> AggregationStats:
-    """Stats if the rows at the positions `bad` were excluded, and the others had these shares."""
+    """Return the statistics of an aggregation.
+
+    Args:
+        bad: positions of the excluded rows.
+        shares: coefficients of the other rows; None if the rule is not linear.
+        inputs: inputs of the rule, with the metrics that the rule recorded.
+    """
     stats = AggregationStats(excluded=[context.workers[place] for place in bad])
     if shares is not None:
         values = iter(shares.tolist())
@@ -492,7 +534,7 @@ def _stats(
 
 
 def _runs(slots: Sequence[int]) -> list[range]:
-    """Slots in ascending order as ranges of consecutive ones."""
+    """Return ascending slot numbers as ranges of consecutive numbers, such as [1, 2, 3, 7] as 1-3 and 7-7."""
     groups = groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
     runs = [[slot for _, slot in group] for _, group in groups]
     return [range(run[0], run[-1] + 1) for run in runs]

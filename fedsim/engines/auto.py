@@ -1,12 +1,13 @@
-"""The engine `auto`: one of the others, by a rule on the task and the machine, never on timing or load.
+"""The engine `auto` chooses another engine from the task and the machine, never from measured time or load.
 
-1. Rows are stacked if the model can be stacked, which a trial shows. On a CPU a process must also have at least
-   `SMALLEST_STACK` rows, with at most `LARGEST_BATCH` samples in a batch, whose activations stay in the caches.
-2. On a CPU there are as many processes as the cores and the cohort allow if they save more time than their start takes,
-   by a count of operations, and else one. On an accelerator there is one, since several would take turns on it.
+1. Workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, a process must also have at
+   least `SMALLEST_STACK` workers and at most `LARGEST_BATCH` samples per batch, and the activations must fit in cache.
+2. On a CPU, the engine uses as many processes as the cores and the cohort allow if, by a count of operations, they save
+   more time than they take to start. Otherwise it uses one process. On an accelerator it always uses one process,
+   because several processes would not run in parallel.
 
-The constants are nominal: measured once (`benchmarks/plans.py`), then fixed. A slow or busy machine gets the same plan
-as an idle one with as many cores, so the same command gives the same bits.
+The constants were measured once (`benchmarks/plans.py`) and are fixed. A slow or busy machine gets the same plan as an
+idle machine with as many cores, so the same command gives bit-identical results.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.system.child_process import can_fork
 from fedsim.system.devices import release_memory
 
-LARGEST_BATCH = 100  # samples; stacks of larger batches were never faster than single rows
-SMALLEST_STACK = 4  # rows; fewer do not share enough of the fixed cost
-ACTIVATION_BYTES = 7.5e5  # of one row's batch in float32: with more, a stack leaves the caches
-PARAMETER_SHARE = 0.35  # of a row's bytes are allowed on top, since a stack writes no gradients of weights to memory
+LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster than single workers
+SMALLEST_STACK = 4  # workers; with fewer, a stack saves too little of the fixed cost per step
+ACTIVATION_BYTES = 7.5e5  # maximum for one worker's batch in float32; with more, a stack does not fit in cache
+PARAMETER_SHARE = 0.35  # fraction of a row's bytes added to this maximum: a stack writes no weight gradients to memory
 
-FORK_SECONDS, SPAWN_SECONDS = 0.3, 3.0  # that processes take to start; they must save more
-STEP_SECONDS = 3e-4  # fixed cost of a training step of one row: Python and the launch of operations
-FLOPS_PER_SECOND = 6e10  # of one core in float32
-BYTES_PER_SECOND = 2e10  # of one core, through its caches and memory
-BARRIER_SECONDS = 5e-4  # that a synchronisation between processes takes
-STACKED_SPEEDUP = 1.8  # of one process, about, where stacks are chosen
+FORK_SECONDS, SPAWN_SECONDS = 0.3, 3.0  # start-up time of processes; they must save more than this
+STEP_SECONDS = 3e-4  # fixed cost of one worker's training step: Python and the launch of operations
+FLOPS_PER_SECOND = 6e10  # one core in float32
+BYTES_PER_SECOND = 2e10  # one core, average over caches and memory
+BARRIER_SECONDS = 5e-4  # time of one synchronisation between processes
+STACKED_SPEEDUP = 1.8  # approximate speed-up of one process where stacks are chosen
 
-SAMPLES = 4  # on which floating-point operations are counted
-WORKERS_SAMPLED = 500  # at most, whose numbers of steps stand for all
+SAMPLES = 4  # number of samples on which floating-point operations are counted
+WORKERS_SAMPLED = 500  # maximum number of workers whose steps are counted to estimate the total
 
 
 class Plan(NamedTuple):
-    """How a task is computed.
+    """Choice of how a task is computed.
 
     Attributes:
-        processes: 1 means this process.
-        probe: of the model, if rows are trained as stacks; else None.
-        reason: one line.
+        processes: number of processes; 1 means the current process.
+        probe: result of a trial of the model if workers are trained in stacks; otherwise None.
+        reason: explanation of the choice in one line.
     """
 
     processes: int
@@ -69,32 +70,35 @@ class Plan(NamedTuple):
 def probe_if_stacks_pay(
     task: RunTask, shared: SharedState, processes: int
 ) -> tuple[StackingProbe, None] | tuple[None, str]:
-    """Return the probe of the model and None if stacks of rows are faster; else None and the reason."""
+    """Return (probe, None) if training in stacks is expected to be faster, otherwise (None, reason).
+
+    The probe is the result of a trial that shows that the model can be stacked.
+    """
     batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.cohort.rows) // processes), task.device.type == "cpu"
     if not on_cpu and len(shared.cohort.rows) == 1:
-        return None, "there is one row"
+        return None, "there is only one worker per round"
     if on_cpu and batch > LARGEST_BATCH:
         return None, f"batches of {batch} samples are large (more than {LARGEST_BATCH})"
     if on_cpu and rows < SMALLEST_STACK:
-        return None, f"a process has {rows} rows at a time (fewer than {SMALLEST_STACK})"
+        return None, f"each process trains at most {rows} workers per round (fewer than {SMALLEST_STACK})"
     if on_cpu and task.experiment.batched.max_rows is not None and task.experiment.batched.max_rows < SMALLEST_STACK:
         return None, f"batched.max_rows = {task.experiment.batched.max_rows} (less than {SMALLEST_STACK})"
     try:
         probe = StackingProbe.of(task, shared)
     except (ExperimentError, torch.OutOfMemoryError) as refusal:
         return None, first_line(refusal)
-    # A stack writes no gradients of weights where rows are averaged, but its activations go through a CPU's caches.
+    # If parameters are aggregated, a stack writes no weight gradients to memory. Its activations must fit in cache.
     spared = PARAMETER_SHARE * len(shared.server.row) * task.dtype.itemsize if "parameters" in task.syncs else 0
     if on_cpu and batch * probe.sample_bytes > ACTIVATION_BYTES + spared:
-        return None, f"a batch leaves {batch * probe.sample_bytes / 1e6:.1f} MB of activations"
+        return None, f"the activations of a batch are too large ({batch * probe.sample_bytes / 1e6:.1f} MB)"
     return probe, None
 
 
 def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
-    """Estimate the seconds that `processes` processes save in a run, without their start-up time."""
+    """Estimate the seconds that `processes` processes save in a run compared to one, without their start-up time."""
     row_steps, samples = work_of_a_round(task, shared)
-    moved = 6 * len(shared.server.row) * task.dtype.itemsize  # bytes of a step: the row, its gradient and the new row
-    passes = samples + len(shared.data.test) / 3  # a forward pass is a third of a training step
+    moved = 6 * len(shared.server.row) * task.dtype.itemsize  # memory traffic of a step, in bytes
+    passes = samples + len(shared.data.test) / 3  # a forward pass costs a third of a training step
     arithmetic = passes * flops_of_a_sample(task, shared) * (task.dtype.itemsize / 4) / FLOPS_PER_SECOND
     seconds = row_steps * (STEP_SECONDS + moved / BYTES_PER_SECOND) + arithmetic
     barriers = row_steps / len(shared.cohort.rows) if task.sync_in(task.experiment.rounds) == "gradients" else 1
@@ -103,20 +107,27 @@ def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked
 
 
 def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
-    """Training steps of a cohort together, and the samples in them, on average over some of the workers."""
+    """Estimate a cohort's total number of training steps in one round, and of samples in these steps.
+
+    The estimate is an average over at most `WORKERS_SAMPLED` workers.
+    """
     shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
     works = [(task.schedule.of(worker, 1), shards.size(worker)) for worker in workers]
-    steps, samples = (sum(one.steps_for(n) for one, n in works), sum(one.samples_for(n) for one, n in works if n))
+    steps = sum(schedule.steps_for(n) for schedule, n in works)
+    samples = sum(schedule.samples_for(n) for schedule, n in works if n)
     per_worker = len(shared.cohort.rows) / len(works)
     return per_worker * steps, per_worker * samples
 
 
 def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
-    """FLOPs of a forward and a backward pass; a guess for a model that does not run on a few samples."""
+    """Return the FLOPs of a forward and backward pass on one sample, counted on a few samples.
+
+    If the model fails on these samples, return a guess from the number of parameters.
+    """
     count = min(SAMPLES, len(shared.data.train))
     inputs, targets = shared.data.train.gather(torch.arange(count))
-    with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report what is wrong
+    with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report the error
         module = task.new_module().train()
         with FlopCount() as counter:
             task.learning_task.loss(module(inputs.clone()), targets).backward()
@@ -126,10 +137,14 @@ def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
 
 
 class FlopCount(OperationCheck):
-    """Counts the floating-point operations in a block, `total`, as torch.utils.flop_counter.FlopCounterMode does."""
+    """Context that counts floating-point operations, like torch.utils.flop_counter.FlopCounterMode.
+
+    Attributes:
+        total: number of operations in the block so far.
+    """
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # takes a tenth of a second, and not every run needs it
+        from torch.utils.flop_counter import flop_registry  # imported here because it takes a tenth of a second
 
         super().__init__()
         self._formulas, self.total = flop_registry, 0
@@ -142,11 +157,11 @@ class FlopCount(OperationCheck):
 
 
 class AutoEngine(Engine):
-    """Trains rows one by one or stacked, in this process or in several, whichever should be fastest.
+    """Engine that chooses the fastest way to train: one worker after another or stacked, in one or several processes.
 
-    The choice is a pure function of the task and the machine (cores, memory, device): the same run gives the same bits
-    every time, also on a busy machine. If a plan fails as it begins (no shared memory, too little memory of the device,
-    a lost process), a simpler one takes its place, with one warning.
+    The choice depends only on the task and the machine (cores, memory, device), not on timing. So the same run makes
+    the same choice every time, also on a busy machine. If the chosen plan fails at its start (no shared memory, too
+    little device memory, a lost process), the engine warns once and uses a simpler plan.
     """
 
     traits = EngineTraits(
@@ -170,7 +185,7 @@ class AutoEngine(Engine):
 
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
         self.leave()
-        key = _what_plans_depend_on(task, shared)
+        key = _plan_key(task, shared)
         plan = self._plans[key] = self._plans.get(key) or self.choose(task, shared)
         reasons = list[str]()
         while reason := self._failure(plan, task, shared, make):
@@ -180,10 +195,13 @@ class AutoEngine(Engine):
         if reasons:
             self._plans[key] = plan
             how = "stacked" if plan.stacked else "one by one"
-            warnings.warn(f"one process trains all rows, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
+            warnings.warn(f"one process trains all workers, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
 
     def _failure(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> str | None:
-        """Begin with a task as planned. Return None, or why that failed; raise if there is no simpler plan to try."""
+        """Begin a task according to `plan`. Return None, or the reason of a failure.
+
+        Raises the error itself if no simpler plan is left.
+        """
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
             if plan.processes > 1 and self._pool is None:
@@ -197,7 +215,7 @@ class AutoEngine(Engine):
         return None
 
     def _give_up(self, device: torch.device) -> None:
-        """After a failure: end the processes, and release what the attempt has left on the device."""
+        """Clean up after a failed plan: end the processes, and release the device memory of the attempt."""
         self.leave()
         pool, self._pool = self._pool, None
         if pool is not None:
@@ -205,13 +223,13 @@ class AutoEngine(Engine):
         release_memory(device)
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:
-        """Choose the plan for a task, without starting processes."""
+        """Return the plan for a task. This starts no processes."""
         probe, unstacked = probe_if_stacks_pay(task, shared, self._processes)
-        rows = "rows are stacked" if unstacked is None else f"rows are trained one by one: {unstacked}"
+        rows = "workers are trained in stacks" if unstacked is None else f"workers are trained one by one: {unstacked}"
         if task.device.type != "cpu":
-            return Plan(1, probe, f"{rows}; one process, since several would take turns on {task.device}")
+            return Plan(1, probe, f"{rows}; one process, because several would not run in parallel on {task.device}")
         if self._processes == 1:
-            return Plan(1, probe, f"{rows}; one process is all that the cores and the cohort allow")
+            return Plan(1, probe, f"{rows}; one process, because the cores or the cohort do not allow more")
         saved = seconds_saved(task, shared, self._processes, stacked=unstacked is None)
         start = self._start_seconds
         reason = f"{self._processes} processes would save about {saved:.1f} s and take {start:g} s to start"
@@ -235,11 +253,11 @@ class AutoEngine(Engine):
                 self._pool.close()
 
 
-def _what_plans_depend_on(task: RunTask, shared: SharedState) -> str:
-    """Return the facts of a task that decide its plan; tasks with the same facts share a plan."""
+def _plan_key(task: RunTask, shared: SharedState) -> str:
+    """Return the properties of a task that determine its plan, as a dictionary key."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
-    held = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
-    sizes = held, len(shards), len(shared.data.test), shared.cohort.rows.shape
+    work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
+    sizes = work, len(shards), len(shared.data.test), shared.cohort.rows.shape
     experiment = task.experiment
     how = (
         experiment.rounds,

@@ -1,4 +1,4 @@
-"""Where rows are trained: in this process, in a pool of processes, or in the ranks that a launcher has started."""
+"""Backends: where workers are trained, in this process, in a pool of processes, or on the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """Runs the methods of an `Executor` in one process or in several, one task after another.
+    """One or several processes that run the methods of an `Executor`, for one task after another.
 
     Attributes:
-        shared: the tensors of the current task, which all processes work on.
-        states: the state that workers keep between their rounds of the current task.
-        processes: how many there are.
+        shared: tensors of the current task, which all processes read and write.
+        states: worker states of the current task between rounds.
+        processes: number of processes.
     """
 
     shared: SharedState
@@ -37,52 +37,58 @@ class Backend(ABC):
 
     @abstractmethod
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
-        """Make an executor in every process. Raises ExperimentError if this backend cannot do the task."""
+        """Create an executor for `task` in every process by `make`.
+
+        Raises ExperimentError if this backend cannot compute the task.
+        """
 
     @abstractmethod
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of `Executor` or `Simulation` in every process.
+        """Call a method of `Executor` or `Simulation` in every process, and return the results by process.
 
             backend.run(Simulation.run_round, round)
 
-        Returns the results in the order of the processes. Raises WorkerError if a process fails.
+        Raises WorkerError if a process fails.
         """
 
     @abstractmethod
     def leave(self) -> None:
-        """Release the task and its memory in every process; do nothing without a task."""
+        """Release the task and its memory in every process. Without a task, do nothing."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the processes, if there are any."""
+        """End the backend's child processes, if there are any."""
 
     @property
     def at_work(self) -> bool:
-        """Whether it takes tasks: it was not closed, and has not lost its processes."""
+        """Whether the backend accepts tasks: it is not closed and has not lost its processes."""
         return True
 
     @property
     def can_lose_processes(self) -> bool:
-        """Whether its processes may end while this one continues; see ProcessLostError."""
+        """Whether the backend's processes may die while this process continues; see ProcessLostError."""
         return False
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """Return the rows after the last aggregation and the losses before training, by slot.
+        """Return the workers' rows after the last aggregation and their losses before training, indexed by slot.
 
-        None in ranks but the first.
+        Ranks other than rank 0 return None.
         """
         return self.shared.cohort.rows, self.shared.cohort.losses
 
     def replace_processes(self) -> None:
-        """Restart all processes on the current task. The caller resumes the state. Raises WorkerError if that fails."""
+        """Restart all processes on the current task. The caller must restore the state of the run.
+
+        Raises WorkerError if the processes cannot be restarted.
+        """
         raise WorkerError(f"{type(self).__name__} has no processes to replace")
 
 
 class InProcess(Backend):
-    """This process.
+    """Backend that runs in the current process only.
 
     Args:
-        threads: threads that PyTorch uses; `close` restores the number before.
+        threads: number of threads that PyTorch uses. `close` restores the previous number.
     """
 
     processes: int = 1

@@ -1,4 +1,4 @@
-"""An engine: a backend (where rows are trained) and trainers (how they are trained)."""
+"""Engines: a backend (the processes that train) combined with trainers (how workers are trained)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """Facts about an engine for the checks of an experiment.
+    """Properties of an engine that the checks of an experiment use.
 
     Attributes:
-        own_settings: the keys of `SETTINGS_OF_ENGINES` that it uses, besides those of process pools.
-        pool_from: the number of processes from which it starts a pool, whose processes may die; None: never.
+        own_settings: keys of `SETTINGS_OF_ENGINES` that the engine uses, without those of process pools.
+        pool_from: minimum number of processes for which the engine starts a process pool; None if it never does.
         one_process_on_gpu: whether one process is the default on an accelerator.
-        stacks: whether it may train stacks of rows.
-        ranks: whether it is one of several programs that a launcher has started.
-        chooses: whether it runs a task as another engine, which it chooses.
-        races_on: the engine whose processes race if this one is named; None: it cannot race.
+        stacks: whether the engine may train stacks of workers.
+        ranks: whether the engine runs in several programs started by a launcher.
+        chooses: whether the engine delegates each task to another engine that it chooses.
+        races_on: name of the engine that runs `mode = "race"` if this engine is configured; None if races are not
+            supported.
     """
 
     own_settings: frozenset[str] = frozenset()
@@ -41,15 +42,15 @@ class EngineTraits:
     races_on: str | None = None
 
     def may_lose_processes(self, processes: int) -> bool:
-        """Whether one of at most so many processes may die while the run continues."""
+        """Whether the engine may lose a process of its pool and continue, if it has up to `processes` processes."""
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
-        """Return the keys of `SETTINGS_OF_ENGINES` that the engine uses with at most so many processes."""
+        """Return the keys of `SETTINGS_OF_ENGINES` that the engine uses with up to `processes` processes."""
         return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
 
     def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:
-        """Return the number of processes for a cohort if the experiment does not set it."""
+        """Return the default number of processes for `cohort` workers per round and `threads` threads per process."""
         if self.pool_from is None or (self.one_process_on_gpu and device.type != "cpu"):
             return 1
         return default_processes(device, cohort, threads)
@@ -59,36 +60,36 @@ Trainers = Callable[[RunTask, SharedState, int, int], tuple[MakeTrainer, dict[st
 
 
 class Engine:
-    """Trains cohorts of rows, one task after another. Use it in a `with` block, or call `close`.
+    """Engine that trains the workers of one task after another. Use it in a `with` block, or call `close`.
 
     Args:
-        backend: where rows are trained.
-        trainers: how they are trained: from (task, shared state, processes, threads) it returns the function that makes
-            the trainer of a process, and facts for the run record.
-        threads: threads that PyTorch uses in each process.
+        backend: processes that train.
+        trainers: function that takes (task, shared state, number of processes, threads), and returns a factory of each
+            process's trainer and facts for the run record.
+        threads: number of threads that PyTorch uses in each process.
     """
 
     traits: ClassVar[EngineTraits] = EngineTraits()
 
     @classmethod
     def is_main(cls) -> bool:
-        """Whether this process prints and writes records."""
+        """Whether this process prints output and writes records. Of several ranks, only rank 0 does."""
         return True
 
     @classmethod
     def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Join the other programs of a run for its duration, if there are any.
+        """Return a context in which this process is connected to the other ranks, if the engine has ranks.
 
         Args:
-            description: the resolved experiment.
+            description: resolved settings of the experiment.
         """
         return nullcontext()
 
     @classmethod
     def device_for(cls, name: str) -> torch.device:
-        """Return the device of this process if the experiment names this one.
+        """Return the device of this process for the device `name` of the experiment, such as "cuda".
 
-        Raises ExperimentError if there is none.
+        Raises ExperimentError if the device does not exist.
         """
         return resolve_device(name)
 
@@ -98,41 +99,43 @@ class Engine:
 
     @property
     def shared(self) -> SharedState:
-        """The tensors of the current task, which all processes work on."""
+        """Tensors of the current task, which all processes read and write."""
         return self.backend.shared
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
-        """Return the state of a task; `data` as in `SharedState.allocate`."""
+        """Allocate the tensors of a task, with `data` as in `SharedState.allocate`."""
         return SharedState.allocate(task, *data)
 
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
-        """Begin a task and release the one before. Raises ExperimentError if the engine cannot do it.
+        """Begin a task, and release the previous task. Raises ExperimentError if the engine cannot compute the task.
 
         Args:
-            make: makes the executor of each process; its methods are called by `backend.run`.
+            task: run to compute.
+            shared: tensors of the task, from `allocate`.
+            make: factory of each process's executor, whose methods `backend.run` calls.
         """
         make_trainer, self._trainer_facts = self._trainers(task, shared, self.backend.processes, self._threads)
         self.backend.begin(task, shared, make_trainer, make)
 
     def facts(self) -> dict[str, Any]:
-        """How the current task is computed, for the run record: `processes` and others."""
+        """Return how the current task is computed, such as the number of `processes`, for the run record."""
         return {"processes": self.backend.processes, **self._trainer_facts}
 
     def replayed(self) -> bool | str:
-        """Whether the steps of the current task are captured and replayed; if not, the reason."""
+        """Return True if the steps of the current task are replayed as CUDA graphs, otherwise the reason."""
         refusals = [refusal for refusal in self.backend.run(Executor.replay_refusal) if refusal is not None]
         return refusals[0] if refusals else True
 
     def leave(self) -> None:
-        """Release the task and its memory in every process; do nothing without a task."""
+        """Release the task and its memory in every process. Without a task, do nothing."""
         self.backend.leave()
 
     def close(self) -> None:
-        """End the processes, if there are any."""
+        """End the engine's child processes, if there are any."""
         self.backend.close()
 
     def broadcast(self, value: Any) -> Any:
-        """Return a picklable object of the process that writes the records, in all programs of the run."""
+        """Return the value that rank 0 passes, in all ranks. `value` is picklable. Without ranks, return `value`."""
         return value
 
     def __enter__(self) -> Engine:

@@ -1,4 +1,4 @@
-"""The test of the global model on a process's share of the test batches, and of the validation batches."""
+"""Evaluation of the global model. Each process evaluates its share of the test and validation batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedsim.system.devices import wide_dtype
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The results of a test of the global model, named as in `RoundRecord`. A result that was not computed is None.
+    """Metrics of the global model after one round, named as in `RoundRecord`. None means that a metric is not computed.
 
     >>> from fedsim.engines.evaluation import EvaluationResult
     >>> EvaluationResult.mean([EvaluationResult(0.5, 0.75), EvaluationResult(1.5, 0.25)]).test_loss
@@ -40,7 +40,7 @@ class EvaluationResult:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
-        """From the sums and the outputs that all processes have computed."""
+        """Return the metrics computed from the per-batch sums and the outputs that all processes wrote to `shared`."""
         data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
         loss, accuracy, success = _means(task, test.sums, data.test.sample_targets)
         metrics = dict(_metrics(task, test.outputs, data.test.sample_targets))
@@ -53,29 +53,29 @@ class EvaluationResult:
 
     @classmethod
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
-        """Return the mean of each number over several runs; None if one of them has none."""
+        """Return the mean of each metric over several runs; None for a metric that is None in any of them."""
 
-        def of_each(name: str) -> float | None:
+        def mean_of(name: str) -> float | None:
             values = [getattr(result, name) for result in results]
             return None if None in values else fmean(values)
 
         labels = results[0].metrics
         return cls(
             test_loss=fmean(result.test_loss for result in results),
-            test_accuracy=of_each("test_accuracy"),
-            attack_success=of_each("attack_success"),
-            validation_loss=of_each("validation_loss"),
-            validation_accuracy=of_each("validation_accuracy"),
+            test_accuracy=mean_of("test_accuracy"),
+            attack_success=mean_of("attack_success"),
+            validation_loss=mean_of("validation_loss"),
+            validation_accuracy=mean_of("validation_accuracy"),
             metrics={label: fmean(result.metrics[label] for result in results) for label in labels},
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a `RoundRecord`."""
+        """Return all metrics by name, as fields for a `RoundRecord`."""
         return asdict(self)
 
 
 def _means(task: RunTask, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
-    """Loss, accuracy, and the success rate of an attack."""
+    """Return mean loss, accuracy and attack success rate. An accuracy or a success rate is None if it is undefined."""
     counts = counts_of(task.learning_task)
     answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
     loss_sum, correct, successes, tries = sums.sum(0).tolist()
@@ -89,18 +89,18 @@ def _metrics(task: RunTask, outputs: Tensor, targets: Tensor) -> Iterator[tuple[
 
 
 class Evaluation:
-    """Tests the global model batch by batch.
+    """Batch-by-batch evaluation of the global model in one process.
 
-    Each batch gets a copy of the global row, to which a forward pass may write, and random draws of its own. So its
-    result depends neither on other batches nor on the process. The test of a whole batch can be a CUDA graph, with a
-    counter on the device for the next batch.
+    Each batch uses a fresh copy of the global parameters, which a forward pass may change, and its own random seed. So
+    the results of a batch depend neither on other batches nor on the process. The evaluation of a full batch can be
+    captured as a CUDA graph, with a counter on the device that selects the next batch.
 
     Args:
-        module: is bound to a copy of the global row.
-        index, count: this process tests the batches index, index + count, ...
-        split: the samples: those of the test, or those held out for validation.
-        captured: whether to capture the test of a whole batch. Models or attacks that a graph cannot hold are tested
-            without one.
+        module: model whose parameters are replaced by a copy of the global parameters.
+        index, count: this process evaluates the batches index, index + count, ...
+        split: "test" for the test samples, "validation" for the held-out training samples.
+        captured: whether to capture the evaluation of a full batch as a CUDA graph. Models and attacks that cannot be
+            captured are evaluated without a graph.
     """
 
     def __init__(
@@ -122,21 +122,26 @@ class Evaluation:
         self._sizes = [min(size, len(self._data) - batch * size) for batch in batches]
         self._to_be_captured = captured and size in self._sizes
         self._replay: Run | None = None
-        self._room: tuple[Tensor, Tensor] | None = None  # of a row and its gradient, which a graph works on
+        self._room: tuple[Tensor, Tensor] | None = None  # parameters and gradients at fixed addresses, for a graph
 
         device = task.device
         self._starts = size * torch.tensor(list(batches), dtype=torch.int64, device=device)
         self._positions = torch.arange(size, device=device)
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of the next batch in a graph
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next batch in a graph
         self._sums = torch.zeros(len(batches), 4, dtype=wide_dtype(device), device=device)
 
     @property
     def results(self) -> list[Tensor]:
-        """What the processes compute, each of them its batches: [batches, ...]."""
+        """Per-batch tensors [batches, ...] that the processes fill together, each for its own batches."""
         return [values for values in (self._all_sums, self._outputs) if len(values)]
 
     def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
-        """Write the sums of the batches to the shared state."""
+        """Evaluate this process's batches, and write their sums (and outputs, for metrics) to the shared state.
+
+        Args:
+            round: number of the round, for the random seeds.
+            heartbeat: function that is called before each batch.
+        """
         if not self._batches:
             return
         if self._to_be_captured:
@@ -156,7 +161,15 @@ class Evaluation:
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
-        """Return the four sums of the batch of these samples. All of it happens on the device."""
+        """Return loss sum, number of correct answers, number of attack successes, and number of samples under attack.
+
+        The four scalars stay on the device.
+
+        Args:
+            module: model to evaluate.
+            row, gradient: buffers [d] for the parameters and their gradients, which are overwritten.
+            positions: indices of the samples in the dataset.
+        """
         shared = self._shared
         inputs, targets = self._data.gather(positions)
         module.load(row.copy_(shared.server.row), gradient, shared.server.buffers)
@@ -164,7 +177,7 @@ class Evaluation:
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
-        """Return the sums of a batch. With metrics, the outputs are kept at these positions."""
+        """Return the sums of a batch. If metrics need the model's outputs, store the outputs at `positions`."""
         task = self._task.experiment.task.component
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -175,7 +188,10 @@ class Evaluation:
         return test(module.module, [(inputs, targets)], loss, correct_of(task), counts_of(task))
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """For a test batch, the number of answers that match the attacker's goal, and of samples with a goal."""
+        """Return the number of answers that match the attacker's goal, and the number of samples that have a goal.
+
+        Both are 0 for validation batches, without Byzantine workers, and for attacks without a goal.
+        """
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
         if task.experiment.attack.component.goal is None or not task.byzantine or self._split == "validation":
             return none, none
@@ -189,7 +205,7 @@ class Evaluation:
         return row, torch.empty_like(row)
 
     def _capture(self) -> None:
-        """Capture the test of a whole batch, with a module of its own, since a graph keeps the module's addresses."""
+        """Capture the evaluation of a full batch as a CUDA graph, with a separate module at fixed memory addresses."""
         module, room = RowModule(self._task.new_module), self._new_room()
         whole = self._sizes.count(self._size)
 
@@ -199,14 +215,14 @@ class Evaluation:
             self._sums.index_copy_(0, self._number, sums.unsqueeze(0))
             self._number.add_(1).remainder_(whole)
             if module.changed():
-                raise ExperimentError("the model changes its attributes in a test")
+                raise ExperimentError("the model changes its attributes during evaluation")
 
         try:
             self._replay = GraphPool(self._task.device).capture(test_next)
         except ExperimentError:
             return  # a graph cannot hold what the model or the attack does
         except Exception as error:
-            line = f"cuda_graphs: the test is not captured, with the same results: {one_line(error)}"
+            line = f"cuda_graphs: the evaluation runs without a CUDA graph, with the same results: {one_line(error)}"
             warnings.warn(line, FedsimWarning, stacklevel=2)
             return
         self._module, self._room = module, room

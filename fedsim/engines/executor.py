@@ -1,4 +1,4 @@
-"""The executor of a process: its trainer, the data of its workers, and evaluation of the global model."""
+"""Executor: training of a process's workers, and evaluation of the global model."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates]
 
 
 class Executor:
-    """One process's share of a task. Asynchronous policies use it as it is; a round of workers that wait for each other
-    is `fedsim.rounds.simulation.Simulation`, which adds the aggregation.
+    """One process's part of a run: training and evaluation, without aggregation.
 
-    Call the methods within `environment`.
+    Asynchronous policies use this class. Synchronous rounds use the subclass `fedsim.rounds.simulation.Simulation`,
+    which adds the aggregation. Methods must be called within `environment`.
 
     Args:
-        group: the processes that compute the task.
+        group: processes that compute the run together.
+        task: run to compute.
         shared: tensors that receive the results.
-        make_trainer: returns the trainer of this process.
-        states: worker state between rounds.
+        make_trainer: function that returns the trainer of this process.
+        states: worker states between rounds.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Executor:
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.batch_source = BatchSource(task, shared)
-        # A captured step keeps the precision in which it was captured.
+        # A step captured as a CUDA graph keeps the precision that was set during the capture.
         with explain_oom(task, self.process.count), self.in_precision():
             self.trainer = make_trainer(self.process, task, shared, self.batch_source)
         captured = self.trainer.replays is not None and can_capture(task.device)
@@ -63,16 +64,16 @@ class Executor:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """In the block, numbers have full precision, and an out-of-memory error suggests smaller settings."""
+        """Return a context with full floating-point precision, in which out-of-memory errors name smaller settings."""
         with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
             yield
 
     def in_precision(self) -> contextlib.AbstractContextManager[None]:
-        """In the block, numbers have the precision of training, which may be lower."""
+        """Return a context with the floating-point precision of training, which may be reduced (such as TF32)."""
         return self.task.precision.training(self.task.device)
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train members of this process alone, each from what its row holds."""
+        """Train workers of this process, each from the parameters in its row, without other processes."""
         with self.in_precision():
             if self.task.algorithm.full_gradient:
                 self.trainer.full_gradients(members)
@@ -80,9 +81,9 @@ class Executor:
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Train this process's share of members whose rounds differ. Their rows hold the parameters to start from.
+        """Train this process's share of workers that are in different rounds, each from the parameters in its row.
 
-        A worker that trains step by step stays with one process, whose batch source has its next batch.
+        A worker that trains step by step always belongs to the same process, whose batch source has the next batch.
         """
         index, count = self.group.index, self.group.count
         by_step = [member for member in members if member.step is not None]
@@ -92,20 +93,23 @@ class Executor:
         self.train(mine)
 
     def require_finite(self, round: int) -> None:
-        """Raise DivergedError if the global row or buffers have become NaN or infinite, unless the task keeps them."""
+        """Raise DivergedError if the global parameters or buffers have NaN or infinity.
+
+        With `nonfinite = "keep"`, do nothing.
+        """
         if self.group.computes and self.task.experiment.nonfinite != "keep":
             require_finite(self.shared.server.row, round)
             require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
 
     def check_and_test(self, round: int) -> None:
-        """Require that the global model is finite, and test it."""
+        """Test the global model. Raises DivergedError before the test if the model has NaN or infinity."""
         self.require_finite(round)
         self.test(round)
 
     def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test batches and of the validation batches.
+        """Test the global model on this process's share of the test and validation batches.
 
-        Random draws in evaluation mode depend on the seed, the round and the batch.
+        Random draws of the model in evaluation mode depend on the seed, the round and the batch.
         """
         for evaluation in self._evaluations:
             evaluation(round, self.process.heartbeat)
@@ -113,6 +117,6 @@ class Executor:
                 self.group.collect(values)
 
     def replay_refusal(self) -> str | None:
-        """Return the reason why this process does not replay captured steps; None if it does."""
+        """Return the reason why this process does not replay training steps as CUDA graphs; None if it does."""
         replays = self.trainer.replays
         return "only steps of stacks are" if replays is None else replays.refusal

@@ -1,4 +1,4 @@
-"""Communication between the processes that compute a task together."""
+"""Communication between the processes that compute a run together."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from fedsim.system.devices import synchronize, to_device
 
 T = TypeVar("T")
 
-SLOT = 2**14  # bytes that a process of a pool sends to the others at once
-LENGTH = 8  # bytes of the length of a message
+SLOT = 2**14  # bytes of one process's mailbox, that is, of one part of a message
+LENGTH = 8  # bytes that store the length of a message
 
 
 class Group:
-    """The processes that compute a task, with the same tensors in shared memory; one process is a group too.
+    """Processes that compute a run together with the same tensors in shared memory; also a single process.
 
-    All processes call each method at the same point of a round. Rows are addressed by slot: the number of a member in
-    the cohort, and after the cohort the server's own row. Here the rows of all members lie in memory that all processes
-    share, so most methods return what they get. `Ranks` overrides those that differ where each process has the rows of
-    its own members.
+    All processes must call each method at the same point of a round. Rows are addressed by slot: a worker's position in
+    the cohort, or the position after the cohort for the server's own row. In this class, all processes share the rows
+    of all workers, so most methods return their argument. The subclass `Ranks` is for processes without shared memory.
 
     Args:
-        mailbox: bytes [count, SLOT] that all processes map; None for one process.
+        process: context of this process.
+        device: device of the rows.
+        mailbox: bytes [count, SLOT] in shared memory; None for a single process.
 
     Attributes:
-        process: its heartbeats, and its share of what the processes that share memory divide among them.
-        index, count: its share of the members and of the test batches.
-        computes: whether this process computes what is computed once in each memory: the first process of those that
-            share memory, and every rank. What only one of all processes does is done where `index` is 0.
-        divided: whether each process has rows of its own, and its own columns of the optimizer's state.
+        process: context of this process, with its heartbeats and its barrier.
+        index, count: index of this process, and number of processes that divide the cohort and the test batches.
+        computes: whether this process does work that is needed once per memory. True for the first of the processes
+            that share memory, and for every rank. Work that is needed once in total is done where `index` is 0.
+        divided: whether each process stores different rows, and different columns of the optimizer's state.
     """
 
     divided = False
@@ -46,94 +47,100 @@ class Group:
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
     def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the members that this process trains.
+        """Divide the cohort among the processes, and return the workers that this process trains.
 
         Args:
-            slots: of all members of the cohort.
-            steps: that each of them takes.
+            slots: slots of all workers of the cohort.
+            steps: number of local steps of each worker.
 
-        Returns the position of each in `slots`, and the row of `CohortRows.rows` that it trains.
+        Returns a list of pairs: the worker's position in `slots`, and the worker's row number in `CohortRows.rows`.
         """
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the positions of the slots whose rows are in this memory, and the numbers of these rows."""
+        """Return the positions in `slots` of the slots whose rows this process can access, and their row numbers."""
         return list(range(len(slots))), list(slots)
 
     def columns(self, d: int) -> slice:
-        """Return the columns of the global row [d] whose optimizer state is in this memory."""
+        """Return the columns of the global row [d] whose optimizer state this process can access."""
         return slice(0, d)
 
     def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the values [n, ...] of these slots, from `values` [rows, ...] of each memory; read only."""
+        """Return the values [n, ...] of n slots, collected from the `values` [rows, ...] of all processes.
+
+        The result is read-only.
+        """
         return rows_at(values, slots)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the sum [w] of the rows at these slots, of `rows` [rows, w] in each memory."""
+        """Return the sum [w] of the rows of `slots`, over the `rows` [rows, w] of all processes."""
         return rows[list(slots)].sum(0)
 
     def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """All rows at these slots, in the `columns` of this process; by slot."""
+        """Return this process's `columns` of the rows of `slots`, indexed by slot."""
         return rows
 
     def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """All rows at these slots, whole and by slot, in the first process; elsewhere the result is of no use."""
+        """Return the complete rows of `slots`, indexed by slot, in the first process. Undefined in other processes."""
         return rows
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
-        """What the first process has at these slots, in the processes that write it to their rows.
+        """Distribute rows that the first process has changed to the processes that store them.
 
         Args:
-            rows: the result of `gather_rows`.
+            rows: result of `gather_rows`, changed by the first process.
+            slots: slots of the changed rows.
 
-        Returns the numbers of the rows to write here, and a copy of what to write.
+        Returns the numbers of the rows that this process must overwrite, and a copy of their new values.
         """
         mine = list(slots) if self.computes else []
         return mine, _copies_of(rows, mine)
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Around what only the first process does; it may put results into the list.
+        """Return a context for work of the first process, which may append its results to the list.
 
-        Ranks get that list, and all raise the ExperimentError that the first one raises; after any other error of the
-        first one they end as after the loss of a rank.
+        Every rank receives the list, and raises the ExperimentError that rank 0 raises. Any other error of rank 0 ends
+        the other ranks like the loss of a rank.
         """
         yield []
 
     def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
-        """Columns, and the update in them, of those that this process moves.
+        """Distribute the aggregated update to the processes that apply it.
 
         Args:
-            update: all columns and the whole update in the first process, elsewhere nothing.
+            update: in the first process, one pair of all columns and the whole update [d]; empty in other processes.
+
+        Returns pairs of columns and the update in these columns, for the columns that this process applies.
         """
         return update
 
     def complete(self, row: Tensor) -> None:
-        """Set the columns of the other processes in a row [d] in which each process has set its `columns`."""
+        """Fill in, in place, the columns of `row` [d] that other processes have set. Each has set its own `columns`."""
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
-        """Return the sum or the maximum over processes that have different rows or columns, in place."""
+        """Return the sum or maximum of `values` over all ranks, in place; `values` itself if memory is shared."""
         return values
 
     def sum_columns(self, row: Tensor) -> Tensor:
-        """Return the sum over such processes of rows [d], in the `columns` of this process."""
+        """Return the sum of all ranks' `row` [d], restricted to this rank's `columns`; `row` if memory is shared."""
         return row
 
     def states_by_columns(self) -> dict[str, Tensor]:
-        """Copies [d] of the optimizer states that ranks divide by columns; empty where memory is shared."""
+        """Return complete copies [d] of the optimizer states that ranks divide by columns; {} if memory is shared."""
         return {}
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        """Set these states from such tensors."""
+        """Set the optimizer states that ranks divide by columns from the result of `states_by_columns`."""
 
     def barrier(self) -> None:
-        """Wait until all processes have arrived, and see what they have written."""
+        """Wait until all processes have reached this point and their writes to shared memory are visible."""
         if self.count > 1:
             synchronize(self._device)
         self.process.barrier.wait()
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, in their order, in each of them."""
+        """Return the list of all processes' values, in the order of the processes. `value` must be picklable."""
         if self.count == 1:
             return [value]
         data, received = pickle.dumps(value), [bytearray() for _ in self._boxes]
@@ -147,15 +154,15 @@ class Group:
             lengths = [int.from_bytes(box[:LENGTH].tobytes(), "little") for box in self._boxes]
             for box, parts, length in zip(self._boxes, received, lengths, strict=True):
                 parts += box[LENGTH : LENGTH + length - len(parts)].tobytes()
-            self.barrier()  # all have read what is overwritten next
+            self.barrier()  # all processes have read the mailboxes before they are overwritten
         return [pickle.loads(parts) for parts in received]
 
     def from_first(self, value: T) -> T:
-        """Return the value of the first process, in each of them; ranks have it already."""
+        """Return the first process's value in all processes that share memory. Ranks return their own `value`."""
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
-        """Give every process all rows of `values`, of which process i has computed rows i, i + count, ..."""
+        """Fill in, in place, the rows of `values` of other processes. Process i has computed rows i, i + count, ..."""
 
     def describe_failure(self) -> str:
         """Describe the failure in this process for an error message, such as `worker 3 in round 2 failed`."""
@@ -165,18 +172,19 @@ class Group:
 
 
 def new_mailbox(count: int) -> Tensor:
-    """Return the bytes in which the processes of a pool give each other small objects; share it with them."""
+    """Return the mailbox [count, SLOT] for small objects of `count` processes. The caller moves it to shared memory."""
     return torch.zeros(count, SLOT, dtype=torch.uint8)
 
 
 def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:
-    """Assign items to `count` processes: the costliest first, each to the process with the least load.
+    """Assign items to `count` processes: the most expensive item first, each to the process with the lowest total cost.
 
     Args:
-        costs: of each item.
-        most: maximum number of items for a process.
+        costs: cost of each item.
+        count: number of processes.
+        most: maximum number of items per process; None for no limit.
 
-    Returns the numbers of each process's items, ascending; the same for the same costs.
+    Returns the item numbers of each process in ascending order. The result is deterministic.
     """
     assignments: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -188,7 +196,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return the rows at these slots; a view if the slots are consecutive."""
+    """Return the rows numbered `slots`; a view if the slots are consecutive, otherwise a copy."""
     slots = list(slots)
     if not slots or slots == list(range(slots[0], slots[-1] + 1)):
         return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]

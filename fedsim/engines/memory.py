@@ -1,7 +1,7 @@
-"""The main memory that a run needs, known before it is allocated, and errors of a device that has none left.
+"""Estimate of a run's main memory before allocation, and explanation of out-of-memory errors.
 
-Only what has the size of a model, or of all pairs of a cohort, is counted: not data, activations and libraries. So a
-run may need somewhat more, but hardly less.
+The estimate counts only tensors of the model's size and tensors with all pairs of workers. It does not count data,
+activations and libraries, so a run may need somewhat more memory, but hardly less.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fedsim.processing import initial_residuals
 
 
 def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copies: int) -> dict[str, int]:
-    """Bytes of main memory that a run on CPUs needs, by what they are for.
+    """Estimate the bytes of main memory that a run on CPUs needs, by purpose such as "rows" or "modules".
 
     Args:
-        d: parameters of the model.
-        processes: how many processes train the workers.
-        stacked: whether a process trains stacks of rows.
-        copies: how many copies of the state before a round are kept, for recovery and for checkpoints.
+        d: number of parameters of the model.
+        processes: number of processes that train the workers.
+        stacked: whether a process trains stacks of workers.
+        copies: number of copies of a round's initial state that are kept for recovery and checkpoints.
     """
     experiment, cohort = task.experiment, task.experiment.cohort_size
     row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
     n_rows = cohort + experiment.rule.accepts("root")
     algorithm_state = len(task.algorithm.start(sample_row))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
-    lasting = state if experiment.in_rounds else state + n_rows  # on the clock, rows go on from round to round
+    lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
@@ -44,7 +44,7 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
     state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
     received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
     exchanged = _bytes(task.algorithm.message(like)) + received
-    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # of the workers in any round, on average
+    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate
     stored = round(experiment.workers * share) * state_bytes
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
     parts = {
@@ -59,7 +59,7 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         "copies for recovery and checkpoints": copies * lasting * row,
         "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
-    return {what: nbytes for what, nbytes in parts.items() if nbytes}
+    return {purpose: nbytes for purpose, nbytes in parts.items() if nbytes}
 
 
 def _bytes(state: State) -> int:
@@ -67,42 +67,47 @@ def _bytes(state: State) -> int:
 
 
 def buffer_bytes(task: RunTask, shared: SharedState) -> int:
-    """Bytes of the buffers that are sent with a model; 0 unless buffers are averaged."""
+    """Return the bytes of the buffers that are sent with each model; 0 unless buffers are averaged."""
     sent = shared.server.buffers.numel() - task.algorithm.personal_buffers.width
     return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
 
 
 def personal_bytes(task: RunTask) -> int:
-    """Bytes of the columns of a row that stay with the workers."""
+    """Return the bytes of a model's personal parameters, which are never sent."""
     return task.algorithm.personal_columns.width * task.dtype.itemsize
 
 
 @contextlib.contextmanager
 def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into one that suggests smaller settings.
+    """Return a context in which an out-of-memory error is replaced by one that names settings to reduce.
 
     Args:
-        width: rows in a stack, if rows are stacked.
+        task: run that is computed.
+        processes: number of processes.
+        width: number of workers in a stack; None if workers are not stacked.
 
-    Raises torch.OutOfMemoryError with one line that has the settings in use.
+    Raises torch.OutOfMemoryError with one line that names the current settings.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):
-            raise  # it has been explained already
+            raise  # this error has already been explained
         raise torch.OutOfMemoryError(f"{what_would_fit(task, processes, width)} ({_said_by(error)})") from error
 
 
 def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> str:
-    """`cuda:0 has no memory left; less of this would fit: processes (4 now), local.batch_size (64 now)`."""
+    """Return an error message that names the settings to reduce after an out-of-memory error.
+
+    Example: `cuda:0 is out of memory; reduce one of: processes (now 4), local.batch_size (now 64)`.
+    """
     width = width or task.experiment.batched.max_rows
     sizes = {"processes": processes, "batched.max_rows": width or 1, "local.batch_size": task.schedule.batch_size}
-    larger = [f"{key} ({size} now)" for key, size in sizes.items() if size > 1]
-    remedy = f"less of this would fit: {', '.join(larger)}" if larger else "only a smaller model would fit"
-    return f"{task.device} has no memory left; {remedy}"
+    larger = [f"{key} (now {size})" for key, size in sizes.items() if size > 1]
+    remedy = f"reduce one of: {', '.join(larger)}" if larger else "use a smaller model"
+    return f"{task.device} is out of memory; {remedy}"
 
 
 def _said_by(error: Exception) -> str:
-    """Return the first two sentences, which have the size of the allocation; the others are advice to programmers."""
+    """Return the first two sentences of PyTorch's error message, which contain the size of the allocation."""
     return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

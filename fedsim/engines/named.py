@@ -1,4 +1,4 @@
-"""The engines `serial`, `spawn` and `batched`: pairs of a backend and trainers."""
+"""The engines `serial`, `spawn` and `batched`. Each combines a backend with a kind of trainer."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ from fedsim.engines.trainers.sequential import RowTrainer
 from fedsim.engines.trainers.stacked import StackTrainer, stack_width
 from fedsim.errors import ExperimentError
 
-RACING = "spawn"  # the engine of races
+RACING = "spawn"  # the engine that runs `mode = "race"`
 
 
 def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Trainers that train one row after another."""
+    """Return the class of trainers that train one worker after another, and no facts for the run record."""
     return RowTrainer, {}
 
 
 def stacked(
     task: RunTask, shared: SharedState, processes: int, threads: int, probe: StackingProbe | None = None
 ) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Trainers that train stacks of rows, as wide as fits; a probe of the model is made unless one is given.
+    """Return a factory of trainers that train stacks of workers together, and the stack width for the run record.
 
-    Raises ExperimentError if the rows of the model cannot be stacked.
+    Args:
+        processes: number of processes that share the device.
+        threads: PyTorch threads of each process.
+        probe: result of a trial of the model; None to run the trial here.
+
+    Raises ExperimentError if the model cannot be stacked.
     """
     probe = StackingProbe.of(task, shared) if probe is None else probe
     if task.experiment.cuda_graphs and (reason := unsafe(task, probe)):
-        raise ExperimentError(f"cuda_graphs = true: steps cannot be captured here: {reason}")
+        raise ExperimentError(f"cuda_graphs = true: training steps cannot be captured as CUDA graphs: {reason}")
     width = task.experiment.batched.max_rows or stack_width(task, shared, probe, processes, threads)
     return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 
 class SerialEngine(Engine):
-    """One process, one row after another. The reference for all other engines."""
+    """Engine that trains one worker after another in one process. It is the reference for all other engines."""
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         super().__init__(InProcess(threads), one_by_one, threads)
 
 
 class SpawnEngine(Engine):
-    """P processes, started once, which share the rows, the columns and the test batches.
+    """Engine with a pool of processes that divide workers, columns of the aggregation, and test batches.
 
-    On a CPU the results are bit-identical to those of the engine `serial`.
+    On a CPU, the results are bit-identical to those of the engine `serial`.
     """
 
     traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
@@ -59,9 +64,10 @@ class SpawnEngine(Engine):
 
 
 class BatchedEngine(Engine):
-    """Stacks of rows in one set of kernels: one process by default on a GPU; on a CPU as many as cores.
+    """Engine that trains stacks of workers with batched kernels.
 
-    Agrees with the engine `serial` up to rounding.
+    The default is one process on a GPU, and as many processes as cores on a CPU. Results agree with the engine `serial`
+    up to rounding.
     """
 
     traits = EngineTraits(

@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AggregationContext:
-    """Which rows one aggregation combines.
+    """Rows (one flat vector per worker) that one aggregation combines, and their weights.
 
     Attributes:
-        slots: slot numbers of the rows.
+        slots: slot number of each row, that is, the worker's position in the cohort.
         workers: worker ID of each row.
         weights: [n], float64 on the CPU; None for equal weights.
-        moment: (round,), or (round, step) if every step is a synchronisation: coordinates of random draws.
+        moment: (round,), or (round, step) if every step aggregates gradients; seeds the random draws.
     """
 
     slots: Sequence[int]
@@ -28,24 +28,24 @@ class AggregationContext:
 
 
 class MetricLog(dict[str, list[float | Tensor]]):
-    """The numbers that components recorded in a round, by name. Tensors stay on their device until `on_host`."""
+    """Metrics that components recorded in a round: a list of numbers by name. Tensors stay on their device."""
 
     def record(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add one number to each of these names."""
+        """Append one number to the list of each name in `values`."""
         for name, value in values.items():
             self.setdefault(name, []).append(value)
 
     def extend(self, log: Mapping[str, Sequence[float | Tensor]]) -> None:
-        """Add the numbers of another log."""
+        """Append all numbers of another log."""
         for name, values in log.items():
             self.setdefault(name, []).extend(values)
 
     def on_host(self) -> MetricLog:
-        """Return the log with numbers in place of tensors. Each name is read from the device at once."""
+        """Return a copy with floats instead of tensors. All tensors of one name are copied to the host together."""
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """Return the mean for each name; bit-identical for any order of the numbers."""
+        """Return the mean of the numbers of each name. The mean is bit-identical for any order of the numbers."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 
@@ -57,12 +57,12 @@ def _floats(values: list[float | Tensor]) -> list[float | Tensor]:
 
 @dataclass
 class SentUpdates:
-    """The updates, or the gradients, that workers have sent in a round.
+    """Number and size of the updates (or gradients) that workers sent in a round.
 
     Attributes:
         count: number of updates.
-        nbytes: that a network would carry for them.
-        metrics: numbers that processors recorded.
+        nbytes: bytes that a network would carry for these updates.
+        metrics: numbers that update processors, such as compressors, recorded.
     """
 
     count: int = 0
@@ -70,18 +70,18 @@ class SentUpdates:
     metrics: MetricLog = field(default_factory=MetricLog)
 
     def add(self, count: int, nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
-        """Add the metrics of more updates; `metrics` has one number for each name."""
+        """Add `count` updates with `nbytes` bytes in total, and one number for each name in `metrics`."""
         self.count += count
         self.nbytes += nbytes
         self.metrics.record(metrics or {})
 
     def on_host(self) -> SentUpdates:
-        """Return the same with numbers in place of tensors, so that it can be sent to another process."""
+        """Return a copy with floats instead of tensors, which can be sent to another process."""
         return SentUpdates(self.count, self.nbytes, self.metrics.on_host())
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """Return the sum over processes."""
+        """Return the total of several processes' updates."""
         total = cls()
         for part in parts:
             total.add(part.count, part.nbytes)
@@ -91,13 +91,14 @@ class SentUpdates:
 
 @dataclass
 class AggregationStats:
-    """Facts about an aggregation, or about all aggregations of a round.
+    """Statistics of one aggregation, or of all aggregations of a round.
 
     Attributes:
-        shares: coefficient of each slot's row in the result, if the rule is a linear combination.
-        excluded: workers whose rows were left out, because they were not finite.
+        shares: coefficient of each worker's row in the result, in the order of the slots; None if the rule is not a
+            linear combination.
+        excluded: IDs of the workers whose rows were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
-        sent: the gradients that were aggregated, if each step of a round is a synchronisation.
+        sent: number and size of the aggregated gradients, if every step of the round aggregates gradients.
     """
 
     shares: list[float] | None = None
@@ -106,12 +107,15 @@ class AggregationStats:
     sent: SentUpdates = field(default_factory=SentUpdates)
 
     def on_host(self) -> AggregationStats:
-        """Return the same with numbers in place of tensors, so that it can be sent to another process."""
+        """Return a copy with floats instead of tensors, which can be sent to another process."""
         return replace(self, metrics=self.metrics.on_host(), sent=self.sent.on_host())
 
 
 class GradientRoundStats:
-    """Statistics of a round with one aggregation per step: mean shares, and workers excluded in any step."""
+    """Accumulated statistics of a round with one aggregation per step.
+
+    Shares are averaged over the steps. A worker counts as excluded if it was excluded in any step.
+    """
 
     def __init__(self, cohort: Sequence[int]) -> None:
         self._shares = [0.0] * len(cohort)
@@ -121,6 +125,7 @@ class GradientRoundStats:
         self.sent = SentUpdates()
 
     def add(self, context: AggregationContext, stats: AggregationStats) -> None:
+        """Add the statistics of one step."""
         self._steps += 1
         self._excluded.update(stats.excluded)
         self._metrics.extend(stats.metrics)
@@ -130,6 +135,7 @@ class GradientRoundStats:
                 self._shares[slot] += share
 
     def total(self) -> AggregationStats:
+        """Return the statistics of the round."""
         linear = self._with_shares == self._steps > 0
         shares = [share / self._steps for share in self._shares] if linear else None
         return AggregationStats(shares, sorted(self._excluded), self._metrics, self.sent).on_host()

@@ -1,4 +1,4 @@
-"""The tensors that all processes of an engine work on."""
+"""Tensors that all processes of an engine read and write: data, global model, the cohort's rows, and test results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fedsim.system.limits import describe_os_error
 
 Split = Literal["test", "validation"]
 
-TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, where it stays in cache
+TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, because the batch stays in cache
 TEST_BATCH_ON_GPU = 2_000
 
 
 @dataclass
 class RunData:
-    """The samples of a run, and who holds them.
+    """Samples of a run, and their assignment to workers.
 
     Attributes:
-        train, test, validation: the data, once; `validation` is held out of the training data, perhaps empty.
-        classes: one more than the highest class or token of the targets; 0 for floating targets.
-        shards: who holds which samples.
-        worker_tests: which samples each worker tests on, if workers are evaluated.
-        root: positions of the server's own samples, int64, on the host; empty where it has none.
+        train, test, validation: datasets. `validation` is held out of the training data and may be empty.
+        classes: highest class or token of the targets plus one; 0 for floating-point targets.
+        shards: training samples of each worker.
+        worker_tests: local test samples of each worker, if workers are evaluated.
+        root: indices of the server's own training samples, int64, on the host; empty if the server has none.
     """
 
     train: TensorData
@@ -60,7 +60,10 @@ class RunData:
         worker_tests: Shards | None = None,
         validation: TensorData | None = None,
     ) -> RunData:
-        """Return the data of a run on a device; the other arguments are attributes of the class."""
+        """Return the data of a run on `device`, with floating-point values as `dtype`.
+
+        The other arguments are the attributes of the class. Missing ones are empty.
+        """
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
         train, test, validation = (replace(data, ids={}).to(device, dtype) for data in (train, test, validation))
@@ -77,15 +80,15 @@ class RunData:
 
 @dataclass
 class GlobalModel:
-    """The global model, and what the server keeps from round to round.
+    """Global model, and server state that is kept between rounds.
 
     Attributes:
-        row: [d], its parameters.
-        buffers: [b], float64.
-        last: [d], the last aggregated update, if the rule or the attack takes it; else [0].
-        algorithm: what the server keeps for the client algorithm, tensors [w].
-        states: what the server optimizer ("parameters") and the client algorithm ("gradients") keep of the row, tensors
-            [d]; only for those that the run uses.
+        row: [d], parameters of the global model as one flat vector.
+        buffers: [b], buffers of the global model, float64.
+        last: [d], last aggregated update, if the rule or the attack uses it; otherwise [0].
+        algorithm: server state of the client algorithm, tensors [w] by name.
+        states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
+            "gradients" those of the client algorithm's step. Only the keys that the run uses are present.
     """
 
     row: Tensor
@@ -97,20 +100,24 @@ class GlobalModel:
 
 @dataclass
 class CohortRows:
-    """What belongs to the members of the cohort, one row for each; in each of several ranks, its part of the rows.
+    """Per-worker tensors of a cohort, with one row per worker. Each rank of several has only its own workers' rows.
 
     Attributes:
-        rows: [cohort, d], the models (gradients where gradients are aggregated), and one row more for the server's own
-            if the rule takes it; [0, d] if no rows of single workers are needed.
-        buffers: [cohort, b], float64.
-        kept, residuals: the worker state, tensors [cohort, w], of the client algorithm and of the processors.
-        messages: what the workers send besides their rows, tensors [cohort, w].
-        received: what each worker was sent besides its row, tensors [cohort, w], if workers do not start together.
-        full_gradients: [cohort, d], of all samples of each worker, if the client algorithm asks for them; else [0, d].
-        train_loss: mean training loss of each member, float64 [cohort], on the host.
-        losses: mean loss of each member at the global row before it trained, for rules that ask; as train_loss.
-        unfit: [cohort], number of the last aggregation in which a row held something not finite, int64, on the host.
-        workers, weights: the cohort, ascending, and its weights by inverse probability, in every rank.
+        rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated. One more row
+            follows for the server's own model if the rule uses it. [0, d] if per-worker rows are not needed.
+        buffers: [cohort, b], buffers of each worker's model, float64.
+        kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, w].
+        messages: tensors [cohort, w] that the workers send in addition to their rows.
+        received: tensors [cohort, w] that the server sends in addition to the global row; only if workers start at
+            different times.
+        full_gradients: [cohort, d], gradients over all samples of each worker, if the client algorithm needs them;
+            otherwise [0, d].
+        train_loss: [cohort], mean training loss of each worker, float64, on the host.
+        losses: [cohort], mean loss of the global model on each worker's samples before training, for rules that use
+            losses; float64, on the host.
+        unfit: [cohort], number of the last aggregation in which the row had NaN or infinity; int64, on the host.
+        workers: [cohort], worker IDs in ascending order; the whole cohort in every rank.
+        weights: [cohort], inverse-probability weights; the whole cohort in every rank.
     """
 
     rows: Tensor
@@ -128,19 +135,19 @@ class CohortRows:
 
     @classmethod
     def allocate(cls, task: RunTask, server: GlobalModel, n_rows: int) -> CohortRows:
-        """Room for so many rows. Raises ExperimentError if there is no memory for them."""
+        """Allocate `n_rows` rows for this process. Raises ExperimentError if there is not enough memory."""
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.cohort_size
 
-        def for_each(state: State) -> State:
+        def repeated(state: State) -> State:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
 
         return cls(
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
-            kept=for_each(state_at_first(task.algorithm, server.row, server.buffers)),
-            residuals=for_each(initial_residuals(task.experiment.chain, server.row)),
-            messages=for_each(task.algorithm.message(server.row)),
-            received={} if task.experiment.in_rounds else for_each(task.algorithm.send(server.algorithm)),
+            kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
+            residuals=repeated(initial_residuals(task.experiment.chain, server.row)),
+            messages=repeated(task.algorithm.message(server.row)),
+            received={} if task.experiment.in_rounds else repeated(task.algorithm.send(server.algorithm)),
             full_gradients=new_rows(n_rows if task.algorithm.full_gradient else 0, d, task.dtype, task.device),
             train_loss=torch.zeros(n_rows, dtype=torch.double),
             losses=torch.zeros(n_rows, dtype=torch.double),
@@ -151,18 +158,18 @@ class CohortRows:
 
     @property
     def worker_rows(self) -> State:
-        """The rows that a worker may keep until its next round."""
+        """Buffers and worker states that a worker may keep until its next round: tensors [cohort, w] by name."""
         return {"buffers": self.buffers, **self.residuals, **self.kept}
 
 
 @dataclass
 class TestResults:
-    """What the processes write when they test the global model.
+    """Per-batch results of a test of the global model, filled in by all processes.
 
     Attributes:
-        sums: per batch the sum of losses and the count of correct answers, then, of the attacker's goal, the counts of
-            answers that reach the goal and of samples that have one; float64 [batches, 4], on the host.
-        outputs: the outputs of the model, [batches, batch size, ...], if metrics are computed from them; else [0].
+        sums: [batches, 4], float64, on the host. The columns are the sum of losses, the number of correct answers, the
+            number of answers that match the attacker's goal, and the number of samples that have such a goal.
+        outputs: [batches, batch size, ...], outputs of the model, if metrics need them; otherwise [0].
     """
 
     sums: Tensor
@@ -170,7 +177,7 @@ class TestResults:
 
     @classmethod
     def allocate(cls, task: RunTask, data: TensorData, module: nn.Module) -> TestResults:
-        """Room for the results of a test of all samples."""
+        """Allocate the results for a test of `module` on all samples of `data`."""
         size = test_batch_size(task.device)
         sums = torch.zeros(-(-len(data) // size), 4, dtype=torch.double)
         if not task.experiment.metrics or not len(data):
@@ -182,10 +189,13 @@ class TestResults:
 
 @dataclass
 class SharedState:
-    """The tensors that all processes of an engine work on, in groups.
+    """Tensors that all processes of an engine read and write.
 
     Attributes:
-        tests: the results of the newest test, of the test samples and of those held out for validation.
+        data: samples of the run.
+        server: global model and server state.
+        cohort: per-worker tensors of the current cohort.
+        tests: results of the latest test, for the test samples and the validation samples.
     """
 
     data: RunData
@@ -195,9 +205,12 @@ class SharedState:
 
     @classmethod
     def allocate(cls, task: RunTask, *data: Any, ranks: int = 1) -> SharedState:
-        """Room for a cohort, with the global model at its start; `data` as in `RunData.on`, after the dtype.
+        """Allocate the tensors of a run, with the initial global model.
 
-        Each of several ranks allocates its part of the rows only, and leaves the optimizer states to `Ranks`.
+        Args:
+            data: arguments of `RunData.on` after `dtype`.
+            ranks: number of ranks. Each of several ranks allocates only its part of the rows, and `Ranks` allocates the
+                optimizer states.
         """
         of_run, module = RunData.on(task.device, task.dtype, *data), task.new_module()
         layout = Layout.of(module)
@@ -223,7 +236,7 @@ class SharedState:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that one round leaves to the next, by name."""
+        """Return the server's tensors that a round passes to the next one, by name, for a checkpoint."""
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
@@ -231,12 +244,12 @@ class SharedState:
         return named | states
 
     def share(self) -> SharedState:
-        """Move the tensors on the host to memory that other processes can map, in place.
+        """Move the tensors on the host to shared memory, in place.
 
-        Raises ExperimentError if there is not enough of it.
+        Raises ExperimentError if there is not enough shared memory.
         """
         data = self.data
-        # Separately, since a session keeps them for later runs.
+        # The datasets have a block of their own, because a session reuses them for later runs.
         share([tensor for part in (data.train, data.test, data.validation) for tensor in part.tensors])
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
         share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
@@ -244,7 +257,7 @@ class SharedState:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a group, also those in dicts and in groups within it."""
+    """Yield all tensors in a tensor, dict or dataclass, including nested dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict) or is_dataclass(value):
@@ -254,7 +267,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
-    """Return the rows of a cohort. Raises ExperimentError if a CPU has no memory for them."""
+    """Allocate the rows [n, d] of a cohort. Raises ExperimentError if they do not fit in a CPU's memory."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
     nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
@@ -268,10 +281,11 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
 
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
-    """Bytes that a worker receives and sends in its round besides the model."""
+    """Return the bytes that a worker receives and sends per round in addition to the model."""
     received, sent = task.algorithm.numbers_sent(len(shared.server.row))
     return received * task.dtype.itemsize, sent * task.dtype.itemsize
 
 
 def test_batch_size(device: torch.device) -> int:
+    """Return the number of samples in an evaluation batch on `device`."""
     return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_GPU

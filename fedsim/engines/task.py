@@ -1,4 +1,4 @@
-"""The task of a run: the experiment with its device, client algorithm and attackers."""
+"""RunTask: an experiment with its device, client algorithm and attackers, as passed to the processes of an engine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class RunTask:
     """Experiment with device, client algorithm and attackers, as passed to every process of an engine.
 
     Attributes:
-        experiment: with its components, which belong to this run; without its data set. See `Experiment.own`.
-        client algorithm: the client algorithm, which knows the model.
-        byzantine: the Byzantine workers of each round.
-        scratch_folder: folder for temporary files; None: that of the system.
+        experiment: experiment with components of its own, without the dataset; see `Experiment.own`.
+        device: device of the run.
+        algorithm: client algorithm, bound to the model's layout.
+        byzantine: Byzantine workers of each round.
+        scratch_folder: folder for temporary files; None for the system's folder.
     """
 
     experiment: Experiment
@@ -52,17 +53,17 @@ class RunTask:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of rows, and the default of other tensors."""
+        """Dtype of parameters, updates and gradients."""
         return self.precision.rows
 
     @property
     def learning_task(self) -> LearningTask:
-        """The loss, and which answers are correct."""
+        """Learning task of the experiment, which defines the loss and which answers are correct."""
         return self.experiment.task.component
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Return the local work of all workers and rounds."""
+        """Schedule of local work (epochs or steps, batch size) for all workers and rounds."""
         local, seed = self.experiment.local, self.experiment.seed
 
         def amount(setting: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
@@ -75,65 +76,65 @@ class RunTask:
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
-        """Transform that the partition applies to each worker's samples; None without transforms."""
+        """Transform that the partition applies to each worker's samples, by worker; None if it has no transforms."""
         make = getattr(self.experiment.partition.component, "transforms", None)
         return None if make is None else make(self.experiment.workers)
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Bytes of worker state above which it is stored in files; None for never."""
+        """Bytes above which the worker states are stored in files; None for no limit."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the last aggregated update has to be kept, for the rule or for the attack."""
+        """Whether the rule or the attack uses the last aggregated update, so that the server must store it."""
         by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
         return self.experiment.rule.accepts("last") or by_attack
 
     def sync_in(self, round: int) -> Sync:
-        """Whether a round aggregates gradients or parameters."""
+        """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
         return "gradients" if round <= self.experiment.rounds_of_gradients else "parameters"
 
     @property
     def objective(self) -> Objective:
-        """The loss of training, of tests and of all trials of a model."""
+        """Loss with the precision of the run, for training and tests."""
         return Objective(self.precision, self.learning_task)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What the rounds of the run aggregate, in order: ("gradients", "parameters") for post-local SGD."""
+        """What the rounds of the run aggregate, in order, such as ("gradients", "parameters") for post-local SGD."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
 
     @property
     def has_rows(self) -> bool:
-        """Whether there are rows of single workers in any round."""
+        """Whether any round stores per-worker parameters or gradients."""
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
-        """Return the client algorithm with the learning rate of a step (from 0) of a round."""
+        """Return the client algorithm with the learning rate of step `step` (counted from 0) in `round`."""
         lr = self.experiment.local_lr_at(round, step)
         return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
 
     def server_at(self, round: int) -> ServerStep:
-        """Return the server optimizer with the learning rate of a round."""
+        """Return the server optimizer with the learning rate of `round`."""
         server: Any = self.experiment.server.component
         schedule = self.experiment.server_schedule
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
 
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
-        """Return what steps the global row: the server optimizer (updates) or the client algorithm (gradients)."""
+        """Return what updates the global parameters: the server optimizer, or for gradients the client algorithm."""
         return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
-        """Return the `stepper` of a round, or of a round and a step, with the learning rates of then."""
+        """Return the `stepper` with its learning rate at `moment`, which is (round,) or (round, step)."""
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self) -> nn.Module:
-        """Return the model at its start, the same in every process; the global random state is left as it was.
+        """Return the initial model, the same in every process. The global random state does not change.
 
         All modules of a process share the parameters that `local.train` or `model.lora` freezes.
 
-        Raises ExperimentError if it has complex parameters or buffers, or does not fit `model` and `local.train`.
+        Raises ExperimentError if the model has complex tensors, or does not fit `model` and `local.train`.
         """
         model, train = self.experiment.model, self.experiment.local.train
         with preserve_random_state(torch.device("cpu")):
@@ -162,11 +163,11 @@ class RunTask:
 
 
 def _require_real(module: nn.Module) -> None:
-    """Raise ExperimentError if the model has complex tensors, whose imaginary part rows would lose."""
+    """Raise ExperimentError if the model has complex tensors, whose imaginary parts would be lost."""
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             if tensor.is_complex():
                 raise ExperimentError(
-                    f"model: the {kind} {name} is complex ({tensor.dtype}); must be real: keep its real and imaginary "
-                    "parts in one real tensor [..., 2], and use torch.view_as_complex in forward"
+                    f"model: the {kind} {name} is complex ({tensor.dtype}), but must be real; store its real and "
+                    "imaginary parts in one real tensor [..., 2], and use torch.view_as_complex in forward"
                 )

@@ -1,4 +1,4 @@
-"""Per-worker evaluation: the mean loss on training samples, and tests on held-out samples."""
+"""Per-worker evaluation: mean loss on a worker's training samples, and tests on the worker's held-out samples."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.row_module import RowModule
 
 GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
-WORST = 0.1  # fraction of workers in the mean over the worst
+WORST = 0.1  # fraction of workers in the mean over the worst workers
 
-Tested = dict[str, tuple[float, float | None]]  # by model: loss, and accuracy if the task has one
+Tested = dict[str, tuple[float, float | None]]  # loss and accuracy by model; accuracy None if the task has none
 
 
 @dataclass(frozen=True)
 class WorkerResults:
-    """The tests of one round.
+    """Test results of single workers after one round.
 
     Attributes:
         round: round after which the models were tested.
         workers: IDs of the tested workers.
         samples: number of test samples per worker.
-        loss, accuracy: by model ("global", "personal", "fine_tuned"), of each worker; no accuracy if the task has none.
+        loss, accuracy: one value per worker, by model ("global", "personal" or "fine_tuned"). `accuracy` is empty if
+            the task has no accuracy.
     """
 
     round: int
@@ -43,7 +44,13 @@ class WorkerResults:
 
     @classmethod
     def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
-        """From the number of samples and the tests of each worker."""
+        """Return the results of a round.
+
+        Args:
+            round: round after which the models were tested.
+            samples: number of test samples by worker ID.
+            tested: losses and accuracies by worker ID.
+        """
         workers = sorted(tested)
         models = list(tested[workers[0]]) if workers else []
         loss = {model: [tested[worker][model][0] for worker in workers] for model in models}
@@ -54,16 +61,19 @@ class WorkerResults:
 
     @property
     def score_name(self) -> Literal["accuracy", "loss"]:
-        """Score that compares workers: accuracy, or loss if the task has no accuracy."""
+        """Name of the score that compares workers: "accuracy", or "loss" if the task has no accuracy."""
         return "accuracy" if self.accuracy else "loss"
 
     @property
     def scores(self) -> dict[str, list[float]]:
-        """The accuracy or the loss of each worker, by model."""
+        """Score of each worker, by model: accuracies, or losses if the task has no accuracy."""
         return self.accuracy or self.loss
 
     def metrics(self) -> dict[str, float]:
-        """Mean, standard deviation, mean of the worst 10 percent, and Gini coefficient of the scores, by name."""
+        """Return statistics of the workers' scores by metric name, such as `global_worker_accuracy_gini`.
+
+        Each model has the mean, the standard deviation, the mean of the worst 10 percent and the Gini coefficient.
+        """
         return {
             f"{model}_worker_{self.score_name}_{name}": value
             for model, values in self.scores.items()
@@ -72,10 +82,11 @@ class WorkerResults:
 
 
 def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[str, float]:
-    """Return statistics of a distribution over workers, with equal weight for each worker.
+    """Return mean, standard deviation, mean of the worst 10 percent and Gini coefficient of per-worker values.
 
-    The worst 10 percent are at least one worker: those with the lowest values, or the highest if lower is better. The
-    Gini coefficient is the mean difference of all pairs over twice the mean: 0 if all values are equal.
+    All workers have equal weight. The worst 10 percent are at least one worker: the lowest values, or the highest if
+    `lower_is_better`. The Gini coefficient is the mean absolute difference of all pairs divided by twice the mean: 0 if
+    all values are equal.
 
     >>> from fedsim.engines.worker_evaluation import describe
     >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
@@ -93,10 +104,12 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
 
 
 class WorkerTests:
-    """Tests models on the samples of single workers, in one process. No row that it tests is changed.
+    """Evaluation of models on the samples of single workers, in one process. The tested parameters are not changed.
 
     Args:
-        module, gradient: are bound to a copy of each row [d].
+        module: model whose parameters are replaced by a copy of the tested parameters [d].
+        gradient: buffer [d] for the gradients of the module.
+        batch_source: source of each worker's batches.
     """
 
     def __init__(
@@ -106,12 +119,17 @@ class WorkerTests:
         self._module, self._gradient = module, gradient
 
     def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of a model on the samples that a worker trains on, as the worker sees them."""
+        """Return the mean loss of a model on a worker's training samples, as the worker sees them.
+
+        Args:
+            row: parameters [d] of the model.
+            buffers: buffers [b] of the model.
+        """
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def before_training(self, member: WorkItem) -> Tested:
-        """Test the global model, and the personal model if the client algorithm has one."""
+        """Test the global model on a worker's held-out samples, and the personal model if the algorithm has one."""
         shared = self._shared
         tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
         if self._task.algorithm.has("personal_rows"):
@@ -121,7 +139,7 @@ class WorkerTests:
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
-        """Test the model that local training has made of the worker's row."""
+        """Test the worker's locally trained model on the worker's held-out samples."""
         cohort = self._shared.cohort
         personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
         return {FINE_TUNED: self._test(*personal, member)}
@@ -139,9 +157,12 @@ class WorkerTests:
     def _sums(
         self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
     ) -> MetricSums:
-        """Return the sums of a test on these batches.
+        """Return the loss sum, and the number of correct answers if `correct` is given, over these batches.
 
-        Random draws in the model have the purpose and coordinates `drawn`.
+        Args:
+            row: parameters [d] of the model.
+            buffers: buffers [b] of the model.
+            drawn: purpose and coordinates that seed random draws in the model, such as dropout.
         """
         task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)

@@ -1,4 +1,4 @@
-"""Worker state between rounds, with one row for each worker that has participated."""
+"""Worker state that is kept between rounds, with one row per worker that has participated."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fedsim.system.limits import describe_os_error
 
 
 class WorkerStates:
-    """State rows by name and worker, allocated when a worker first participates.
+    """Table of worker states between rounds, one row per worker, allocated when a worker first participates.
 
-    Before a round, each process copies the rows of the members that it trains to the rows of the `SharedState`, and
-    afterwards back. All processes assign the same places, because all of them know the whole cohort.
+    Before a round, each process copies the states of the workers that it trains to the `SharedState`, and copies them
+    back after the round. All processes know the whole cohort, so they assign the same row numbers.
 
     Args:
-        initial: the state of a worker before its first round, tensors [w].
-        limit: bytes above which the rows are stored in memory-mapped files; None for never. The files are unnamed, so
-            the system removes them when the process ends, even if it is killed.
+        initial: state of a worker before its first round, tensors [w] by name.
+        limit: bytes above which the rows are stored in memory-mapped files; None for no limit. The files have no name,
+            so the system removes them when the process ends, even if it is killed.
         folder: folder of these files; None for the system's folder for temporary files.
 
     Raises ExperimentError if a file cannot grow.
@@ -48,12 +48,14 @@ class WorkerStates:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> WorkerStates:
-        """For a task at its start."""
+        """Return an empty table of worker states for a new task."""
         return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
     def share(self, workers: int) -> WorkerStates:
-        """Let processes that get this object map the same rows: files in memory, or on disk if the rows of so many
-        workers would exceed the limit."""
+        """Store the rows in files that other processes map when they receive this object. Return the object.
+
+        The files are in memory, or on disk if the states of so many `workers` would exceed the limit.
+        """
         self._shared = True
         fits = self._limit is None or workers * self._worker_bytes <= self._limit
         for name in self.initial:
@@ -82,7 +84,7 @@ class WorkerStates:
 
     @property
     def workers(self) -> list[int]:
-        """The workers that have state, in the order of their places."""
+        """IDs of the workers that have a state, in the order of their rows."""
         return list(self._places)
 
     @property
@@ -90,7 +92,10 @@ class WorkerStates:
         return sum(row.nbytes for row in self.initial.values())
 
     def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        """Copy the workers' state, or the initial one where they have none, to these slots of `rows` [n, w]."""
+        """Copy the workers' states to the rows numbered `slots` of each tensor [n, w] in `rows`.
+
+        Workers without a state get the initial state.
+        """
         pairs = zip(workers, slots, strict=True)
         known = [(self._places[worker], slot) for worker, slot in pairs if worker in self._places]
         for name, state_rows in self.rows.items():
@@ -100,11 +105,11 @@ class WorkerStates:
                 rows[name][places_there] = state_rows[places].to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
-        """Copy the state of the members that this process trains to their slots of `rows` [n, w]."""
+        """Copy the states of the workers that this process trains (`mine`) to their slots in `rows`, tensors [n, w]."""
         self.load([member.worker for member in mine], rows, [member.slot for member in mine])
 
     def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        """Copy the state from these slots of `rows` back."""
+        """Copy the workers' states back from the rows numbered `slots` of each tensor [n, w] in `rows`."""
         if not self.initial:
             return
         self.add(workers)
@@ -115,19 +120,19 @@ class WorkerStates:
     def save_cohort(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
     ) -> None:
-        """Store the worker state of the members that this process trained. Excluded workers keep their old state."""
+        """Save the states of the workers that this process trained (`mine`). Excluded workers keep their old state."""
         self.add([worker for worker in cohort if worker not in excluded])
         saved = set(cohort).difference(excluded)  # without the server's own row
         members = [member for member in mine if member.worker in saved]
         self.save([member.worker for member in members], rows, [member.slot for member in members])
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
-        """Assign the places of the workers whose state the other processes have saved after a round."""
+        """Assign rows to the workers whose states other processes have saved after a round."""
         if self._shared:
             self.add([worker for worker in cohort if worker not in excluded])
 
     def add(self, workers: Sequence[int]) -> list[int]:
-        """Allocate rows for workers that have none, and return these workers."""
+        """Allocate rows for the workers that have no state yet, and return these workers."""
         new = [worker for worker in workers if worker not in self._places] if self.initial else []
         begin, end = len(self._places), len(self._places) + len(new)
         if any(end > len(rows) for rows in self.rows.values()):
@@ -136,19 +141,19 @@ class WorkerStates:
         return new
 
     def reserve(self, workers: Sequence[int]) -> None:
-        """Set the initial state for workers that have no state."""
+        """Allocate rows with the initial state for the workers that have no state yet."""
         places = [self._places[worker] for worker in self.add(workers)]
         for name, row in self.initial.items():
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Use the places that another process has assigned; both processes map the same rows."""
+        """Assign rows to `workers` in this order, as another process that maps the same rows has done."""
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)
 
     def _grow(self, begin: int, end: int) -> None:
-        """Make room for `end` workers, and for up to twice the `begin` workers of before."""
+        """Enlarge the rows from `begin` workers to at least `end`, and to twice `begin` within the memory limit."""
         size, fit = max(end, 2 * begin), end
         if self._shared:
             fit = 0
@@ -162,7 +167,7 @@ class WorkerStates:
                 self.rows[name][:begin] = before[:begin].to(self.rows[name].device)
 
     def _map(self, name: str, n: int, row: Tensor) -> Tensor:
-        """Return a file with `n` rows, mapped to memory; it keeps the rows that it has."""
+        """Return `n` rows of a memory-mapped file. Existing rows of the file are kept."""
         nbytes = n * row.nbytes
         if not nbytes:
             return _room(n, row)
@@ -172,14 +177,14 @@ class WorkerStates:
             file = self._files[name]
             if os.fstat(file).st_size < nbytes:
                 os.ftruncate(file, nbytes)
-            if not self._in_memory and hasattr(os, "posix_fallocate"):  # writing on a full disk would kill the process
+            if not self._in_memory and hasattr(os, "posix_fallocate"):  # writing to a full disk would kill the process
                 os.posix_fallocate(file, 0, nbytes)
             mapped = mmap.mmap(file, nbytes)
         except OSError as error:
             raise ExperimentError(
-                f"worker_state_memory = {self._limit}: what workers keep goes to a file in "
-                f"{self._folder or tempfile.gettempdir()}, which cannot grow to {show_bytes(nbytes)}: "
-                f"{describe_os_error(error)}; use a larger value, or a folder with more space"
+                f"worker_state_memory = {self._limit}: the file of worker states in "
+                f"{self._folder or tempfile.gettempdir()} cannot grow to {show_bytes(nbytes)}: "
+                f"{describe_os_error(error)}; use a larger worker_state_memory or a folder with more space"
             ) from error
         return torch.frombuffer(mapped, dtype=row.dtype).view(n, len(row))
 
@@ -188,9 +193,9 @@ class WorkerStates:
             return os.dup(file.fileno())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint: `workers` int64 [t], ascending, and rows [t, w] by name.
+        """Return the worker states for a checkpoint: `workers` int64 [t], ascending, and `rows.NAME` [t, w].
 
-        Empty without any.
+        Return an empty dict if workers keep no state.
         """
         if not self.initial:
             return {}
@@ -201,20 +206,23 @@ class WorkerStates:
         }
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Continue from such tensors. Raises RecordError if they do not fit."""
+        """Replace all worker states by those of a checkpoint, as returned by `tensors`.
+
+        Raises RecordError if names, shapes or dtypes do not match this run.
+        """
         self._places = {}
         if not self.initial:
             return
         workers, rows = saved.get("workers"), {name: saved.get(f"rows.{name}") for name in self.initial}
         if workers is None or workers.dtype != torch.int64 or workers.ndim != 1:
-            raise RecordError("lacks the workers that have kept state")
+            raise RecordError('has no valid list of workers with a state ("workers")')
         numbers = workers.tolist()
         if len(set(numbers)) != len(numbers):
-            raise RecordError("names a worker twice in its worker state")
+            raise RecordError("lists a worker twice in its worker states")
         for name, row in self.initial.items():
             saved_rows = rows[name]
             if saved_rows is None or saved_rows.shape != (len(numbers), len(row)) or saved_rows.dtype != row.dtype:
-                raise RecordError(f"the worker state {name} is missing or of another run")
+                raise RecordError(f"the worker state {name} is missing or does not match this run")
         self.add(numbers)
         for name, saved_rows in rows.items():
             assert saved_rows is not None
@@ -222,7 +230,11 @@ class WorkerStates:
 
 
 def initial_worker_state(task: RunTask, shared: SharedState) -> State:
-    """What a worker has before its first round: the algorithm's state, and buffers where workers keep their own."""
+    """Return a worker's state before its first round, tensors [w] by name.
+
+    The state has the tensors of the client algorithm and the update processors, and the model's buffers if the
+    experiment has `buffers = "local"`.
+    """
     own_buffers = task.experiment.buffers == "local" and shared.server.buffers.numel()
     buffers = {"buffers": shared.server.buffers.clone()} if own_buffers else {}
     residuals = initial_residuals(task.experiment.chain, shared.server.row)

@@ -1,1 +1,4 @@
-"""fedsim's rules and partitions in other packages; each module needs the package that it is named after."""
+"""fedsim's aggregation rules and partitions in other packages: PyTorch DDP, Lightning, Flower and Flower Datasets.
+
+The modules for Lightning, Flower and Flower Datasets need the package of the same name.
+"""

@@ -1,14 +1,14 @@
-"""Robust aggregation of gradients in PyTorch's DistributedDataParallel, and in a training loop of one process.
+"""Robust gradient aggregation in PyTorch's DistributedDataParallel, and in training loops with one process.
 
     model = DistributedDataParallel(module)
     model.register_comm_hook(RobustState("krum", f=1), robust_hook)
 
-Each rank is a worker. In each step every rank receives the gradients of all P ranks, and aggregates them by the rule in
-place of their mean: it receives (P - 1) d numbers, holds P d, for a moment 2 P d, and computes the rule itself.
+Each rank is a worker. In each step, every rank receives the gradients of all P ranks and aggregates them with the rule
+instead of the mean. For d parameters, a rank receives (P - 1) d numbers, and stores P d numbers (temporarily 2 P d).
 
-DistributedDataParallel cuts gradients into buckets. Rules such as krum compare whole gradients; applied to each bucket
-they would give another result, which depends on the size of buckets. So the hook begins to send each bucket at once,
-and with the last one aggregates the whole gradients. The size of buckets changes no result.
+DistributedDataParallel splits gradients into buckets. Rules such as krum compare whole gradients. Applied to each
+bucket separately, they would give a different result, which depends on the bucket size. So the hook starts sending each
+bucket as soon as it is ready, and aggregates the whole gradients after the last bucket.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,16 +25,17 @@ from fedsim.aggregation.resolve import Stage
 from fedsim.errors import ExperimentError
 from fedsim.integrations.rounds import RuleOverRounds
 
-# PyTorch compares the annotations of a hook with its own classes, so they must not be strings: without `annotations`.
+# This file does not import `annotations` from __future__, because PyTorch compares the hook's annotations with classes.
 GradientFuture = torch.futures.Future[Tensor]
 
 
 class BucketPart:
-    """One bucket, which is being sent to all ranks.
+    """A DistributedDataParallel gradient bucket that is being sent to all ranks.
 
     Attributes:
-        parameters: whose gradients it has.
-        result: the future of its aggregate.
+        parameters: the parameters whose gradients the bucket contains.
+        dtype: dtype of the gradients.
+        result: future for the bucket's aggregated gradients.
     """
 
     def __init__(self, bucket: dist.GradBucket, process_group: dist.ProcessGroup | None) -> None:
@@ -45,25 +46,25 @@ class BucketPart:
         self._work = dist.all_gather(list(self._rows), row, group=process_group, async_op=True)
 
     def received(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter, and its gradients of all ranks [P, columns]. Waits for them."""
+        """Wait for all ranks, and yield each parameter with its gradients from all P ranks, [P, parameter.numel()]."""
         self._work.wait()
-        return zip(self.parameters, self._rows.split([each.numel() for each in self.parameters], dim=1), strict=True)
+        return zip(self.parameters, self._rows.split([p.numel() for p in self.parameters], dim=1), strict=True)
 
 
 class RobustState:
-    """The state of `robust_hook`: a rule, and what it keeps from step to step.
+    """State of `robust_hook`: an aggregation rule, and the tensors that the rule keeps from step to step.
 
-    Use one object for one model. It is not part of the model's checkpoint.
+    Create a separate RobustState for each model. It is not saved in the model's checkpoint.
 
     Args:
-        rule: as of `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends with a rule. Rules
-            that need `root` or `losses` cannot be used.
-        process_group: the ranks of the model; None: all.
-        seed: of random draws; the same on all ranks.
-        nonfinite: "error", "exclude" or "keep" gradients that hold NaN or infinity.
+        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+            with a rule. Rules that need `root` or `losses` are not supported.
+        process_group: process group of the model; None: all ranks.
+        seed: seed for the rule's random draws; must be equal on all ranks.
+        nonfinite: what to do with gradients that contain NaN or infinity: "error", "exclude" or "keep".
         params: parameters of the rule, such as f.
 
-    Raises ExperimentError (a ValueError) for an unknown rule or a wrong parameter.
+    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter.
 
     >>> from fedsim.integrations.ddp import RobustState, robust_hook
     >>> state = RobustState(["nnm", "trimmed_mean"], f=1)  # then model.register_comm_hook(state, robust_hook)
@@ -81,13 +82,16 @@ class RobustState:
         self.process_group = process_group
         self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite, sync="gradients")
         self._step = 0
-        # Of the current step, or of the last one. gloo's thread needs Python's lock to free what it has sent, unless it
-        # is kept here, and PyTorch may wait for that thread with the lock, as the program ends.
+        # Buckets of the current or last step. They are kept until the next step to avoid a deadlock at exit: gloo's
+        # thread needs the GIL to free sent tensors, and PyTorch may hold the GIL while it waits for that thread.
         self._parts: list[BucketPart] = []
-        self._order: dict[Tensor, int] = {}  # of parameters in the first step; later buckets have another order
+        self._order: dict[Tensor, int] = {}  # order of the parameters in the first step; DDP changes it later
 
     def add(self, bucket: dist.GradBucket) -> GradientFuture:
-        """Begin to send a bucket; with the last one, aggregate. Returns the future of the bucket's aggregate."""
+        """Start sending a bucket, and return a future for its aggregated gradients.
+
+        The last bucket of a step triggers the aggregation.
+        """
         if bucket.index() == 0:
             self._parts = []
         part = BucketPart(bucket, self.process_group)
@@ -98,28 +102,31 @@ class RobustState:
         return part.result
 
     def _aggregate(self) -> None:
-        """Aggregate the gradients of all ranks, and complete the futures of all buckets."""
+        """Aggregate the gradients of all ranks, and set the results of all buckets' futures."""
         columns = {parameter: rows for part in self._parts for parameter, rows in part.received()}
         for parameter in columns:
             self._order.setdefault(parameter, len(self._order))
         ordered = sorted(columns, key=self._order.__getitem__)
         update = self.rule(torch.cat([columns[parameter] for parameter in ordered], dim=1), round=self._step)
-        pieces = dict(zip(ordered, update.split([each.numel() for each in ordered]), strict=True))
+        pieces = dict(zip(ordered, update.split([parameter.numel() for parameter in ordered]), strict=True))
         for part in self._parts:
             part.result.set_result(torch.cat([pieces[parameter] for parameter in part.parameters]).to(part.dtype))
 
 
 def robust_hook(state: RobustState, bucket: dist.GradBucket) -> GradientFuture:
-    """Return the communication hook: `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
+    """Aggregate the gradients of all ranks with a robust rule instead of averaging them (a DDP communication hook).
+
+    Register the hook with `model.register_comm_hook(RobustState("krum", f=1), robust_hook)`.
 
     Args:
-        state: the rule. All ranks have the same rule and seed.
+        state: the rule and its state. Rule and seed must be equal on all ranks.
         bucket: gradients of this rank.
 
-    Returns a future of the aggregate. Raises ExperimentError, on all ranks, if the rule does not accept the gradients.
+    Returns a future for the bucket's aggregated gradients. Raises ExperimentError, on all ranks, if the rule does not
+    accept the gradients.
     """
     if bucket.buffer().is_sparse:
-        raise ExperimentError("robust_hook: gradients are sparse; create the embedding with sparse=False")
+        raise ExperimentError("robust_hook: does not support sparse gradients; create embeddings with sparse=False")
     return state.add(bucket)
 
 
@@ -130,14 +137,15 @@ def set_gradients(
     rule: Stage | Sequence[Stage] = "mean",
     **options: Any,
 ) -> None:
-    """Set `.grad` of the parameters to the aggregate of the gradients of several workers, in one process.
+    """Aggregate the gradients of several workers in one process, and store the result in the parameters' `.grad`.
 
     Args:
-        parameters: of the model.
-        gradients: of each worker, one for each parameter, as `torch.autograd.grad` returns; None is zero.
-        weights, rule, options: as of `fedsim.aggregate`.
+        parameters: parameters of the model.
+        gradients: for each worker, one gradient per parameter, as returned by `torch.autograd.grad`; None means zero.
+        weights, rule, options: see `fedsim.aggregate`.
 
-    Raises ExperimentError (a ValueError) as `fedsim.aggregate`, or if a worker has another number of gradients.
+    Raises ExperimentError (a ValueError) like `fedsim.aggregate`, or if a worker's number of gradients is not the
+    number of parameters.
 
     >>> from fedsim.integrations.ddp import set_gradients
     >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -150,7 +158,8 @@ def set_gradients(
     for worker, worker_gradients in enumerate(gradients):
         if len(worker_gradients) != len(parameters):
             raise ExperimentError(
-                f"gradients[{worker}]: {len(parameters)} parameters need as many gradients, not {len(worker_gradients)}"
+                f"gradients[{worker}]: contains {len(worker_gradients)} gradients for {len(parameters)} parameters; "
+                "must contain one gradient (or None) for each parameter"
             )
         pairs = zip(parameters, worker_gradients, strict=True)
         updates.append([torch.zeros_like(like) if gradient is None else gradient for like, gradient in pairs])

@@ -1,4 +1,4 @@
-"""Rules of fedsim in Flower: a strategy of the message API (flwr.serverapp)."""
+"""fedsim's aggregation rules in Flower, as a strategy for Flower's message API (flwr.serverapp)."""
 
 # ruff: noqa: E402  (the package is checked before it is imported)
 
@@ -17,7 +17,7 @@ from fedsim.aggregation.containers import as_rows
 from fedsim.aggregation.functional import checked_weights
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.server import ServerOptimizer
 from fedsim.system.packages import import_extra
@@ -33,29 +33,32 @@ OF_FEDAVG = inspect.signature(FedAvg.__init__).parameters
 
 
 class Strategy(FedAvg):
-    """A Flower strategy that aggregates the clients' updates by a rule.
+    """A Flower strategy that aggregates the clients' updates with one of fedsim's rules.
 
         strategy = Strategy("krum", f=2, fraction_train=0.5)
         result = strategy.start(grid, initial_arrays, num_rounds=10)
 
-    An update is what a client returns less what it was sent. The rule aggregates the updates, in the order of node
-    numbers; the new global arrays are the old ones plus the aggregate, or the step of a server optimizer. Arrays that
-    are not floating stay as they are. Rules with a state, such as foolsgold, keep it from round to round.
+    A client's update is the arrays that it returns minus the arrays that it was sent. The rule aggregates the updates,
+    in the order of node IDs. The new global arrays are the old arrays plus the aggregate, or the result of a server
+    optimizer step. Arrays that are not floating-point do not change. The state of a rule such as foolsgold is kept from
+    round to round.
 
     Args:
-        rule: as of `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends with a rule. Rules
-            that need weights, such as weighted_mean, get the metric `weighted_by_key`, by default "num-examples".
-        server: moves the global arrays by the aggregate; None: adds it.
-        root: for fltrust: a function of the round and the arrays sent that returns the arrays as an ArrayRecord after
-            training on the server's own data.
-        loss_key: for qfedavg: the metric of replies to training that is the loss at the arrays sent.
-        seed: of the rule's random draws. Flower samples nodes by Python's module `random`.
-        nonfinite: "exclude", "error" or "keep" updates that hold NaN or infinity. Excluded ones count as Byzantine, and
-            are logged.
+        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+            with a rule. The weights for rules such as weighted_mean are the metric `weighted_by_key`, by default
+            "num-examples".
+        server: server optimizer that updates the global arrays; None: the aggregate is added to them.
+        root: only for fltrust: a function of (round, arrays sent) that trains on the server's own data, and returns the
+            trained arrays as an ArrayRecord.
+        loss_key: only for qfedavg: name of the metric that contains a client's loss before training.
+        seed: seed for the rule's random draws. Flower samples nodes with Python's module `random`, which this seed does
+            not affect.
+        nonfinite: what to do with updates that contain NaN or infinity: "exclude", "error" or "keep". Excluded updates
+            are logged and count as Byzantine.
         options: parameters of the rule, such as f, and keyword arguments of Flower's FedAvg.
 
-    Raises ExperimentError (a ValueError) for an unknown rule or a wrong parameter; in a round for arrays of a wrong
-    shape, impossible weights, or a number of replies for which the rule is not defined.
+    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter. In a round, raises it for arrays
+    with a wrong shape, invalid weights, or a number of replies that the rule does not support.
     """
 
     def __init__(
@@ -74,21 +77,23 @@ class Strategy(FedAvg):
         self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite)
         for key, name, argument in (("root", "root", root), ("loss_key", "losses", loss_key)):
             if argument is None and self.rule.pipeline.accepts(name):
-                raise ExperimentError(f"{key}: is required by the rule {self.rule.pipeline.name}")
+                raise ExperimentError(
+                    f"{key}: the rule {self.rule.pipeline.name} requires this argument; pass Strategy(..., {key}=...)"
+                )
         self.server, self.root, self.loss_key = server, root, loss_key
         self._global = self._sent = ArrayRecord()
 
     def summary(self) -> None:
-        """Log the rule, and the settings of FedAvg."""
+        """Log the aggregation rule and the settings of Flower's FedAvg."""
         LOG.info("\t├──> Rule: %s", self.rule.pipeline.name)
         super().summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages to clients.
+        """Return the training messages to the clients.
 
-        A server optimizer may send other arrays than the global ones (`broadcast`).
+        They contain the global arrays, or the arrays that the server optimizer's `broadcast` returns.
         """
         self._global = self._sent = arrays
         if self.server is not None:
@@ -98,7 +103,7 @@ class Strategy(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the new global arrays, and the averaged metrics; None if no client has replied."""
+        """Return the new global arrays and the averaged metrics, or (None, None) if no client has replied."""
         valid, _ = self._check_and_log_replies(replies, is_train=True)
         if not valid:
             return None, None
@@ -125,15 +130,15 @@ class Strategy(FedAvg):
         return _record(form.rebuild(row + update if self.server is None else self.server.step(row, update)))
 
     def _check_finite(self, nodes: list[int], updates: Tensor) -> None:
-        """Log the nodes whose updates are not finite, or raise ExperimentError."""
+        """Log the nodes whose updates contain NaN or infinity, or raise ExperimentError, depending on `nonfinite`."""
         finite = updates.isfinite().all(1).tolist()
         bad = ", ".join(str(node) for node, is_finite in zip(nodes, finite, strict=True) if not is_finite)
         if bad and self.rule.nonfinite == "error":
             raise ExperimentError(
-                f'the updates of nodes {bad} hold NaN or infinity; nonfinite = "exclude" leaves them out'
+                f'the updates of nodes {bad} contain NaN or infinity; set nonfinite="exclude" to exclude such updates'
             )
         if bad and self.rule.nonfinite == "exclude":
-            LOG.warning("aggregate_train: excluded the updates of nodes %s, which hold NaN or infinity", bad)
+            LOG.warning("aggregate_train: excluded the updates of nodes %s, which contain NaN or infinity", bad)
 
 
 def _arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
@@ -145,11 +150,14 @@ def _record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
 
 
 def _metrics(replies: list[Message], key: str) -> list[float]:
-    """Return the metric `key` of each reply. Raises ExperimentError with the node that does not have it."""
+    """Return the metric `key` of each reply. Raises ExperimentError, with the node ID, if a reply lacks the metric."""
     values = []
     for reply in replies:
         record = next(iter(reply.content.metric_records.values()))
         if key not in record:
-            raise ExperimentError(f"node {reply.metadata.src_node_id}: its reply has no metric {key}")
+            raise ExperimentError(
+                f"node {reply.metadata.src_node_id}: the reply lacks the metric {show(key)}, which the rule needs; add "
+                "it to the client's MetricRecord"
+            )
         values.append(float(record[key]))
     return values

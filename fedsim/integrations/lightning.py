@@ -1,4 +1,4 @@
-"""Robust aggregation of gradients in Lightning's data-parallel training."""
+"""Robust gradient aggregation in Lightning's data-parallel training."""
 
 # ruff: noqa: E402  (the package is checked before it is imported)
 
@@ -21,29 +21,32 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class RobustGradients(Callback):
-    """A callback that aggregates the gradients of all ranks by a rule, in place of their mean.
+    """A Lightning callback that aggregates the gradients of all ranks with a robust rule instead of averaging them.
 
         Trainer(strategy="ddp", devices=8, callbacks=[RobustGradients("krum", f=2)])
 
-    It registers `fedsim.integrations.ddp.robust_hook` as training starts. Unlike the argument `ddp_comm_hook` of
-    DDPStrategy, which Lightning ignores on CPUs, it has an effect on every device. Each fit begins with a new state.
+    When training starts, the callback registers `fedsim.integrations.ddp.robust_hook` with a new RobustState. Unlike
+    DDPStrategy's argument `ddp_comm_hook`, which Lightning ignores on CPUs, the callback works on every device.
 
     Args:
-        rule, seed, nonfinite, params: as of `RobustState`.
+        rule, seed, nonfinite, params: see `RobustState`.
 
-    Raises ExperimentError (a ValueError) for an unknown rule or a wrong parameter, and as training starts if the
-    strategy is not "ddp" or one that derives from it.
+    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter, and when training starts with a
+    strategy that is not based on DistributedDataParallel.
     """
 
     def __init__(
         self, rule: Stage | Sequence[Stage], *, seed: int = 0, nonfinite: Nonfinite = "error", **params: Any
     ) -> None:
         self._new_state = lambda: RobustState(rule, seed=seed, nonfinite=nonfinite, **params)
-        self._new_state()  # raises an error now if a parameter is wrong
+        self._new_state()  # raises an error now if a parameter is invalid
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
             strategy = type(trainer.strategy).__name__
-            raise ExperimentError(f'RobustGradients: needs Trainer(strategy="ddp"), not {strategy}')
+            raise ExperimentError(
+                f"RobustGradients: needs data-parallel training, but the strategy is {strategy}; "
+                'use Trainer(strategy="ddp")'
+            )
         model.register_comm_hook(self._new_state(), robust_hook)

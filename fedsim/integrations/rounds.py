@@ -1,4 +1,4 @@
-"""A rule that is applied round after round."""
+"""An aggregation rule that is applied once per round and keeps its state between rounds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedsim.aggregation.resolve import Stage
 
 
 class RuleOverRounds:
-    """Pre-aggregators, if any, and a rule, with the state that they keep from round to round.
+    """An aggregation rule, possibly after pre-aggregators, with the state that they keep from round to round.
 
     Args:
-        rule, seed, nonfinite, params: as of `fedsim.aggregate`.
-        sync: whether rows are updates ("parameters") or gradients.
+        rule, params, seed, nonfinite: see `fedsim.aggregate`.
+        sync: what is aggregated: model updates ("parameters") or gradients ("gradients").
 
     >>> rule = RuleOverRounds("centered_clipping", {"tau": 1.0})
     >>> rule(torch.tensor([[3.0], [3.0]]), round=1), rule(torch.tensor([[3.0], [3.0]]), round=2)
@@ -41,11 +41,12 @@ class RuleOverRounds:
         self._last: Tensor | None = None
 
     def __call__(self, updates: Tensor, *, round: int, weights: Tensor | None = None, **inputs: Any) -> Tensor:
-        """Return the aggregate [d] of updates [n, d].
+        """Return the aggregate [d] of the workers' updates or gradients.
 
         Args:
-            round: seeds random draws.
-            weights: float64 [n] on the CPU, for rules that need weights.
+            updates: one row per worker, [n, d].
+            round: number of the round, which seeds the random draws together with `seed`.
+            weights: weight of each worker for rules that need weights, float64 [n] on the CPU; None: all weights are 1.
             inputs: further inputs of AggregationInputs, such as `workers`.
         """
         if self.pipeline.needs_weights:

@@ -13,14 +13,10 @@ from fedsim.core.registry import Registry
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Norm = Literal["batch", "group", "none"]
 
-# The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: a key of
-# `STACKED`, or else the reason why it refuses the model, as `fedsim.engines.stacking.probe` finds it.
+# The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: "merged"
+# (one batch with the samples of all rows), "vmap", or else the reason why it refuses the model, as
+# `fedsim.engines.stacking.probe` gives it.
 model = Registry("model", traits=("stacked",))
-
-STACKED = {
-    "merged": "stacks rows, on the merged batch of all rows",
-    "vmap": "stacks rows, with torch.func.vmap",
-}
 
 
 def norm_layer(norm: Norm, channels: int) -> nn.Module:

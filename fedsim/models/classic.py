@@ -118,7 +118,7 @@ def two_nn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: Pos
 
 @model("2nn_bn", stacked="vmap")
 def two_nn_bn(*, inputs: PositiveInt = 784, hidden: PositiveInt = 200, classes: PositiveInt = 10) -> nn.Module:
-    """`2nn` with batch normalisation after each hidden linear layer (200,010 parameters on MNIST).
+    """Multilayer perceptron `2nn` with batch normalisation after each hidden layer (200,010 parameters on MNIST).
 
     The running statistics are buffers. A training batch must have at least two samples.
 

@@ -26,9 +26,18 @@ def torchvision_model(name: str) -> Any:
     names = models.list_models(module=models)
     if name not in names:
         raise LookupError(f"torchvision has no such classification model; {nearest(name, names)}")
-    component = functools.partial(build, name)
+    component: Any = functools.partial(build, name)
     component.__doc__ = build.__doc__
+    component.stacked = _stacked(name)
     return component
+
+
+def _stacked(name: str) -> str:
+    """Return the trait `stacked` of a model of torchvision; see `fedsim.models.base`."""
+    if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
+        return "it draws random numbers outside of torch.nn.functional.dropout"
+    plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")
+    return "merged" if plain else "vmap"  # the others have BatchNorm or torch.nn.MultiheadAttention
 
 
 def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **params: Any) -> nn.Module:

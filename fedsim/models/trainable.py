@@ -116,6 +116,6 @@ def load_weights(
     for name in dict.fromkeys([*tensors, *stored]):
         there, here = (list(of[name].shape) if name in of else "missing" for of in (stored, tensors))
         if there != here and not (there == "missing" and name.endswith(optional)):
-            raise error_class(f"{place}: {show(name)} is {there} there, and {here} in the model")
+            raise error_class(f"{place}: shape of {show(name)}: {there} in the file, {here} in the model")
     with torch.no_grad():
         module.load_state_dict(stored, strict=False)

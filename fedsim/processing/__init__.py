@@ -1,4 +1,4 @@
-"""Processors: what is done to each update before it is aggregated, such as compression, clipping and noise."""
+"""Processors, which change each update before it is aggregated: compression, clipping and noise."""
 
 from fedsim.processing.processors import UpdateProcessor, apply_chain, initial_residuals, processor
 

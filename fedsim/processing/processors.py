@@ -1,17 +1,17 @@
-"""Processors: clipping, compression (sparse, quantized, or signs only) and noise; and a chain of them.
+"""Processors, which change each update before it is aggregated: clipping, compression, quantization and noise.
 
 A processor is a pure function from an update [d] to an update [d]. Its positional parameters receive these inputs by
-name, and must not be changed; its keyword-only parameters are its configuration:
+name, and must not be changed. Its keyword-only parameters are its configuration:
 
-    update   [d], the update of one worker, or with sync = "gradients" its gradient
-    draws    Draws, a function of (seed, round, worker) and the place in the chain, on the device of the update; with
-             sync = "gradients" also of the step
-    metrics  a dict, to which the processor may add numbers or tensors with one element. The record of the round has
-             their means over all updates of the round, under their names
+    update   update of one worker, or its gradient with sync = "gradients", [d]
+    draws    Draws on the device of the update, seeded by (seed, round, worker), the position in the chain, and the step
+             with sync = "gradients"
+    metrics  dict to which the processor may add numbers or one-element tensors. Their means over all updates of a round
+             are recorded under their keys
 
-It returns the new update [d], or (update, nbytes) with the number of bytes that a network would carry for it. A
-processor that returns no number leaves that of the processor before it; the first one gets d numbers of the update's
-type.
+A processor returns the new update [d], or (update, nbytes), where nbytes is the number of bytes to send. If a processor
+returns no number, the number of the previous processor in the chain is kept. Before the first processor it is the size
+of d numbers of the update's dtype.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from fedsim.errors import ExperimentError
 
 @dataclass(frozen=True)
 class UpdateProcessor(Component):
-    """A processor with its parameters.
+    """Processor with its parameters.
 
     Attributes:
-        error_feedback: whether a worker adds what the processor has left out of its updates so far.
+        error_feedback: whether each worker adds the accumulated errors of the processor to its next update.
     """
 
     error_feedback: bool = False
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
-        """Return the new update and the bytes that the processor declares.
+        """Apply the processor to an update. Returns the new update [d], and the number of bytes to send, or None.
 
-        Raises ExperimentError for another result.
+        Raises ExperimentError if the processor returns an update of another shape or an invalid number of bytes.
         """
         result = self.on(inputs)
         update, nbytes = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -60,8 +60,8 @@ processor = Registry("processor", inputs=("update", "draws", "metrics"), compone
 
 
 def initial_residuals(chain: Sequence[UpdateProcessor], row: Tensor) -> dict[str, Tensor]:
-    """What the processors with error feedback have left out at first: zeros [d], by the name of their place."""
-    return {f"residual_{place}": torch.zeros_like(row) for place, each in enumerate(chain) if each.error_feedback}
+    """Return the initial residuals of all processors with error feedback: zeros [d], named `residual_{position}`."""
+    return {f"residual_{place}": torch.zeros_like(row) for place, step in enumerate(chain) if step.error_feedback}
 
 
 def apply_chain(
@@ -72,17 +72,20 @@ def apply_chain(
     metrics: dict[str, Any],
     residuals: Mapping[str, Tensor] | None = None,
 ) -> int:
-    """Apply processors to an update [d], in place, one after another.
+    """Apply a chain of processors to an update, in place, one after another.
 
-    A processor C with error feedback gets p = update + e, and returns C(p); then e = p - C(p) (Seide et al. 2014;
-    Karimireddy et al. 2019).
+    With error feedback, a processor C is applied to p = update + e, where e is the worker's residual. The new residual
+    is e = p - C(p) (Seide et al. 2014, Karimireddy et al. 2019).
 
     Args:
-        coordinates: of random draws: (round, worker) or (round, step, worker).
-        metrics: receives the numbers of the processors.
-        residuals: the e [d] of the worker, as `initial_residuals` names them; they change.
+        chain: processors, in order.
+        row: update of a worker, [d], which is changed.
+        seed: seed of random draws, together with `coordinates`.
+        coordinates: (round, worker) or (round, step, worker).
+        metrics: dict that receives the numbers that the processors record.
+        residuals: residuals e [d] of the worker, named as by `initial_residuals`, which are changed.
 
-    Returns the bytes of the processed update.
+    Returns the number of bytes to send for the processed update.
     """
     update, nbytes = row, row.nbytes
     for place, processor in enumerate(chain):
@@ -99,14 +102,14 @@ def apply_chain(
 
 @processor("clip")
 def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0, examples=[1.0])]) -> Tensor:
-    """Scale an update x to x min(1, max_norm / |x|), of L2 norm max_norm at most (McMahan et al. 2018).
+    """Clip an update x to an L2 norm of at most max_norm: x min(1, max_norm / |x|) (McMahan et al. 2018).
 
     Args:
-        update: [d].
-        metrics: gets `clipped_share`, the share of updates that were clipped.
-        max_norm: largest norm of the result, > 0.
+        update: update of a worker, [d].
+        metrics: receives `clipped_share`, the fraction of updates that are clipped.
+        max_norm: maximum L2 norm, > 0.
 
-    Returns [d]. Cost: two passes over the update.
+    Returns the clipped update [d]. Cost: two passes over the update.
 
     >>> fedsim.processing.processors.clip(torch.tensor([3.0, 4.0]), {}, max_norm=1.0)
     tensor([0.6000, 0.8000])
@@ -116,23 +119,23 @@ def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, 
     return update * factor
 
 
-INDEX_BYTES = 4  # of a position in an update of less than 2^32 numbers
+INDEX_BYTES = 4  # bytes of a position in an update of less than 2^32 numbers
 
 
 @processor("top_k")
 def top_k(
     update: Tensor, metrics: dict[str, Any], *, k: Annotated[PositiveInt, Field(examples=[100])]
 ) -> tuple[Tensor, int]:
-    """Keep the k numbers of largest magnitude; all others become zero (Stich et al. 2018).
+    """Keep the k numbers with the largest magnitudes, and set all other numbers to zero (Stich et al. 2018).
 
-    What is left out is lost, unless `error_feedback = true` adds it to the worker's next update.
+    The other numbers are lost, unless `error_feedback = true` adds them to the worker's next update.
 
     Args:
-        update: [d].
-        metrics: gets `kept_energy`, the share of the squared norm that is kept.
-        k: >= 1. With k >= d the update and its bytes stay as they are, and `kept_energy` is not recorded.
+        update: update of a worker, [d].
+        metrics: receives `kept_energy`, the fraction of the squared norm that is kept.
+        k: number of values to keep, >= 1. With k >= d the update is not changed, and `kept_energy` is not recorded.
 
-    Returns [d] and its bytes, those of k numbers and k indices. Cost: a partial sort of d numbers.
+    Returns the sparse update [d] and its size in bytes, for k numbers and k indices. Cost: a partial sort of d numbers.
 
     >>> fedsim.processing.processors.top_k(torch.tensor([1.0, -3.0, 2.0]), {}, k=1)
     (tensor([ 0., -3.,  0.]), 8)
@@ -142,24 +145,24 @@ def top_k(
     positions = update.abs().topk(k, sorted=False).indices
     sparse = torch.zeros_like(update)
     sparse[positions] = update[positions]
-    energy = update.square().sum().clamp(min=torch.finfo(update.dtype).tiny)  # no 0 / 0 for an update of zeros
+    energy = update.square().sum().clamp(min=torch.finfo(update.dtype).tiny)  # avoids 0 / 0 for an update of zeros
     metrics["kept_energy"] = sparse.square().sum() / energy
     return sparse, k * (update.element_size() + INDEX_BYTES)
 
 
 @processor("qsgd")
 def qsgd(update: Tensor, draws: Draws, *, levels: PositiveInt = 16) -> tuple[Tensor, int]:
-    """Round each number at random to one of `levels` fractions of the norm, without bias (QSGD; Alistarh et al. 2017).
+    """Quantize each number by unbiased random rounding to multiples of norm / levels (QSGD, Alistarh et al. 2017).
 
     x_i becomes sign(x_i) |x| floor(levels |x_i| / |x| + u_i) / levels, with u_i uniform in [0, 1).
 
     Args:
-        update: [d].
-        draws: draws u.
-        levels: >= 1.
+        update: update x of a worker, [d].
+        draws: draws the u_i.
+        levels: number of quantization levels, >= 1.
 
-    Returns [d] and its bytes: the norm, and ceil(log2(2 levels + 1)) bits for each number, without entropy coding.
-    Cost: d draws, and three passes over the update.
+    Returns the quantized update [d] and its size in bytes: one number for the norm, and ceil(log2(2 levels + 1)) bits
+    for each coordinate, without entropy coding. Cost: d draws, and three passes over the update.
 
     >>> quantized, nbytes = fedsim.processing.processors.qsgd(
     ...     torch.tensor([0.0, -2.0]), fedsim.Draws.of(0, "example"), levels=1)
@@ -175,14 +178,14 @@ def qsgd(update: Tensor, draws: Draws, *, levels: PositiveInt = 16) -> tuple[Ten
 
 @processor("sign")
 def sign(update: Tensor) -> tuple[Tensor, int]:
-    """Send one bit for each number: x becomes sign(x) times the mean of |x| (Karimireddy et al. 2019).
+    """Compress an update to one bit per number: x becomes sign(x) times the mean of |x| (Karimireddy et al. 2019).
 
-    With `error_feedback = true` it is EF-SGD.
+    With `error_feedback = true` the algorithm is EF-SGD.
 
     Args:
-        update: [d]; the sign of zero is +1.
+        update: update x of a worker, [d]. The sign of zero is +1.
 
-    Returns [d] and its bytes: d bits and the mean. Cost: two passes over the update.
+    Returns the compressed update [d] and its size in bytes, for d bits and the mean. Cost: two passes over the update.
 
     >>> fedsim.processing.processors.sign(torch.tensor([1.0, -3.0]))
     (tensor([ 2., -2.]), 5)
@@ -195,17 +198,17 @@ def sign(update: Tensor) -> tuple[Tensor, int]:
 def gaussian_noise(
     update: Tensor, draws: Draws, *, std: Annotated[float, Field(ge=0, examples=[0.01])]
 ) -> tuple[Tensor, int]:
-    """Add independent normal numbers of mean 0 (the Gaussian mechanism; Dwork and Roth 2014).
+    """Add independent Gaussian noise to each number of an update (Gaussian mechanism, Dwork and Roth 2014).
 
-    Differential privacy also needs bounded updates: put `clip` before it in the chain (McMahan et al. 2018). No privacy
-    budget is computed.
+    Differential privacy also requires bounded updates: put `clip` before `gaussian_noise` in the chain (McMahan et al.
+    2018). No privacy budget is computed.
 
     Args:
-        update: [d].
+        update: update of a worker, [d].
         draws: draws the noise.
-        std: standard deviation, >= 0.
+        std: standard deviation of the noise, >= 0.
 
-    Returns [d] and its bytes, which are those of d numbers. Cost: d draws, and one pass over the update.
+    Returns the noisy update [d] and its size in bytes, for d numbers. Cost: d draws, and one pass over the update.
 
     >>> draws = fedsim.Draws.of(0, "example")
     >>> fedsim.processing.processors.gaussian_noise(torch.ones(2), draws, std=0.0)
@@ -215,4 +218,4 @@ def gaussian_noise(
     return noisy, noisy.nbytes
 
 
-gaussian_noise.compresses = False  # so error feedback would take the noise back
+gaussian_noise.compresses = False  # error feedback is not allowed, because it would subtract the noise again

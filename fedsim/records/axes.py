@@ -1,4 +1,4 @@
-"""The axes of a comparison: the keys that it varies, and their values."""
+"""Axes of a comparison: the keys that the comparison varies, and their values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.records.rows import canonical
 
-VARIANT = "variant"  # the axis whose values are tables of the whole experiment
-LABEL = "label"  # the name of a table on an axis; it is not a key of the experiment
+VARIANT = "variant"  # axis whose values are tables that may change any key of the experiment
+LABEL = "label"  # key that names a table on an axis; not a key of the experiment
 
 Axes = dict[str, list[Any]]
 
@@ -22,32 +22,35 @@ OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
 def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
-    """Return the axes in a [comparison] table, which has dotted keys or nested tables of lists of values."""
+    """Return the axes in a [comparison] table. The table maps keys (dotted, or as nested tables) to lists of values.
+
+    `place` is the name of the table in error messages.
+    """
     if not isinstance(tables, Mapping):
         raise ExperimentError(f"{place} = {show(tables)}: must be a table of lists, such as seed = [0, 1, 2]")
     axes: Axes = {}
     for name, values in leaves_of(tables):
         key = axis_called(name)
         if key in axes:
-            raise ExperimentError(f"{place}.{key}: is given twice")
+            raise ExperimentError(f"{place}.{key}: is set twice; remove one of the two")
         axes[key] = _checked(key, values, f"{place}.{key}")
     return axes
 
 
 def axis_called(key: str) -> str:
-    """Return the axis that a key names.
+    """Return the key of an axis in its standard form, such as "aggregate.rule" for "aggregate.name".
 
     >>> from fedsim.records.axes import axis_called
-    >>> axis_called("server.name"), axis_called("local.lr")
-    ('server.name', 'local.lr')
+    >>> axis_called("aggregate.name"), axis_called("local.lr")
+    ('aggregate.rule', 'local.lr')
     """
     return ".".join(naming_key(key.split(".", MAX_DEPTH)))
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
-    """Split `key=value` words into axes, which have a comma outside brackets and quotes, and the other words.
+    """Split `key=value` words into axes, whose values contain a comma outside brackets and quotes, and other words.
 
-    If two words have the same key, the later one counts.
+    If two words have the same key, the later word counts.
     """
     axes: Axes = {}
     others: dict[str, str] = {}
@@ -62,15 +65,16 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
             others[key] = word
             continue
         if not all(piece.strip() for piece in pieces):
-            raise ExperimentError(f"{show(word)}: a value is missing beside a comma")
+            raise ExperimentError(f"{show(word)}: a value before or after a comma is missing")
         axes[key] = _checked(key, [parse_value(piece.strip(), key) for piece in pieces], key)
     return axes, list(others.values())
 
 
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
-    """Apply the words of a command line, and further changes of all runs, to the axes in a [comparison] table.
+    """Merge the axes of a [comparison] table, the `key=value` words of a command line, and further changes.
 
-    Returns all axes, those of the words, and the changes of all runs; these replace an axis in the table.
+    Returns all axes, the axes from the words, and the changes to make in all runs. A change in all runs replaces an
+    axis of the table with the same key.
     """
     word_axes, others = split_words(words)
     in_all = [*map(parse_word, others), *changes]
@@ -79,7 +83,7 @@ def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()
 
 
 def split_at_commas(text: str) -> list[str]:
-    """Split a text at its commas, except those inside brackets, braces and quotes."""
+    """Split a text at its commas, except commas inside brackets, braces and quotes."""
     pieces, start, depth, quote = [], 0, 0, ""
     for place, character in enumerate(text):
         if quote:
@@ -97,21 +101,24 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def changes_of(key: str, value: Any) -> list[Change]:
-    """Return the changes of an experiment that a value on an axis makes.
+    """Return the changes that the value `value` on the axis `key` makes to an experiment.
 
-    A table changes each of its keys; a variant changes keys of several tables.
+    A table changes each of its keys. A table on the axis `variant` may change keys of several tables.
     """
     keys = key.split(".")
     if not isinstance(value, dict):
         return [(keys, value)]
-    changes = {name: each for name, each in value.items() if name != LABEL}
+    changes = {name: setting for name, setting in value.items() if name != LABEL}
     if key == VARIANT:
-        return [(name.split("."), each) for name, each in leaves_of(changes)]
-    return [([*keys, name], each) for name, each in changes.items()]
+        return [(name.split("."), setting) for name, setting in leaves_of(changes)]
+    return [([*keys, name], setting) for name, setting in changes.items()]
 
 
 def label(value: Any) -> str:
-    """Return the short name of a value, or its own `label`: krum, 0.1, nnm+median, krum,f=4."""
+    """Return the short name of an axis value, such as "krum", "0.1", "nnm+median" or "krum,f=4".
+
+    A table with the key `label` is named by this label.
+    """
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -121,24 +128,27 @@ def label(value: Any) -> str:
     if isinstance(value.get(LABEL), str):
         return value[LABEL]
     component_keys = {table.named_by for table in component_tables().values()}
-    keys = sorted(value, key=lambda key: key not in component_keys)  # the component's name first
+    keys = sorted(value, key=lambda key: key not in component_keys)  # the name of the component comes first
     return (
         ",".join(label(value[key]) if key in component_keys else f"{key}={label(value[key])}" for key in keys) or "base"
     )
 
 
 def describe_point(point: Mapping[str, Any]) -> str:
-    """Return a point as on the command line: aggregate.rule=krum seed=0."""
+    """Return a point (a value for each axis) as on the command line, such as "aggregate.rule=krum seed=0"."""
     return " ".join(f"{key}={label(value)}" for key, value in point.items())
 
 
 def shape_of(axes: Axes) -> str:
-    """Return the number of values on each axis: `3 aggregate.rule x 2 seed`."""
+    """Return the number of values on each axis as text, such as "3 aggregate.rule x 2 seed"."""
     return " x ".join(f"{len(values)} {key}" for key, values in axes.items())
 
 
 def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Return an error line preceded by the first combination that causes it, or the line alone if all cause it."""
+    """Return an error line, preceded by the first of the `points` (combinations of axis values) that have this error.
+
+    If all points of the comparison, `total` in number, have the error, no point is named.
+    """
     if len(points) == total:
         return line
     more = f" (and {len(points) - 1} more of {total} runs)" if len(points) > 1 else ""
@@ -146,7 +156,7 @@ def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
 
 
 def readable_id(point: Mapping[str, Any]) -> str:
-    """Return a folder name for a point: krum-lr0.1-seed0."""
+    """Return a folder name for a point (a value for each axis), such as "krum-lr0.1-seed0"."""
     parts = []
     for key, value in point.items():
         name = key.rpartition(".")[2]
@@ -156,16 +166,16 @@ def readable_id(point: Mapping[str, Any]) -> str:
 
 
 def _checked(key: str, values: Any, place: str) -> list[Any]:
-    """Return the values of an axis as JSON values. Raises ExperimentError for other and for repeated values."""
+    """Return the values of an axis as JSON values. Raises ExperimentError if a value is not JSON or is repeated."""
     if not all(part.strip() for part in key.split(".")):
-        raise ExperimentError(f"{place}: is not a key of an experiment")
+        raise ExperimentError(f"{place}: has an empty name before or after a dot")
     values = list(values) if isinstance(values, tuple) else values
-    if not _is_json(values, exact=True):  # of a Python program
-        from fedsim.core.objects import plain  # here, since it imports PyTorch
+    if not _is_json(values, exact=True):  # Python objects, passed by a program
+        from fedsim.core.objects import plain  # imported here because it imports PyTorch
 
         values = plain(values)
     if not isinstance(values, list) or not values:
-        raise ExperimentError(f"{place} = {show(values)}: must be a list of one or more values, such as [1, 2]")
+        raise ExperimentError(f"{place} = {show(values)}: must be a list with at least one value, such as [1, 2]")
     if problem := problem_with_words(values, place):
         raise ExperimentError(problem)
     names = set()
@@ -180,18 +190,23 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
             )
         text = value[LABEL] if labelled else None
         if labelled and not (isinstance(text, str) and text.strip()):
-            raise ExperimentError(f"{where}.{LABEL} = {show(text)}: must be a string that is not empty")
+            raise ExperimentError(f"{where}.{LABEL} = {show(text)}: must be a non-empty string")
         name = (labelled, text if labelled else canonical(value))
         if name in names:
-            raise ExperimentError(f"{place}: {f'the label {show(text)}' if labelled else show(value)} is repeated")
+            raise ExperimentError(
+                f"{place}: {f'the label {show(text)}' if labelled else show(value)} is repeated; remove one of the two"
+            )
         names.add(name)
     return values
 
 
 def _is_json(value: Any, *, exact: bool = False) -> bool:
-    """Whether a value is JSON without null; with `exact`, of Python's own types and not of subclasses."""
+    """Whether `value` is made of strings, booleans, numbers, lists, and dicts with string keys.
+
+    With `exact`, subclasses of str, bool, int and float do not count.
+    """
     if isinstance(value, list):
-        return all(_is_json(each, exact=exact) for each in value)
+        return all(_is_json(item, exact=exact) for item in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(each, exact=exact) for key, each in value.items())
+        return all(isinstance(key, str) and _is_json(item, exact=exact) for key, item in value.items())
     return type(value) in (str, bool, int, float) if exact else isinstance(value, (str, bool, int, float))

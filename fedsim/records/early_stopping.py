@@ -1,4 +1,4 @@
-"""Early stopping: whether a run has ended before its last round, as a function of its records."""
+"""Early stopping, computed from the records of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedsim.records.record import Metric, RoundRecord
 
 
 class EarlyStopping:
-    """Looks at the records of a run in order.
+    """Early stopping criterion that is updated with each record of a run.
 
-    The run ends if the metric has reached the target, or has not improved by more than `min_delta` for `patience`
-    rounds; rounds after which it is not measured, such as the train loss of a round without a cohort, do not count. A
-    number that is not finite is no improvement (Prechelt 1998).
+    The run ends once the metric reaches the target, or has not improved by more than `min_delta` for `patience` rounds
+    (Prechelt 1998). Rounds without a measurement, such as the train loss of a round without a cohort, do not count. NaN
+    and infinity are no improvement.
 
     >>> from fedsim.config.schema import Stop
     >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
@@ -34,10 +34,10 @@ class EarlyStopping:
         self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:
-        """Reason why the run ends after this round, or None if it continues."""
+        """Return the reason why the run ends after this record's round, or None if the run continues."""
         stop, sign = self._stop, 1 if self._stop.direction == "max" else -1
         first, *name = self._metric.path
-        # A file has null for NaN, which is measured: so only the cohort tells whether there was a train loss.
+        # Files store a NaN train loss as null, so only a non-empty cohort shows that the train loss was measured.
         measured = record[first].keys() & set(name) if name else first != "train_loss" or record.cohort
         if not measured:
             return None
@@ -45,7 +45,7 @@ class EarlyStopping:
         self._without += 1
         if value is not None and stop.target is not None and sign * value >= sign * stop.target:
             return f"{stop.metric} is {value:.6g} and has reached the target {stop.target:g}"
-        if value is not None and not sign * (value - self._best) <= stop.min_delta:  # true without a best
+        if value is not None and not sign * (value - self._best) <= stop.min_delta:  # also true if the best is NaN
             self._best, self._best_round, self._without = value, record.round, 0
         if stop.patience is None or self._without < stop.patience:
             return None
@@ -55,13 +55,14 @@ class EarlyStopping:
 
     @property
     def has_best(self) -> bool:
-        """Whether any round has had the metric."""
+        """Whether any record so far had a finite value of the metric."""
         return self._best_round > 0
 
     def require_number(self, record: RoundRecord, *, by_function: bool = False) -> None:
-        """Raise ExperimentError if a round does not have the metric at all.
+        """Raise ExperimentError if the record does not contain the metric.
 
-        If a function trains, NaN is a train loss that it does not return.
+        `by_function`: whether a user-defined function trains the model. If so, a NaN train loss is an error too,
+        because the function does not return the loss.
         """
         first, *name = self._metric.path
         if by_function and first == "train_loss" and self._metric.read(record) is None:
@@ -69,14 +70,16 @@ class EarlyStopping:
                 f"stop.metric = {show(first)}: is NaN in round {record.round}; return the mean training loss from the "
                 "function local.algorithm, or use stop.metric=test_loss"
             )
-        if record[first] is None or any(each not in record[first] for each in name):
+        if record[first] is None or any(part not in record[first] for part in name):
             known = [key for key in ("test_loss", "test_accuracy", "train_loss") if record[key] is not None]
-            hint = nearest(self._stop.metric, [*known, *(f"metrics.{each}" for each in record.metrics)])
-            raise ExperimentError(f"stop.metric = {show(self._stop.metric)}: not in round {record.round}; {hint}")
+            hint = nearest(self._stop.metric, [*known, *(f"metrics.{metric}" for metric in record.metrics)])
+            raise ExperimentError(
+                f"stop.metric = {show(self._stop.metric)}: was not recorded in round {record.round}; {hint}"
+            )
 
 
 def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
-    """Reason why the run ended early with the last of these records, or None."""
+    """Return the reason why the run ended early with the last record of `history`, or None if it did not."""
     stopping, reason = EarlyStopping(stop), None
     for record in history:
         reason = divergence(record) or (stopping.update(record) if stop.active else None)
@@ -84,18 +87,18 @@ def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
 
 
 def divergence(record: RoundRecord) -> str | None:
-    """Reason why a diverged round ends the run; None if the round did not diverge.
+    """Return the reason why a diverged round ends the run, or None if the round did not diverge.
 
     >>> divergence(RoundRecord(round=5, diverged="4 of 17 updates hold NaN or infinity"))
-    'diverged in round 5: 4 of 17 updates hold NaN or infinity; the results are those of the model before it'
+    'diverged in round 5: 4 of 17 updates hold NaN or infinity; the results are those of the model before this round'
     """
     if record.diverged is None:
         return None
-    return f"diverged in round {record.round}: {record.diverged}; the results are those of the model before it"
+    return f"diverged in round {record.round}: {record.diverged}; the results are those of the model before this round"
 
 
 def stored_stop(experiment: Mapping[str, Any]) -> Stop:
-    """Return the table `stop` of a stored experiment; one that never ends a run if it is missing or damaged."""
+    """Return the table `stop` of a stored experiment, or a table without criteria if it is missing or damaged."""
     try:
         return Stop.model_validate(experiment.get("stop", {}))
     except ValidationError:

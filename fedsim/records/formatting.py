@@ -11,7 +11,7 @@ from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show_bytes
 from fedsim.records.record import RoundRecord, score_in
 
-COMPONENT_KEYS = {table.named_by for table in component_tables().values()}  # keys whose values are names of components
+COMPONENT_KEYS = {table.named_by for table in component_tables().values()}  # keys whose values name components
 MISSING = "\N{EN DASH}"
 
 # Plain names of keys.
@@ -28,20 +28,20 @@ NAMES = {
 
 
 def key_name(key: str) -> str:
-    """A key of an experiment in plain English: `attack.name` is "attack", `local.batch_size` "local batch size"."""
+    """Return the plain English name of a key, such as "local batch size" for "local.batch_size"."""
     return NAMES.get(key) or key.removesuffix(".name").replace(".", " ").replace("_", " ")
 
 
 def comparison_title(keys: Sequence[str], score: str = "Test accuracy") -> str:
-    """Return the title of a comparison: "Test accuracy by rule and attack"."""
+    """Return the title of a comparison, such as "Test accuracy by rule and attack"."""
     *others, last = map(key_name, keys or ["seed"])
     return f"{score} by {', '.join(others)} and {last}" if others else f"{score} by {last}"
 
 
 def label(value: Any) -> str:
-    """Return a value of an axis: `["nnm", "median"]` is `nnm + median`; `{rule = "krum", f = 2}` is `krum (f = 2)`.
+    """Return an axis value as text: ["nnm", "median"] is "nnm + median", {rule = "krum", f = 2} is "krum (f = 2)".
 
-    The `label` of a table, if it has one.
+    A table with the key `label` is shown as this label.
     """
     if isinstance(value, list):
         return " + ".join(map(label, value))
@@ -55,7 +55,7 @@ def label(value: Any) -> str:
 
 
 def prepared(value: Any) -> str:
-    """Return a value as in an experiment file, without quotes."""
+    """Return a value as text in the syntax of an experiment file, without quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -66,30 +66,30 @@ def prepared(value: Any) -> str:
 
 
 def flatten(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the dotted keys of nested tables with their values."""
+    """Return the dotted keys of nested tables with their values as text."""
     return [(key, prepared(value)) for key, value in leaves_of(table)]
 
 
 def score_text(record: RoundRecord) -> str:
-    """`test accuracy 0.9312`, or of a task without accuracy `test loss 0.0518`."""
+    """Return the test result as text: "test accuracy 0.9312", or "test loss 0.0518" for a task without accuracy."""
     score = score_in([record])
     return f"{score.label.lower()} {(fraction if score.share else number)(score.read(record))}"
 
 
 def fraction(value: float | None) -> str:
-    """Return an accuracy, a rate."""
+    """Return a number between 0 and 1, such as an accuracy, as text with four decimals."""
     return MISSING if value is None else fixed(value)
 
 
 def number(value: float | None) -> str:
-    """Return a loss: four decimals, or four digits if it is very small or large."""
+    """Return a number, such as a loss, as text with four decimals, or in scientific notation if very small or large."""
     if value is None:
         return MISSING
     return fixed(value) if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.3e}"
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration with a unit."""
+    """Return a duration in seconds as text with a unit: "250 ms", "12.3 s", "5 min" or "1 h 10 min"."""
     if value is None:
         return MISSING
     if value < 1:
@@ -101,17 +101,17 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Return a number of bytes, in powers of a thousand."""
+    """Return a number of bytes as text with a unit, such as "1.5 MB" (powers of 1000)."""
     return MISSING if value is None else show_bytes(value)
 
 
 def amount(value: float | None) -> str:
-    """Return a number with four digits, or all digits before the decimal point."""
+    """Return a number as text with four significant digits, but never fewer than all digits before the point."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(value: float | None) -> str:
-    """Return a fraction as a percentage."""
+    """Return a fraction as a percentage, such as "12.5 %" for 0.125."""
     return MISSING if value is None else f"{100 * value:.3g} %"

@@ -1,4 +1,4 @@
-"""The files of a run folder, and its rounds: `metrics.jsonl`, perhaps damaged, unfinished, or of an unknown author."""
+"""List the files of a run folder, and read its `metrics.jsonl`, which may be damaged, unfinished or untrusted."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ MOST_OBJECT_BYTES = 2**24
 
 FILES = {
     EXPERIMENT: "The experiment as it was run, with all its settings. `fedsim run` accepts it again.",
-    "environment.json": "Versions, machine, engine and the reason for its choice, numbers of parameters and samples.",
-    "metrics.jsonl": "One JSON object for each round; its fields are below.",
-    "events.jsonl": "One JSON object for each event: a lost process, an early end, a resumed run.",
-    "partition.json": "The number of samples of each class of each worker, and the Byzantine workers.",
-    "model.safetensors": "The global model after the last round: its `state_dict`. Unless `records.model = false`.",
-    "curve.png": "Accuracy and losses over the rounds. Unless `records.curve = false`; also svg and pdf.",
-    "workers.png": "The last test of single workers, with `data.local_test_fraction`; also svg and pdf.",
-    "workers-*.csv": "The test of single workers after a round: one row for each worker.",
-    "updates-*.safetensors": "The updates of a round of `records.updates`, for `fedsim replay`.",
-    "race.csv": "The order of events of a race, for `clock.replay_log`.",
+    "environment.json": "Software versions, machine, engine and why it was chosen, parameter and sample counts.",
+    "metrics.jsonl": "One JSON object for each round. Its fields are described below.",
+    "events.jsonl": "One JSON object for each event: a lost process, an early stop, a resumed run.",
+    "partition.json": "The number of samples per worker and class, and the IDs of the Byzantine workers.",
+    "model.safetensors": "The final `state_dict` of the global model. Omitted if `records.model = false`.",
+    "curve.png": "Figure of accuracy and losses over the rounds (PNG, SVG or PDF). Omitted if `records.curve = false`.",
+    "workers.png": "Figure of the last test of single workers (PNG, SVG or PDF). Needs `data.local_test_fraction`.",
+    "workers-*.csv": "The test results of single workers after a round, one row for each worker.",
+    "updates-*.safetensors": "The updates in a round that `records.updates` lists, for `fedsim replay`.",
+    "race.csv": "The order of events in a race, for `clock.replay_log`.",
     "checkpoints/round-*.safetensors": "The tensors of a checkpoint, from which `fedsim run --resume` continues.",
-    "checkpoints/round-*.json": "The other state of a checkpoint, and checksums.",
-    "events.out.tfevents.*": "What TensorBoard shows, with the logger `tensorboard`.",
-    "error.txt": "In a comparison: why this run failed.",
-    "report.html": "What `fedsim report` writes.",
+    "checkpoints/round-*.json": "The remaining state of a checkpoint, with checksums.",
+    "events.out.tfevents.*": "The log for TensorBoard. Needs the logger `tensorboard`.",
+    "error.txt": "The reason why the run failed.",
+    "report.html": "The report that `fedsim report` writes.",
 }
-PATTERNS = [name.replace(".png", ".*") for name in FILES]  # of their names; figures are also svg and pdf
+PATTERNS = [name.replace(".png", ".*") for name in FILES]  # figures may also be svg and pdf files
 
 
 def experiment_of_run(folder: Path) -> Path:
@@ -52,14 +52,14 @@ def experiment_of_run(folder: Path) -> Path:
 
 
 def to_line(record: RoundRecord) -> str:
-    """Return a record as a line of `metrics.jsonl`; numbers that are not finite become null."""
+    """Return a record as a line of `metrics.jsonl`. NaN and infinity become null."""
     return to_json(record) + "\n"
 
 
 def read_history(folder: Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run folder, from the first to the last that can be used to resume the run.
+    """Return the records of the finished rounds in a run folder, for resuming the run.
 
-    An incomplete last line is ignored, and so is everything after a line that no run writes.
+    Records from the first incomplete or invalid line on are left out.
     """
     try:
         lines = read_bounded(folder / METRICS, MOST_METRICS_BYTES, folder).split(b"\n")[:-1]
@@ -80,15 +80,15 @@ def read_history(folder: Path) -> list[RoundRecord]:
 
 
 def with_nan_losses(record: RoundRecord) -> RoundRecord:
-    """Return a record that was read, with NaN for its losses that the file has as null."""
+    """Return a record from a file, with NaN in place of losses that are null in the file."""
     losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
     return replace(record, **losses) if losses else record
 
 
 def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
-    """Return the rounds of a metrics file, and whether its last line is incomplete, which is then left out.
+    """Return the records in a metrics file, and whether an incomplete last line was left out.
 
-    Raises RecordError, with the number of the line, if any other line is no record.
+    Raises RecordError, with the line number, if any other line is not a record.
     """
     lines = io.BytesIO(read_file(path, MOST_METRICS_BYTES))
     records: list[RoundRecord] = []
@@ -98,7 +98,9 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
             continue
         where = f"{path} line {number}"
         if len(line) > MOST_LINE_BYTES or len(records) == MOST_ROUNDS:
-            raise RecordError(f"{where}: at most {MOST_LINE_BYTES:,} bytes a line, and {MOST_ROUNDS:,} rounds")
+            raise RecordError(
+                f"{where}: exceeds the limit of {MOST_LINE_BYTES:,} bytes per line or {MOST_ROUNDS:,} rounds"
+            )
         try:
             record = RECORD.validate_json(line)
         except ValidationError as error:
@@ -108,12 +110,12 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
         records.append(record)
         phases.update(record.seconds)
         if len(phases) > MOST_NAMES:
-            raise RecordError(f"{where}: seconds: more than {MOST_NAMES} phases have been named")
+            raise RecordError(f"{where}: seconds: the file names more than {MOST_NAMES} phases")
     return records, False
 
 
 def noted_stop(folder: Path, round: int) -> str | None:
-    """Why the run in a folder ended early after this round, as its events say; None if they do not."""
+    """Return why the run ended early after this round, according to `events.jsonl`, or None if it did not."""
     if not is_file(folder / EVENTS):
         return None
     reason = None
@@ -126,16 +128,16 @@ def noted_stop(folder: Path, round: int) -> str | None:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem that pydantic found, in one line: `cohort.3: Input should be a valid integer`."""
+    """Return the first problem of a pydantic error in one line, such as "cohort.3: Input should be a valid integer"."""
     problem: Any = error.errors(include_url=False)[0]
     place = [".".join(map(str, problem["loc"]))] if problem["loc"] else []
     return cut(": ".join([*place, problem["msg"].removeprefix("Value error, ")]))
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Return a file that lies in its own folder, and is not a link out of it.
+    """Return the content of a file of at most `most` bytes.
 
-    Raises RecordError if it cannot be read.
+    Raises RecordError if the file cannot be read, is too large, or is a link that leads out of its folder.
     """
     try:
         return read_bounded(path, most, inside=path.parent)
@@ -144,13 +146,13 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises RecordError if there is none."""
+    """Return the JSON object in a file. Raises RecordError if the file does not contain a JSON object."""
     try:
         value = json.loads(read_file(path, MOST_OBJECT_BYTES))
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: is not JSON: {error}") from None
+        raise RecordError(f"{path}: is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RecordError(f"{path}: must be an object")
+        raise RecordError(f"{path}: must contain a JSON object")
     if problem := problem_with_words(value, any_text=True):
         raise RecordError(f"{path}: {problem}")
     return value

@@ -1,4 +1,4 @@
-"""The numbers of a run: its progress on the scales of a curve, its metrics, and its rounds as rows of a data frame."""
+"""Numbers of a run: progress over time, summary metrics, and the rounds as rows of a DataFrame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedsim.system.packages import import_extra
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SCALES = {  # of the x axis of a curve, with the texts beside it
+SCALES = {  # quantities for the x axis of a curve, with their axis titles
     "round": "round",
     "virtual_seconds": "virtual seconds",
     "updates": "updates of the global model",
@@ -23,25 +23,25 @@ SCALES = {  # of the x axis of a curve, with the texts beside it
     "bytes": "bytes sent",
     "samples": "training samples",
 }
-SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that add up a number of the rounds
+SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that are cumulative sums over the rounds
     "seconds": lambda record: record.total_seconds,
     "bytes": lambda record: record.total_bytes,
     "samples": lambda record: sum(record.samples) if record.samples else None,
 }
 
-# Numbers of the last record that are metrics of the run.
+# Numbers of the last round that are also metrics of the whole run.
 LAST_ROUND = ("test_loss", "train_loss", "attack_success", "validation_accuracy", "validation_loss")
-ALWAYS = ("test_accuracy", "test_loss", "train_loss")  # columns that every frame has
+ALWAYS = ("test_accuracy", "test_loss", "train_loss")  # columns of every DataFrame
 
 
 class Progress(NamedTuple):
-    """Totals of a run since its start. A total is None if the records do not contain it.
+    """Totals from the start of a run to the end of a round. A total is None if the records do not contain it.
 
     Attributes:
         round: number of the round.
-        virtual_seconds: on the virtual clock.
-        updates: of the global row.
-        arrivals: results of workers that were used: trained models, or gradients of one step.
+        virtual_seconds: time on the virtual clock.
+        updates: number of updates of the global model.
+        arrivals: number of worker results (trained models or gradients) that the server has accepted.
     """
 
     round: int
@@ -53,12 +53,12 @@ class Progress(NamedTuple):
 def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -> list[Progress]:
     """Return the progress after each round.
 
-    Asynchronous records hold it. A synchronous round is one update, and one arrival per worker of the cohort. If
-    gradients are averaged, each step is an update, and one arrival per worker that takes the step.
+    Asynchronous records contain the totals. A synchronous round counts as one update, and one arrival per worker of the
+    cohort. If gradients are averaged, each step counts as one update, and one arrival per worker that takes the step.
 
     Args:
-        history: the records.
-        experiment: its resolved tables, nested.
+        history: the records of the run.
+        experiment: the experiment, with all defaults, as nested tables.
     """
     progress: list[Progress] = []
     updates: int | None = 0
@@ -75,20 +75,20 @@ def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -
 
 
 def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundRecord]) -> list[float | None]:
-    """Return the place of each round on a scale of `SCALES`; None if the records do not hold it.
+    """Return the x value of each round on a scale of `SCALES`, or None where the records do not contain it.
 
     >>> history = [RoundRecord(round=1, bytes_up=10), RoundRecord(round=2, bytes_up=30)]
     >>> places_on("bytes", progress_of(history, {}), history)
     [10, 40]
     """
     if scale not in SUMS:
-        return [getattr(each, scale) for each in progress]
+        return [getattr(totals, scale) for totals in progress]
     total = lambda before, of_round: None if before is None or of_round is None else before + of_round  # noqa: E731
     return list(itertools.accumulate(map(SUMS[scale], history), total))
 
 
 def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:
-    """Number of rows that each worker of the cohort sends in a synchronous round; None if unknown."""
+    """Return how many results each worker of the cohort sends in a synchronous round, or None if unknown."""
     cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("gradient_rounds")
     if not (sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record.round <= first)):
         return [1] * len(cohort)
@@ -108,17 +108,17 @@ def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequenc
 def run_metrics(
     history: Sequence[RoundRecord], progress: Sequence[Progress], target: float | None = None
 ) -> dict[str, float | None]:
-    """Return the numbers of a finished run by name, such as `test_accuracy` and `seconds`, if its records hold them.
+    """Return the metrics of a finished run by name, such as `test_accuracy` and `seconds`.
 
     Args:
-        history: the records of its rounds.
-        progress: the progress after each round, see `progress_of`.
-        target: a test accuracy. With it, `..._to_target` are the rounds, virtual seconds, updates and arrivals until
-            the first test with at least this accuracy; None if there is none. Of a task without accuracy, a test loss.
+        history: the records of the run.
+        progress: the progress after each round (see `progress_of`).
+        target: target test accuracy, or test loss for a task without accuracy. If set, the metrics `..._to_target` are
+            the rounds, virtual seconds, updates and arrivals until the first test that reaches the target, or None.
     """
     last, at, score = history[-1], progress[-1], score_in(history)
     numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
-    losses = {name: math.nan for name in ("test_loss", "train_loss") if last[name] is None}  # NaN, null in a file
+    losses = {name: math.nan for name in ("test_loss", "train_loss") if last[name] is None}  # files store NaN as null
     numbers |= {name: losses.get(name, last[name]) for name in LAST_ROUND if name != score.key}
     numbers |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **component_metrics(last)}
     if at.virtual_seconds is not None:
@@ -134,19 +134,25 @@ def run_metrics(
 
 
 def best_score(history: Sequence[RoundRecord]) -> float | None:
-    """Return the best `score_in` of all rounds, the highest accuracy or the lowest loss; None if no round has one."""
+    """Return the highest test accuracy of all rounds, or the lowest test loss for a task without accuracy.
+
+    None if no round has a test result.
+    """
     score = score_in(history)
     values = [value for record in history if (value := score.read(record)) is not None]
     return max(values, key=lambda value: score.sign * value, default=None)
 
 
 def component_metrics(record: RoundRecord) -> dict[str, float | None]:
-    """Return the numbers that components added to a round, as `metrics.NAME`."""
+    """Return the numbers that components, such as metrics, added to a record, by keys such as "metrics.drift"."""
     return {f"metrics.{name}": value for name, value in record.metrics.items()}
 
 
 def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int]) -> float | None:
-    """Return the share of Byzantine workers in the sum of absolute weights, as the mean over rounds with weights."""
+    """Return the share of Byzantine workers in the sum of absolute aggregation weights, averaged over the rounds.
+
+    Rounds without weights are left out. None if no round has weights.
+    """
     shares = []
     for record in history:
         sizes = {worker: abs(weight or 0.0) for worker, weight in record.weights}
@@ -156,15 +162,15 @@ def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int])
 
 
 def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | None:
-    """Return the mean, to so many digits, of the values that are not None; None if all are."""
+    """Return the mean of the values other than None, rounded to `digits` significant digits. None if all are None."""
     known = [value for value in values if value is not None]
     return float(f"{statistics.fmean(known):.{digits}g}") if known else None
 
 
 def round_rows(history: Sequence[RoundRecord]) -> list[dict[str, float]]:
-    """For each round its number, and the numbers of its record by the dotted keys of `metrics.jsonl`.
+    """Return one flat dict per round, which maps the dotted keys of `metrics.jsonl` to numbers.
 
-    All rounds have the same keys. NaN stands for a number that the round does not have, or that is not finite.
+    All dicts have the same keys. NaN stands for numbers that are missing or not finite.
 
     >>> round_rows([RoundRecord(round=1, test_accuracy=0.5, test_loss=0.7, train_loss=0.8, metrics={"f1": 0.25})])
     [{'round': 1, 'test_accuracy': 0.5, 'test_loss': 0.7, 'train_loss': 0.8, 'metrics.f1': 0.25}]
@@ -181,5 +187,8 @@ def round_rows(history: Sequence[RoundRecord]) -> list[dict[str, float]]:
 
 
 def to_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> DataFrame:
-    """Rows as a data frame. Raises MissingPackageError, which names the `purpose`, if pandas is not installed."""
+    """Return the rows as a pandas DataFrame.
+
+    Raises MissingPackageError, whose message names `purpose`, if pandas is not installed.
+    """
     return import_extra("pandas", extra="pandas", purpose=purpose).DataFrame(rows)

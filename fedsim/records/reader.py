@@ -1,7 +1,7 @@
-"""Reading run folders, and the file of a comparison.
+"""Read run folders and the file `comparison.json`.
 
-A folder may come from an unknown author, or from a run that is not finished: optional files may be missing, and the
-last line of the metrics may be incomplete. Any other damage is an error with its place.
+A folder may be untrusted or belong to an unfinished run. Optional files may be missing, and the last line of the
+metrics may be incomplete. Any other damage raises an error that names its place.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.system.files import is_file
 
 COMPARISON = "comparison.json"
-ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # of a run in a comparison: a folder name that stays inside its parent
-INCOMPLETE = "its records are not complete"
+ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # run IDs in a comparison are folder names that cannot leave the parent folder
+INCOMPLETE = "the records of the run are not complete"
 
-# Limits on files, much larger than any run writes.
+# Limits on file sizes, much larger than the files of any run.
 MOST_PARTITION_BYTES, MOST_COMPARISON_BYTES = 2**28, 2**26
 MOST_ERROR_BYTES = 2**24
 
 
 class LenientModel(BaseModel):
-    """The known keys of an object in a file; unknown keys are ignored."""
+    """Base class of pydantic models for the content of JSON files. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class StoredPartition(LenientModel):
-    """The number of samples of each class of each worker, and the Byzantine workers.
+    """Content of `partition.json`.
 
-    The counts of a virtual population are those of the sampled `workers`.
+    Attributes:
+        counts: number of samples per worker and class, indexed [worker][class].
+        workers: IDs of the workers in `counts`, if they are a sample of a virtual population.
+        population: number of workers in the virtual population.
+        byzantine: IDs of the Byzantine workers.
     """
 
     counts: list[list[Count]] = []
@@ -56,7 +60,7 @@ class StoredPartition(LenientModel):
 
 
 class ComparisonEntry(LenientModel):
-    """One run of a comparison: its values on the axes, and its folder."""
+    """Entry of `comparison.json` for one run: its ID, its value on each axis, and its folder."""
 
     id: Annotated[str, StringConstraints(pattern=ID, max_length=255)]
     point: dict[str, Any]
@@ -64,7 +68,7 @@ class ComparisonEntry(LenientModel):
 
 
 class ComparisonFile(LenientModel):
-    """comparison.json."""
+    """Content of `comparison.json`: the axes, the settings that all runs share, and the list of runs."""
 
     name: str
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
@@ -75,7 +79,7 @@ class ComparisonFile(LenientModel):
     @model_validator(mode="before")
     @classmethod
     def _gather_settings(cls, content: Any) -> Any:
-        """In the file, the settings lie beside the other keys."""
+        """Move the comparison settings, which the file stores at the top level, into `settings`."""
         if not isinstance(content, dict):
             return content
         return {"settings": {key: content[key] for key in SETTINGS if key in content}} | content
@@ -83,19 +87,19 @@ class ComparisonFile(LenientModel):
 
 @dataclass(frozen=True)
 class Run:
-    """A run, finished or not, as its folder holds it.
+    """A finished, unfinished or failed run, read from its folder.
 
     Attributes:
-        folder: of the records; None if they are not kept.
-        experiment: its resolved tables; empty if the file is missing.
-        history: one record per round; of a failed run, the rounds before the failure.
+        folder: folder of the records, or None if the records are not kept.
+        experiment: the experiment, with all defaults, as nested tables. Empty if the file is missing.
+        history: one record per round. A failed run has the rounds before its failure.
         torn: whether the last line of the metrics is incomplete.
-        id: in a comparison; else "".
-        point: its value on each axis of a comparison.
-        place: the index of each of these values on its axis.
-        failure: the first line of the reason why it failed; None if it did not fail.
-        target: the test result whose time is reported, as of the comparison.
-        counts: whether it counts as finished with its rounds so far.
+        id: ID of the run in a comparison, else "".
+        point: the run's value on each axis of a comparison.
+        place: index of each of these values on its axis.
+        failure: first line of the reason why the run failed, or None if it did not fail.
+        target: target test result of the comparison, or None.
+        counts: whether an unfinished run counts as finished with the rounds so far.
     """
 
     folder: Path | None
@@ -111,38 +115,42 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, **in_comparison: Any) -> Run:
-        """Read the run in a folder; `in_comparison` are further attributes. Files that are missing are empty.
+        """Read the run in a folder. Missing files count as empty.
 
-        Raises RecordError (ExperimentError for invalid TOML) if a file is damaged.
+        `in_comparison` sets further attributes of a run that belongs to a comparison, such as `id` and `point`.
+
+        Raises RecordError if a file is damaged, and ExperimentError if the experiment is not valid TOML.
         """
         history, torn = read_metrics(folder / METRICS) if is_file(folder / METRICS) else ([], False)
         experiment = read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {}
         failure = failure_in(folder) if in_comparison else None
         run = cls(folder, experiment, history, torn, failure=failure, **in_comparison)
-        _ = run.environment, run.partition, run.workers  # damage in these files is an error now, and not later
+        _ = run.environment, run.partition, run.workers  # read these files now, so that damage is reported at once
         return run
 
     @property
     def name(self) -> str:
+        """Name of the experiment, or the name of the run's folder if the experiment is unknown."""
         default = self.folder.resolve().name if self.folder else self.id
         return cut(str(self.experiment.get("name", default)))
 
     @property
     def seed(self) -> int:
+        """Seed of the run, or 0 if the experiment is unknown."""
         seed = self.experiment.get("seed")
         return seed if isinstance(seed, int) else 0
 
     @property
     def planned(self) -> int | None:
-        """The number of rounds that the experiment asks for."""
+        """Number of rounds that the experiment asks for, or None if it is unknown."""
         rounds = self.experiment.get("rounds")
         return rounds if isinstance(rounds, int) else None
 
     @cached_property
     def stopped(self) -> str | None:
-        """Reason why the run ended before its last round, or None.
+        """Return the reason why the run ended before its last round, or None if it did not.
 
-        In a comparison, a run that `StopRun` ended is not finished: the comparison continues it.
+        Also None if the run belongs to a comparison and `StopRun` ended it, because the comparison continues the run.
         """
         reason = stop_reason(self.history, stored_stop(self.experiment))
         return reason if reason or self.id or not self.folder else noted_stop(self.folder, len(self.history))
@@ -165,70 +173,72 @@ class Run:
 
     @property
     def error(self) -> str | None:
-        """Reason in one line why the run has no result; None if the run is finished."""
+        """Reason, in one line, why the run has no result, or None if the run is finished."""
         return None if self.finished else self.failure or INCOMPLETE
 
     @property
     def state(self) -> str:
-        """Its finished rounds, or why it failed."""
+        """State of the run as text: "3 of 10 rounds", "not begun", or "failed: ..." with the reason."""
         if self.failure is not None:
             return f"failed: {self.failure}"
         return f"{len(self.history)} of {self.planned} rounds" if self.history else "not begun"
 
     @cached_property
     def progress(self) -> list[Progress]:
-        """Return the progress after each round."""
+        """Return the totals, such as virtual seconds and updates, after each round."""
         return progress_of(self.history, self.experiment)
 
     @cached_property
     def metrics(self) -> dict[str, float | None]:
-        """Return the numbers of a finished run by name, see `run_metrics`; empty if it is not finished."""
+        """Return the metrics of a finished run by name (see `run_metrics`). Empty if the run is not finished."""
         return run_metrics(self.history, self.progress, self.target) if self.finished else {}
 
     @property
     def test_accuracy(self) -> float | None:
-        """The test accuracy after the last round; None of a task without accuracy."""
+        """Test accuracy after the last round, or None for a task without accuracy."""
         return self.history[-1].test_accuracy
 
     @property
     def best_accuracy(self) -> float | None:
-        """The highest accuracy after any round; None of a task without accuracy."""
+        """Highest test accuracy after any round, or None for a task without accuracy."""
         return None if self.test_accuracy is None else best_score(self.history)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all rounds."""
+        """Computation time of all rounds in seconds."""
         return sum(record.total_seconds or 0.0 for record in self.history)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Versions and machine; empty if the file is missing."""
+        """Return the content of `environment.json`, such as software versions. Empty if the file is missing."""
         path = self.folder and self.folder / ENVIRONMENT
         return read_object(path) if path and is_file(path) else {}
 
     @cached_property
     def partition(self) -> StoredPartition:
-        """Return the samples of the workers; empty if the file is missing."""
+        """Return the content of `partition.json`: sample counts per worker and class. Empty if the file is missing."""
         path = self.folder and self.folder / PARTITION
         return _read_partition(path) if path and is_file(path) else StoredPartition()
 
     @cached_property
     def workers(self) -> WorkerResults | None:
-        """Return the last tests of single workers."""
+        """Return the last test results of single workers, or None if no worker was tested."""
         table = newest_table(self.folder, len(self.history)) if self.folder else None
         return read_csv(table) if table else None
 
     @property
     def byzantine(self) -> frozenset[int]:
+        """IDs of the Byzantine workers."""
         return frozenset(self.partition.byzantine)
 
     @cached_property
     def byzantine_weight(self) -> float | None:
+        """Return the mean share of Byzantine workers in the aggregation weights, or None if it is unknown."""
         return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 
 def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
-    """Return the index of each value of each axis, by the value's JSON text; the first of equal values."""
+    """Return, for each axis, a dict that maps the JSON text of each value to the value's index on the axis."""
     return {
         axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
         for axis, values in axes.items()
@@ -236,7 +246,7 @@ def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
 
 
 def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
-    """Return the content of a comparison.json, with `objects` in the place of their names."""
+    """Return the content of a `comparison.json`, with the `objects` themselves in place of their names."""
     file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
     if problem := problem_with_words(file.model_dump()):
         raise RecordError(f"{path}: {problem}")
@@ -249,7 +259,7 @@ def _read_partition(path: Path) -> StoredPartition:
         raise RecordError(f"{path}: counts: every worker must have one number per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
         raise RecordError(
-            f"{path}: counts: has {len(partition.counts)} workers, and workers has {len(partition.workers)}"
+            f"{path}: counts has {len(partition.counts)} workers, but workers lists {len(partition.workers)}"
         )
     return partition
 
@@ -265,7 +275,7 @@ def _validated(model: type[Model], path: Path, most: int) -> Model:
 
 
 def failure_in(folder: Path) -> str | None:
-    """Return the first line of the reason why the run in a folder failed; None if it did not fail."""
+    """Return the first line of the reason why the run in a folder failed, or None if the run did not fail."""
     if not is_file(folder / ERROR):
         return None
     text = read_file(folder / ERROR, MOST_ERROR_BYTES).decode(errors="replace")

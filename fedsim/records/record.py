@@ -1,7 +1,7 @@
-"""The record of a round: one schema for `metrics.jsonl`, the terminal, TensorBoard, reports and comparisons.
+"""Records of rounds: one schema for `metrics.jsonl`, the terminal, TensorBoard, reports and comparisons.
 
-A number that is to be shown is declared once, as a field with a `Metric`. A component needs no field: a number in
-`RoundRecord.metrics` reaches the same places under its name.
+To add a number to all of these, declare a field with a `Metric`. Components need no field: their numbers in
+`RoundRecord.metrics` are shown under their names.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from fedsim.errors import cut
 
-LARGEST = 1e145  # of a number that is read: the sum of squares of such numbers is finite
-MOST_NAMES = 50  # of phases and of metrics, in a round
+LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
+MOST_NAMES = 50  # maximum number of phases, and of metrics, in a round
 
 Better = Literal["higher", "lower", "by name"] | None
-OF_COMPONENTS: dict[str, Literal["higher", "lower"] | None] = {  # recorded by components of fedsim
+OF_COMPONENTS: dict[str, Literal["higher", "lower"] | None] = {  # numbers that built-in components record
     "available_workers": None,
     "clipped_share": None,
     "kept_energy": "higher",
@@ -32,18 +32,19 @@ LOWER_IS_BETTER, INEQUALITY = ("loss", "error", "mse", "mae", "perplexity"), ("_
 
 @dataclass(frozen=True)
 class Metric:
-    """How a number of a round is named and shown.
+    """Name and display options of a recorded number.
 
     Attributes:
-        label: its name in charts; `{}` stands for the key where the field is a dict of numbers.
-        better: which of two values is better where runs are compared; "by name": see `better_called`; None: neither.
+        label: name in charts. `{}` stands for the key if the field is a dict of numbers.
+        better: whether "higher" or "lower" values are better. "by name" derives the answer from the name (see
+            `better_called`). None if neither is better.
         unit: "s" (seconds), "B" (bytes), or "" for a plain number.
-        share: whether it lies between 0 and 1.
-        decimals: of the value in the terminal's table.
-        column: its head in the terminal's table; "" leaves it out of the table.
-        tag: its tag in TensorBoard; "" leaves it out there.
-        chart: whether the report has a chart of it.
-        path: the fields that lead to it; `metrics_in` fills it in.
+        share: whether all values lie between 0 and 1.
+        decimals: number of decimals in the terminal's table.
+        column: heading in the terminal's table. With "", the table does not show the number.
+        tag: TensorBoard tag. With "", TensorBoard does not show the number.
+        chart: whether the report has a chart of the number.
+        path: names of the fields that lead to the number in a record. Set by `metrics_in`.
     """
 
     label: str
@@ -58,44 +59,49 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """The dotted path of the number in a line of `metrics.jsonl`: `asynchronous.updates`."""
+        """Dotted path of the number in a line of `metrics.jsonl`, such as "asynchronous.updates"."""
         return ".".join(self.path)
 
     @property
     def sign(self) -> int:
-        """-1 if a lower number is better, else 1."""
+        """-1 if lower numbers are better, else 1."""
         return -1 if self.better == "lower" else 1
 
     def reaches(self, value: float, target: float) -> bool:
-        """Whether a value is as good as a target, or better."""
+        """Whether `value` is at least as good as `target`."""
         return self.sign * value >= self.sign * target
 
     def decimals_for(self, value: float) -> int:
-        """`decimals`, or more for four digits of a small number without bounds, such as a squared error."""
+        """Return the number of decimals to show for `value`.
+
+        Usually `decimals`, but 0 for bytes, and enough for four significant digits if the metric is not a share and
+        `value` is below 0.001, such as a small squared error.
+        """
         if self.unit == "B":
             return 0
         small = not self.share and 0 < abs(value) < 1e-3
         return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
 
     def read(self, record: RoundRecord) -> float | None:
-        """Return the number in a record; None if the record has no finite one."""
+        """Return this metric's number in a record, or None if the record has no finite number."""
         value: Any = record
         for name in self.path:
             value = value.get(name) if type(value) is dict else getattr(value, name, None)
         return value if value is not None and math.isfinite(value) else None
 
     def named(self, name: str) -> Metric:
-        """Return the metric of one key of a dict of numbers."""
+        """Return the metric of the number `name` in a field that is a dict of numbers, such as `metrics`."""
         words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
         better = better_called(name) if self.better == "by name" else self.better
         return replace(self, **words, better=better, path=(*self.path, name))
 
 
 def better_called(name: str) -> Literal["higher", "lower"] | None:
-    """Return which of two values is better of a number of a component or a metric; None: neither.
+    """Return whether higher or lower values of a component's number are better, or None if neither is.
 
-    A higher value is better, except of the numbers in `OF_COMPONENTS`, and of losses, errors and measures of
-    inequality, whose names hold one of the words in `LOWER_IS_BETTER` or end in one of `INEQUALITY`.
+    Numbers in `OF_COMPONENTS` are listed individually. Lower is better for losses and errors (names that contain a word
+    of `LOWER_IS_BETTER`) and for measures of inequality (names that end in one of `INEQUALITY`). Otherwise higher is
+    better.
 
     >>> better_called("macro_f1"), better_called("global_worker_accuracy_gini"), better_called("available_workers")
     ('higher', 'lower', None)
@@ -106,7 +112,7 @@ def better_called(name: str) -> Literal["higher", "lower"] | None:
 
 
 def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
-    """Replace a number from a file by None if it is not finite or too large to compute with."""
+    """Replace a number from a file by None if it is NaN, infinite or larger than `LARGEST`."""
     return None if value is not None and info.mode == "json" and not abs(value) <= LARGEST else value
 
 
@@ -117,12 +123,12 @@ Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
 
 class Record(dict[str, Any]):
-    """A dataclass that is also a dict of its fields, so that `json.dumps` and pandas accept it. Never changed."""
+    """Immutable dataclass that is also a dict of its fields, so that `json.dumps` and pandas accept it."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __post_init__(self) -> None:
-        self.update({each.name: getattr(self, each.name) for each in fields(self)})
+        self.update({item.name: getattr(self, item.name) for item in fields(self)})
 
 
 record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, repr=False)
@@ -130,60 +136,67 @@ record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, 
 
 @record_class
 class AsyncRecord(Record):
-    """Asynchronous work of a round."""
+    """Numbers of a round that are recorded only in asynchronous training."""
 
     updates: Annotated[
         Count | None, Metric("Updates", None, decimals=0, column="updates", tag="asynchronous/updates")
     ] = None
-    """Updates of the global row since the start."""
+    """Number of updates of the global model since the start of the run."""
     arrivals: Annotated[Count | None, Metric("Arrivals", None, tag="asynchronous/arrivals", chart=False)] = None
-    """Results of workers that the server has taken since the start."""
+    """Number of worker results that the server has accepted since the start of the run."""
     staleness: dict[Annotated[str, StringConstraints(pattern=r"^\d{1,18}$")], Count] = field(default_factory=dict)
-    """How many results of each staleness were applied in the round."""
+    """Maps each staleness to the number of results with this staleness that were applied in the round."""
     buffered: Annotated[Count | None, Metric("Buffered", None, tag="asynchronous/buffered", chart=False)] = None
-    """Results that the server has taken and no update has used yet."""
+    """Number of accepted results that no update has used yet."""
     discarded: Annotated[Count | None, Metric("Discarded", "lower", tag="asynchronous/discarded")] = None
-    """Results of the round that were cancelled, or too stale on arrival."""
+    """Number of results in the round that were cancelled or were too stale on arrival."""
 
 
 @record_class
 class RaceRecord(Record):
-    """Measurements of a round of a race. Lists have one number per run; counts are sums over the runs.
+    """Measurements of a round in mode "race". Lists have one number per repetition of the race.
 
-    Without a lock, torn coordinates and lost updates cannot be seen. The counts are of observable substitutes; see
-    docs/explanation/asynchronous.md.
+    Counts are summed over the repetitions. Without a lock, half-written parameters and lost updates cannot be observed
+    directly. The record contains estimates instead (see docs/explanation/asynchronous.md).
     """
 
     runs: Count | None = None
+    """Number of repetitions."""
     test_accuracies: list[Number] = field(default_factory=list)
+    """Test accuracy of each repetition."""
     test_accuracy_half_width: Number = None
-    """Of the 95 percent interval around their mean; None of a single run."""
+    """Half width of the 95 percent interval around the mean test accuracy, or None for a single repetition."""
     test_losses: list[Number] = field(default_factory=list)
+    """Test loss of each repetition."""
     train_losses: list[Number] = field(default_factory=list)
+    """Train loss of each repetition."""
     samples_per_second: list[Number] = field(default_factory=list)
-    """Training samples, without the time of tests."""
+    """Training samples per second of each repetition, not counting the time of tests."""
     updates: Count | None = None
+    """Number of updates in the round."""
     updates_lost: Number = None
-    """Updates that another process overwrote, estimated by a counter beside the model; 0 under a lock."""
+    """Number of updates that another process overwrote, estimated with a shared counter. 0 with a lock."""
     lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", share=True)] = None
     """`updates_lost` / `updates`."""
     torn_reads: Annotated[Number, Metric("Torn reads (fraction)", "lower", share=True)] = None
-    """Fraction of the gradients during whose computation another process wrote the model."""
+    """Fraction of gradients during whose computation another process changed the model."""
     locks_taken: Count | None = None
+    """Number of times that a process acquired a lock."""
     lock_contention: Annotated[Number, Metric("Contended locks (fraction)", "lower", share=True)] = None
-    """Fraction of the locks that another process held."""
+    """Fraction of lock requests for which another process held the lock."""
     lock_seconds: Number = None
-    """Time that processes waited for locks, summed over them."""
+    """Total time in seconds that the processes waited for locks."""
     held_back: Count | None = None
-    """How often a worker could not end its round because no other worker was left to release it."""
+    """Number of times that a worker could not end its round because no other worker was left to release it."""
 
 
 @record_class
 class RoundRecord(Record):
-    """One round: an item of `Result.history`, an argument of `on_round`, and a line of `metrics.jsonl`.
+    """Record of one round: an item of `Result.history`, an argument of `on_round`, and a line of `metrics.jsonl`.
 
-    In a race, losses and accuracies are means over its runs, seconds are sums, and the rest is of the first run. Fields
-    that a file lacks have their defaults, and unknown ones are ignored.
+    In mode "race", losses and accuracies are means over the repetitions, seconds are sums, and all other fields are
+    those of the first repetition. When a file is read, missing fields have their defaults and unknown fields are
+    ignored.
 
     >>> record = RoundRecord(round=1, test_accuracy=0.5, metrics={"update_norm": 2.0})
     >>> record["test_accuracy"], record.test_accuracy
@@ -193,58 +206,58 @@ class RoundRecord(Record):
     """
 
     round: Count
-    """From 1."""
+    """Number of the round, counted from 1."""
     test_accuracy: Annotated[
         Number, Metric("Test accuracy", "higher", share=True, column="accuracy", tag="test/accuracy")
     ] = None
-    """Of the global model after the round, as a fraction."""
+    """Test accuracy of the global model after the round, between 0 and 1."""
     test_loss: Annotated[Number, Metric("Test loss", "lower", column="test loss", tag="test/loss")] = None
-    """Of the global model after the round, mean per test sample."""
+    """Test loss of the global model after the round, averaged over the test samples."""
     validation_accuracy: Annotated[
         Number,
         Metric("Validation accuracy", "higher", share=True, column="val accuracy", tag="validation/accuracy"),
     ] = None
-    """As `test_accuracy`, of the samples that `data.validation_fraction` holds out; None without such samples."""
+    """Accuracy on the samples held out by `data.validation_fraction`, or None without such samples."""
     validation_loss: Annotated[Number, Metric("Validation loss", "lower", column="val loss", tag="validation/loss")] = (
         None
     )
-    """As `test_loss`, of these samples."""
+    """Loss on the samples held out by `data.validation_fraction`, or None without such samples."""
     train_loss: Annotated[Number, Metric("Train loss", "lower", column="train loss", tag="train/loss")] = None
-    """Mean per training sample, while the cohort trained, without excluded workers."""
+    """Training loss averaged over the samples of the cohort during training, without excluded workers."""
     attack_success: Annotated[Number, Metric("Attack success", "lower", share=True, tag="attack/success")] = None
-    """Fraction of the attacker's goal that the global model does, so that a lower one is a better defence; None if the
-    attack has no such goal."""
+    """Success rate of a targeted attack on the global model, between 0 and 1 (a lower rate is a better defence). None
+    if the attack has no such measure."""
     seconds: Annotated[Named, Metric("{}", "lower", "s", decimals=3, column="{} s", tag="seconds/{}", chart=False)] = (
         field(default_factory=dict)
     )
-    """By phase: pull_down, train, aggregate, test."""
+    """Seconds spent in each phase: pull_down, train, aggregate, test."""
     cohort: list[Count] = field(default_factory=list)
-    """The workers that took part; empty if no worker was available, or none reported."""
+    """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
     coefficients: list[Number] | None = None
-    """The coefficient of each worker's row in the aggregate; None if the rule has none."""
+    """Weight of each worker of the cohort in the aggregate, or None if the rule has no weights."""
     excluded: list[Count] = field(default_factory=list)
-    """Workers whose rows were excluded because they were not finite."""
+    """IDs of the workers whose results were excluded because they contained NaN or infinity."""
     diverged: Text | None = None
-    """What held NaN or infinity and ended the run (`aggregate.nonfinite = "stop"`); the tests are those of the global
-    model before the round, and there are no other numbers."""
+    """Description of the NaN or infinity that ended the run (`aggregate.nonfinite = "stop"`). In such a round, test
+    results are those of the global model before the round, and the record has no other numbers."""
     lost: list[Count] = field(default_factory=list)
-    """Workers that were chosen and did not report (`sampling.client_dropout`)."""
+    """IDs of the workers that were sampled but did not report (`sampling.client_dropout`)."""
     bytes_up: Annotated[Count | None, Metric("Bytes up", "lower", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "lower", "B", tag="bytes/down", chart=False)] = None
     """Bytes that a real network would carry from server to workers."""
     samples: list[Count] = field(default_factory=list)
-    """Training samples of each worker of the cohort, repetitions counted."""
+    """Number of samples that each worker of the cohort trained on. A sample in two epochs counts twice."""
     virtual_seconds: Annotated[
         Number, Metric("Virtual seconds", "lower", "s", decimals=1, column="virtual s", tag="clock/virtual_seconds")
     ] = None
-    """Since the start, on the virtual clock; None without a clock."""
+    """Time on the virtual clock since the start of the run, or None without a clock."""
     asynchronous: AsyncRecord | None = None
-    """None of a synchronous round."""
+    """Numbers of asynchronous training, or None for a synchronous round."""
     race: RaceRecord | None = None
-    """None if the mode is no race."""
+    """Measurements of mode "race", or None in other modes."""
     metrics: Annotated[Named, Metric("{}", "by name", column="{}", tag="metrics/{}")] = field(default_factory=dict)
-    """Numbers of components, by name."""
+    """Numbers that components recorded, by name."""
 
     def __post_init__(self) -> None:
         if self.coefficients is not None and len(self.coefficients) != len(self.cohort):
@@ -253,22 +266,22 @@ class RoundRecord(Record):
 
     @property
     def total_seconds(self) -> float | None:
-        """Of all phases."""
+        """Seconds spent in all phases, or None if no phase was measured."""
         return _sum(self.seconds.values())
 
     @property
     def total_bytes(self) -> float | None:
-        """Up and down."""
+        """Bytes sent in both directions, or None if none were counted."""
         return _sum([self.bytes_up, self.bytes_down])
 
     @property
     def staleness(self) -> float | None:
-        """The mean over all results that were applied."""
+        """Mean staleness of the results that were applied in the round, or None if there are none."""
         return mean_staleness([self])
 
     @property
     def weights(self) -> list[tuple[int, float | None]]:
-        """(worker, coefficient) of the cohort; empty if the rule has no coefficients."""
+        """Pairs of worker ID and aggregation weight for the cohort. Empty if the rule has no weights."""
         return [] if self.coefficients is None else list(zip(self.cohort, self.coefficients, strict=True))
 
 
@@ -281,7 +294,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def mean_staleness(records: Iterable[RoundRecord]) -> float | None:
-    """Return the mean over all results that were applied in these rounds; None if there are none."""
+    """Return the mean staleness of all results that were applied in these rounds, or None if there are none."""
     counts: Counter[int] = Counter()
     for record in records:
         for staleness, count in (record.asynchronous.staleness if record.asynchronous else {}).items():
@@ -294,7 +307,10 @@ Declared = TypeVar("Declared", bound=type[Record])
 
 
 def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]:
-    """Return the metrics of a record's fields, in order; `path` leads to the record."""
+    """Return the metrics that the fields of a record class declare.
+
+    `path` has the field names that lead to an object of this class in a RoundRecord.
+    """
     hints = get_type_hints(record_type, include_extras=True)
     return [
         replace(metric, path=(*path, name))
@@ -323,20 +339,23 @@ SCORES = tuple(metric for metric in METRICS if metric.key in ("test_accuracy", "
 
 
 def score_in(records: Iterable[RoundRecord]) -> Metric:
-    """Return the number that runs are compared by: the test accuracy, or of a task without accuracy the test loss.
+    """Return the default metric to compare runs by: the test accuracy, or the test loss for a task without accuracy.
 
     >>> score_in([RoundRecord(round=1, test_loss=0.5)]).key
     'test_loss'
     """
     accuracy, loss = SCORES
-    return loss if any(each.test_accuracy is None and each.test_loss is not None for each in records) else accuracy
+    without_accuracy = any(record.test_accuracy is None and record.test_loss is not None for record in records)
+    return loss if without_accuracy else accuracy
 
 
 SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
 def metric_called(name: str) -> Metric:
-    """Return the metric with this key, known or not; a name that begins with + or - says which value is better.
+    """Return the metric with the key `name`. A sign before the key says whether higher (+) or lower (-) is better.
+
+    For an unknown key without a sign, neither higher nor lower is better.
 
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
     ('metrics.drift', 'lower', 'lower')
@@ -344,12 +363,12 @@ def metric_called(name: str) -> Metric:
     key = name.removeprefix(name[:1]) if name[:1] in SIGNS else name
     path = tuple(key.split(".", 1))
     declared = [metric.named(path[-1]) if "{}" in metric.label else metric for metric in METRICS]
-    metric = next((each for each in declared if each.key == key), Metric(key, None, path=path))
+    metric = next((known for known in declared if known.key == key), Metric(key, None, path=path))
     return replace(metric, better=SIGNS.get(name[:1], metric.better))
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:
-    """Return the metrics of which at least one record has a finite value, in the order of their declaration."""
+    """Return the metrics for which at least one record has a finite value, in the order of their declaration."""
     records = list(records)
     present: list[Metric] = []
     for metric in METRICS:

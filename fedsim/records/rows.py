@@ -1,8 +1,8 @@
-"""The rows of a comparison: statistics and curves over seeds, the best of each group, curves and
-breaking points along an axis of numbers, and the choices along axes.
+"""Statistics of a comparison: means and curves over seeds, best values, breaking points, and choices along axes.
 
-Along an axis, the value with the best validation result may be chosen, or the worst case. A choice leaves the runs of
-one value for each combination of the compared axes. These runs are compared as if the axis did not exist.
+A row is a combination of compared values, with its runs of all seeds. The settings `tune` and `worst` choose one value
+of an axis for each combination of the compared axes: the value with the best validation result, or the worst case. The
+runs with the chosen values are then compared as if the axis did not exist.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from fedsim.records.numbers import places_on
 from fedsim.records.record import Metric, Number, metric_called, score_in
 
 SEED = "seed"  # the axis over which results are averaged
-FEWEST_VALUES = 3  # of an axis of numbers, from which there is a curve over them
-TEST, VALIDATION = "test_", "validation_"  # how the names of results begin
+FEWEST_VALUES = 3  # minimum number of values of a numeric axis for a curve over these values
+TEST, VALIDATION = "test_", "validation_"  # prefixes of the names of results
 
 
 def canonical(value: Any) -> str:
-    """Return a text that identifies a value of an axis, or a point; 1, 1.0 and true are different."""
+    """Return JSON text that identifies an axis value, or a point (a combination of axis values).
+
+    The values 1, 1.0 and true have different texts.
+    """
     return json.dumps(value, sort_keys=True)
 
 
 @dataclass(eq=False)
 class Row:
-    """The runs that differ in the seed alone. Its statistics are those of the finished runs.
+    """One combination of compared values, with its runs of all seeds.
 
-    What is compared is a number of the last round: the test accuracy, or the test loss of a task without accuracy,
-    unless the comparison names another.
+    Statistics cover the finished runs. The compared metric is the test accuracy after the last round (the test loss for
+    a task without accuracy), unless the comparison names another metric.
 
     Attributes:
-        point: the value on each compared axis.
-        place: the index of each of these values on its axis.
-        runs: the runs of all seeds, finished or not; each is a `Run`.
-        metric: the number that is compared, see `score_of`.
-        chosen: the values that were chosen along the axes `tune` and `worst`.
-        group: the rows that differ from this one in the first axis only.
+        point: value on each compared axis.
+        place: index of each of these values on its axis.
+        runs: the `Run` of each seed, finished or not.
+        metric: the compared metric (see `score_of`).
+        chosen: values that were chosen along the axes `tune` and `worst`.
+        group: this row and the rows that differ from it only in the first axis.
     """
 
     point: dict[str, Any]
@@ -56,7 +59,7 @@ class Row:
 
     @cached_property
     def finished(self) -> list[Any]:
-        """Return the runs that ended and did not fail."""
+        """Return the runs that ended without failing."""
         return [run for run in self.runs if run.finished]
 
     @property
@@ -66,27 +69,24 @@ class Row:
 
     @cached_property
     def metrics(self) -> dict[str, Estimate | None]:
-        """Return the mean over the seeds of each of the runs' metrics; None if no run has a value.
-
-        See `Run.metrics`.
-        """
+        """Return the mean over the seeds of each metric in `Run.metrics`, or None for metrics without a value."""
         names = dict.fromkeys(name for run in self.finished for name in run.metrics)
-        values = {name: [run.metrics.get(name) for run in self.finished] for name in names}
-        return {name: estimate([each for each in found if each is not None]) for name, found in values.items()}
+        by_name = {name: [run.metrics.get(name) for run in self.finished] for name in names}
+        return {name: estimate([value for value in values if value is not None]) for name, values in by_name.items()}
 
     @cached_property
     def score(self) -> Estimate | None:
-        """Return the mean over the seeds of the compared number in the last round; None if no run has it."""
+        """Mean over the seeds of the compared metric after the last round, or None if no run has it."""
         return estimate(list(self._scores.values()))
 
     @property
     def accuracy(self) -> Estimate | None:
-        """Mean test accuracy. None if no run has one or if another number is compared."""
+        """Mean test accuracy after the last round, or None if another metric is compared or no run has one."""
         return self.score if self.metric.key == "test_accuracy" else None
 
     @property
     def reached(self) -> int:
-        """How many runs reached the target."""
+        """Number of runs that reached the target."""
         rounds = self.metrics.get("rounds_to_target")
         return rounds.n if rounds else 0
 
@@ -97,41 +97,45 @@ class Row:
 
     @property
     def counted(self) -> int:
-        """How many runs count in the score."""
+        """Number of runs that count in the score."""
         return self.score.n if self.score else 0
 
     @property
     def difference(self) -> Estimate | None:
-        """The mean paired difference to the row of the first axis' first value; None for that row itself."""
+        """Mean paired difference from the baseline: the row of the same group with the first value of the first axis.
+
+        None for the baseline itself, and if the group has no baseline.
+        """
         baseline = self.group[0] if self.group else self
         return self.difference_to(baseline) if baseline is not self and baseline.place[0] == 0 else None
 
     @property
     def mark(self) -> str:
-        """ "*" for the best of the group, "~" for a row that is not significantly different from it, else ""."""
+        """Mark of the row: "*" for the best row of its group, "~" for rows tied with the best row, else ""."""
         group = self.group
         if group is None or len(group) < 2:
             return ""
         return "*" if self is group.best else "~" if self in group.tied else ""
 
     def is_complete(self, mean: Estimate | None) -> bool:
-        """Whether each run counts in this mean over the seeds, and none of them failed or diverged."""
+        """Whether `mean` is finite and includes every run of the row, and no run diverged."""
         return mean is not None and math.isfinite(mean.mean) and mean.n == len(self.runs) and not self.diverged
 
     def quality(self, mean: Estimate | None) -> float:
-        """Return how good the row is by a mean over the seeds of its metric, or of the validation's.
+        """Return a number, higher for better rows, by which rows are ranked, chosen and marked.
 
-        The higher, the better. It is -inf, worse than any other, unless the mean is complete, and if no value of the
-        metric is better than another. All that ranks, chooses or marks rows goes by this number.
+        `mean` is the mean of the compared metric, or of its validation result. Returns -inf if the mean is not complete
+        (see `is_complete`), or if neither higher nor lower values of the metric are better.
         """
         if mean is None or not self.is_complete(mean) or self.metric.better is None:
             return -math.inf
         return self.metric.sign * mean.mean
 
     def difference_to(self, row: Row) -> Estimate | None:
-        """Return the mean over seeds of the score minus that of another row, over the seeds that both have.
+        """Return the mean difference between this row's score and the score of `row`, over the seeds that both have.
 
-        Runs of one seed share their start, cohorts and batches, so the difference varies less than either score.
+        Runs with the same seed share the initial model, cohorts and batches, so the difference varies less than either
+        score.
         """
         ours, theirs = self._scores, row._scores
         return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
@@ -143,42 +147,42 @@ class Row:
 
 
 class Group(list[Row]):
-    """The rows that differ in the first axis only, such as all rules under one attack."""
+    """Rows that differ only in the first axis, such as all rules under the same attack."""
 
     @cached_property
     def ranked(self) -> list[Row]:
-        """Return the rows without a run that failed, diverged or has no result, the best first; of equals the first."""
+        """Return the rows sorted by score, best first, without rows that have a failed, diverged or missing run."""
         known = [row for row in self if row.quality(row.score) > -math.inf]
         return sorted(known, key=lambda row: -row.quality(row.score))
 
     @property
     def best(self) -> Row | None:
-        """The row with the best mean score, the first of equals; None if no row is ranked."""
+        """The row with the best mean score (the first one among equal rows), or None if no row is ranked."""
         return self.ranked[0] if self.ranked else None
 
     @cached_property
     def tied(self) -> list[Row]:
-        """Return the rows that are not significantly different from the best, the best first.
+        """Return the rows that are not significantly different from the best row, sorted by score.
 
-        The 95 percent interval of the difference, paired by seed, includes 0.
+        Rows are tied if the 95 percent interval of their difference, paired by seed, includes 0.
         """
         gaps = {row: row.difference_to(self.ranked[0]) for row in self.ranked[1:]}
         return [row for row, gap in gaps.items() if gap and gap.includes(0.0)]
 
     @property
     def next(self) -> Row | None:
-        """The best row that is significantly different from the best."""
+        """The row with the best score among the rows that are not tied with the best row, or None."""
         return next((row for row in self.ranked[1:] if row not in self.tied), None)
 
 
 def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, chosen: Iterable[str] = ()) -> list[Row]:
-    """Return the rows of these runs, one for each combination of the values on these axes, in the order of the runs.
+    """Return one row for each combination of values on the axes, in the order of the runs.
 
     Args:
-        runs: each is a `Run`.
+        runs: the runs, as `Run` objects.
         axes: the compared axes, without the seed.
-        by: as of `score_of`.
-        chosen: the axes along which values were chosen.
+        by: name of the compared metric (see `score_of`).
+        chosen: axes along which values were chosen.
     """
     runs, together = list(runs), dict[tuple[int, ...], list[Any]]()
     for run in runs:
@@ -192,7 +196,7 @@ def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, cho
 
 
 def groups_of(rows: Iterable[Row]) -> list[Group]:
-    """Return the groups of rows that differ in the first axis only."""
+    """Return the rows in groups. Rows of a group differ only in the first axis."""
     groups: dict[tuple[int, ...], Group] = {}
     for row in rows:
         row.group = groups.setdefault(row.place[1:], Group())
@@ -201,19 +205,22 @@ def groups_of(rows: Iterable[Row]) -> list[Group]:
 
 
 def score_of(runs: Iterable[Any], by: str | None = None) -> Metric:
-    """The metric that runs are compared by: the metric called `by`, or the test result."""
+    """Return the metric to compare runs by: the metric with the name `by`, or by default the test accuracy.
+
+    For a task without accuracy, the default is the test loss.
+    """
     return score_in(record for run in runs for record in run.history) if by is None else metric_called(by)
 
 
 @dataclass(frozen=True)
 class MeanCurve:
-    """The mean of several runs' curves where all of them are known.
+    """Mean of the curves of several runs, over the x range that all curves cover.
 
     Attributes:
-        curves: of each run the places on the scale and the values there.
-        x: the places of all curves, [points].
-        values: of each curve, interpolated at x, [curves, points].
-        means, half_widths: means over the curves, and half widths of the 95 percent intervals, [points].
+        curves: x values and y values of each run's curve.
+        x: common x values, shape [points].
+        values: the curves interpolated at `x`, shape [curves, points].
+        means, half_widths: means over the curves and half widths of the 95 percent intervals, shape [points].
     """
 
     curves: list[tuple[np.ndarray, np.ndarray]]
@@ -224,8 +231,8 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """Return the mean curve of a metric on a scale of `SCALES`; None if it is empty."""
-    curves = [each for run in runs if (each := _curve(run, metric, scale))[0].size]
+    """Return the mean curve of a metric over a scale of `SCALES`, or None if no x value has results of all runs."""
+    curves = [curve for run in runs if (curve := _curve(run, metric, scale))[0].size]
     if not curves:
         return None
     x, values = on_common_grid(curves)
@@ -233,7 +240,7 @@ def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | N
 
 
 def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions on the scale and the values of the rounds that have both."""
+    """Return the x values and the metric values of a run, for the rounds that have both."""
     points = list(zip(places_on(scale, run.progress, run.history), map(metric.read, run.history), strict=True))
     x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
     return x, y
@@ -251,24 +258,27 @@ def is_numeric(values: Sequence[Any]) -> bool:
 
 
 def numeric_axes(axes: Mapping[str, Sequence[Any]], compared: Sequence[str]) -> list[str]:
-    """Return the compared axes of three or more numbers."""
+    """Return the compared axes that have three or more values, all of them numbers."""
     return [key for key in compared if len(axes[key]) >= FEWEST_VALUES and is_numeric(axes[key])]
 
 
 def value_curves(rows: Iterable[Row], key: str) -> list[list[Row]]:
-    """Return the rows that differ in one of the compared axes only, in the order of its values.
+    """Return lists of rows that differ only in the axis `key`, sorted by the value on this axis.
 
-    There is one list for each combination of the values on the other axes.
+    There is one list for each combination of values on the other compared axes.
     """
     curves: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
-        others = tuple(place for axis, place in zip(row.point, row.place, strict=True) if axis != key)
-        curves.setdefault(others, []).append(row)
+        combination = tuple(place for axis, place in zip(row.point, row.place, strict=True) if axis != key)
+        curves.setdefault(combination, []).append(row)
     return [sorted(curve, key=lambda row: row.point[key]) for curve in curves.values()]
 
 
 def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
-    """Return the mean of the compared number in the last round at each value of `key` where it is complete, or None."""
+    """Return the mean of the compared metric after the last round as a curve over the values of the axis `key`.
+
+    Values with a failed, diverged or missing run are left out. None if no value remains.
+    """
     known = [(row.point[key], score.values) for row in curve if (score := row.score) and row.is_complete(score)]
     if not known:
         return None
@@ -277,15 +287,15 @@ def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
 
 
 class BreakingPoint(NamedTuple):
-    """Where the mean test result of the last round misses a target, along the values of an axis.
+    """Where along a numeric axis the mean test result after the last round begins to miss the target.
 
-    With a run that diverged, or whose result is not finite, a value misses it.
+    A value of the axis with a diverged run or without a finite result misses the target.
 
     Attributes:
-        breaks_at: the smallest value from which on all means miss the target; None if that of the largest reaches it.
-        reached_at: the largest value whose mean reaches the target; None if none does.
-        missed_below: the values below `reached_at` whose means miss it: with any, the curve is not monotone.
-        no_result: the values of which a run failed; they count in none of the others.
+        breaks_at: smallest value from which on all values miss the target, or None if the largest value reaches it.
+        reached_at: largest value that reaches the target, or None if no value does.
+        missed_below: values below `reached_at` that miss the target. If there are any, the curve is not monotone.
+        no_result: values with a failed run. The other attributes do not consider these values.
     """
 
     breaks_at: float | None
@@ -295,7 +305,7 @@ class BreakingPoint(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`5`, `none up to 10, but missed at 1`, `0.5, the smallest value`."""
+        """The breaking point as text, such as "5", "none up to 10, but missed at 1" or "0.5, the smallest value"."""
         if self.breaks_at is not None:
             text = f"{self.breaks_at}" + (", the smallest value" if self.reached_at is None else "")
         else:
@@ -306,7 +316,14 @@ class BreakingPoint(NamedTuple):
 
 
 def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) -> BreakingPoint:
-    """Return where a curve along `key` misses a test accuracy, or a test loss of a task without accuracy."""
+    """Return where along the axis `key` the test result begins to miss the target.
+
+    Args:
+        curve: one row for each value of the axis, which differ only in this value.
+        key: the axis.
+        test: metric to which the target applies.
+        target: the target.
+    """
     reached, missed, unknown = list[float](), list[float](), list[float]()
     for row in curve:
         mean = row.metrics.get(test.key)
@@ -323,12 +340,12 @@ def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) 
 
 @dataclass(frozen=True)
 class Choice:
-    """The values of an axis for one combination of the compared axes.
+    """A value that was chosen along the axis `tune` or `worst`, for one combination of compared values.
 
     Attributes:
-        candidates: one row for each value, in the order of the runs.
-        chosen: the row whose runs remain.
-        decided: whether any value has a result of every seed; if not, the runs of the first value remain.
+        candidates: one row for each value of the axis, in the order of the runs.
+        chosen: the row of the chosen value.
+        decided: whether any value has results for every seed. If false, the first value is chosen.
     """
 
     candidates: list[Row]
@@ -338,19 +355,19 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
-    """The settings of a comparison: the keys of a table [comparison], and of `comparison.json`, that are not axes.
+    """Settings of a comparison: those keys of a table [comparison], and of `comparison.json`, that are not axes.
 
     Attributes:
-        target: the test accuracy, or test loss of a task without accuracy, the time until which is reported, and from
-            which value of an axis of numbers on it is missed.
-        tune: the value with the best mean validation result over the seeds is chosen, among those that have a result of
-            every seed; of each value the worst result along the axis `worst` counts, if there is one.
-        worst: then the value with the worst mean is chosen, of the number that runs are compared by. A value with a run
-            that failed, diverged or has no result is the worst.
-        metric: this number, see `metric_called`, perhaps with a sign that says which value is better; None: the test
-            accuracy, or the test loss of a task without accuracy.
-        skip_invalid: leave out the combinations that are invalid experiments; None and false: refuse the comparison.
-        heatmap: the two axes of the heat map, "down,across"; None: the first two.
+        target: test accuracy to reach (test loss for a task without accuracy). The summary reports the time until it is
+            reached, and the breaking points along numeric axes.
+        tune: axis to tune. For each combination, the value with the best mean validation result is chosen, among the
+            values with results for every seed. With `worst`, the worst validation result along that axis counts.
+        worst: axis of the worst case. After tuning, the value with the worst mean of the compared metric is chosen.
+            Values with a failed, diverged or missing run count as worst.
+        metric: name of the compared metric (see `metric_called`). None: the test accuracy, or the test loss for a task
+            without accuracy.
+        skip_invalid: leave out combinations that are invalid experiments. None or false: refuse the comparison.
+        heatmap: vertical and horizontal axis of the heat map, separated by a comma. None: the first two axes.
     """
 
     target: Number = None
@@ -362,40 +379,47 @@ class ComparisonSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are set, by name."""
+        """The settings that are not None, by name."""
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """Return the same without the axes that a comparison does not have."""
+        """Return a copy in which `tune` and `worst` are None if they are not among the `axes` of the comparison."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
     @property
     def headings(self) -> dict[str, str]:
-        """The axes along which values are chosen, each with the heading of its column."""
+        """Column headings for the axes of `tune` and `worst`, such as "tuned local.lr", by axis."""
         texts = {self.tune: f"tuned {self.tune}", self.worst: f"worst {self.worst}"}
         return {axis: text for axis, text in texts.items() if axis is not None}
 
     @property
     def remark(self) -> str:
-        """Text for titles that says how values were chosen; empty if no values were chosen."""
+        """Remark for figures that says how values were chosen. Empty without `tune` and `worst`."""
         return ", ".join(self.headings.values())
 
     def compared(self, axes: Sequence[str]) -> list[str]:
-        """Return the axes that are compared: all but the seed and those along which values are chosen."""
+        """Return the compared axes: all axes except the seed and the axes of `tune` and `worst`."""
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
-        """The two axes of `heatmap`, if both are compared, and neither is the first, of which a cell has the best."""
+        """Return the vertical and the horizontal axis that the setting `heatmap` names.
+
+        None without this setting, and unless both are different compared axes other than the first one.
+        """
         down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Row]:
-        """Return the rows that are compared, of the runs that remain."""
+        """Return one row for each combination of compared values, with the values chosen along `tune` and `worst`."""
         return rows_of(self.of(runs, axes)[0], self.compared(axes), self.metric, self.headings)
 
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
-        """The runs that remain, and the choices along the axis `tune`, one for each combination of the others."""
+        """Choose values along the axes of `tune` and `worst`.
+
+        Returns the runs with the chosen values, and one choice for each combination of compared values along the axis
+        `tune` (none without this axis).
+        """
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
             tuned = _choices(left, compared, self.tune, lambda row: validated_quality(self.validated(row)))
@@ -406,22 +430,25 @@ class ComparisonSettings:
         return left, tuned
 
     def validated(self, candidate: Row) -> Row:
-        """Of the runs of one value of the axis `tune`, those whose validation result counts: all, or the worst case."""
+        """Return those runs of a tuned value whose validation result decides whether the value is chosen.
+
+        With an axis `worst`, these are the runs of the worst case, else all runs.
+        """
         cases = rows_of(candidate.runs, [] if self.worst is None else [self.worst])
         return min(cases, key=validated_quality)
 
 
 NO_SETTINGS = ComparisonSettings()
-SETTINGS = tuple(each.name for each in fields(ComparisonSettings))
+SETTINGS = tuple(item.name for item in fields(ComparisonSettings))
 
 
 def validation_result(row: Row) -> Estimate | None:
-    """Return the mean validation accuracy over the seeds after the last round, or loss of a task without accuracy."""
+    """Return the mean over seeds of the validation result after the last round, or None if no run has one."""
     return row.metrics.get(row.metric.key.replace(TEST, VALIDATION))
 
 
 def validated_quality(row: Row) -> float:
-    """Return the higher, the better the validation result; see `Row.quality`."""
+    """Return the quality of the row's mean validation result, higher for better results (see `Row.quality`)."""
     return row.quality(validation_result(row))
 
 
@@ -432,7 +459,11 @@ def _choices(
     value: Callable[[Row], float],
     by: str | None = None,
 ) -> list[Choice]:
-    """For each combination of the compared axes, the value of `axis` with the highest `value`, the first of equals."""
+    """Choose a value of `axis` for each combination of compared values: the value whose row maximizes `value(row)`.
+
+    If no row has a `value(row)` above -inf, the first value is chosen, and `decided` is false. `by` is the name of the
+    compared metric (see `score_of`).
+    """
     choices = []
     for row in rows_of(runs, compared):
         candidates = rows_of(row.runs, [axis], by)

@@ -1,4 +1,4 @@
-"""The folder of a run: it is never overwritten, and its files are written atomically."""
+"""Write the folder of a run. Existing runs are never overwritten, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ UPDATES = "updates-{round:05d}.safetensors"
 
 @contextlib.contextmanager
 def new_folder(name: str) -> Iterator[Path]:
-    """Make the folder runs/<name>-<date>-<time>. If the block leaves it empty, remove it at the end.
+    """Create the folder runs/<name>-<date>-<time>, and remove it after the `with` block if it is still empty.
 
-    If the folder exists, a number is added to the name, so programs that start at the same time get different
-    folders. Raises RecordError if the folder cannot be made.
+    If the folder exists, a number is added to its name, so that programs started at the same time get different
+    folders. Raises RecordError if the folder cannot be created.
     """
     stem = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
@@ -70,25 +70,25 @@ def new_folder(name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with contextlib.suppress(OSError):  # not empty
+        with contextlib.suppress(OSError):  # the folder is not empty
             folder.rmdir()
             folder.parent.rmdir()
 
 
 class RunFolder:
-    """Writes the records of one run to a folder; a context manager around the run.
+    """Writer for the records of one run, used as a context manager around the run.
 
-    The folder is new or empty or, if the run is resumed, holds the earlier part of the run. It is created and locked
-    early, so that a run that cannot write stops at once. If the run ends before its first round is recorded, the folder
-    is removed again. Raises RecordError if the folder holds something else, or cannot be written.
+    The folder must be new or empty, or, with `resume`, hold the earlier part of the run. The folder is created and
+    locked at once, so that errors show before the first round. If the run ends before its first round is recorded, the
+    folder is removed again. Raises RecordError if the folder holds other files or cannot be written.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.path = folder
         self._metrics: io.FileIO | None = None
-        self._rounds = 0  # recorded
+        self._rounds = 0  # number of recorded rounds
         self._written: list[Path] = []
-        self._early_events: list[tuple[str, dict[str, Any]]] = []  # before `begin`
+        self._early_events: list[tuple[str, dict[str, Any]]] = []  # events before `begin`
         try:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
             folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,10 @@ class RunFolder:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
-        """Write the experiment and the environment, with further `facts`; `history` has the rounds of a resumed run."""
+        """Write the experiment, the environment, and the earlier rounds of a resumed run (`history`).
+
+        `facts` are added to the environment.
+        """
         environment = {**describe_environment(), **facts}
         if self.resumes:
             environment = self._resumed_environment(environment, len(history))
@@ -111,7 +114,7 @@ class RunFolder:
         self.write(ENVIRONMENT, to_json(environment, indent=2).encode())
         self.write(METRICS, "".join(map(to_line, history)).encode())
         with contextlib.suppress(OSError):
-            (self.path / ERROR).unlink(missing_ok=True)  # of an earlier attempt
+            (self.path / ERROR).unlink(missing_ok=True)  # written by an earlier attempt
         try:
             self._metrics, self._rounds = (self.path / METRICS).open("ab", buffering=0), len(history)
         except OSError as error:
@@ -120,7 +123,10 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the environment in which the run began, with an entry for each time that it was resumed."""
+        """Return the stored environment, in which the run started, with a list of the times it was resumed.
+
+        An item of the list has the number of finished rounds and the values of `environment` that have changed.
+        """
         first = self.environment()
         if not first:
             return environment
@@ -133,13 +139,13 @@ class RunFolder:
         }
 
     def environment(self) -> dict[str, Any]:
-        """Return the stored environment; {} if there is none, or a damaged one."""
+        """Return the content of `environment.json`, or {} if the file is missing or damaged."""
         with contextlib.suppress(RecordError):
             return read_object(self.path / ENVIRONMENT)
         return {}
 
     def round(self, record: RoundRecord) -> None:
-        """Append one round, completely or not at all. Raises RecordError if another program changed the file."""
+        """Append the record of a round atomically. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
         require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
         append_atomically(self._metrics, self.path / METRICS, to_line(record).encode())
@@ -147,7 +153,7 @@ class RunFolder:
         self._worth_keeping = True
 
     def settle(self) -> None:
-        """Flush the recorded rounds to the disk. Raises RecordError if another program changed their file."""
+        """Flush the recorded rounds to disk. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
         require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
         try:
@@ -156,13 +162,13 @@ class RunFolder:
             raise unwritable_error(self.path / METRICS, error) from error
 
     def event(self, kind: str, *, round: int, **facts: Any) -> None:
-        """Append an event of a round, such as a lost process, and flush it. Events before `begin` are written by it."""
+        """Append an event, such as a lost process, to `events.jsonl`. Events before `begin` are written by `begin`."""
         if self._metrics is None:
             self._early_events.append((kind, {"round": round, **facts}))
             return
         path = self.path / EVENTS
         try:
-            require_inside(path, self.path)  # the folder of a resumed run may have links
+            require_inside(path, self.path)  # the folder of a resumed run may contain links
             with path.open("ab", buffering=0) as file:
                 append_atomically(file, path, f"{to_json({'event': kind, 'round': round, **facts})}\n".encode())
         except OSError as error:
@@ -172,36 +178,40 @@ class RunFolder:
     def partition(
         self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
     ) -> None:
-        """Write the number of samples of each class of each worker, int [workers, classes], and the Byzantine workers.
+        """Write the partition of the data.
 
-        `workers` names the workers of the rows, if they are a sample of a larger population.
+        Args:
+            counts: number of samples per worker and class, int, shape [workers, classes].
+            byzantine: IDs of the Byzantine workers.
+            workers: IDs of the workers in `counts`, if they are a sample of a larger population.
+            population: size of this population.
         """
         sample = {} if workers is None else {"population": population, "workers": workers}
         self.write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
 
     def updates(self, round: int, tensors: dict[str, Tensor]) -> None:
-        """Write the inputs of the rule in a round, for `fedsim replay`.
+        """Write the inputs of the aggregation rule in a round, for `fedsim replay`.
 
-        updates [n, d], workers int64 [n], samples int64 [n], byzantine bool [n]; root [d] and losses [n] if the rule
-        takes them.
+        `tensors` has updates [n, d], workers int64 [n], samples int64 [n] and byzantine bool [n], and, if the rule
+        needs them, root [d] and losses [n], for n workers and d parameters.
         """
         self.write(UPDATES.format(round=round), save(tensors, metadata={"round": str(round)}))
 
     def model(self, model: nn.Module) -> None:
-        """Write the tensors of the model's state dict: parameters and buffers."""
+        """Write the tensors of the model's `state_dict` (parameters and buffers)."""
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         self.write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def race_log(self, csv: bytes) -> None:
-        """Write the order of arrivals in a race, for `clock.replay_log`."""
+        """Write the log of a race (its order of events), with which `clock.replay_log` can repeat the race."""
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:
-        """Write the tests of single workers after a round."""
+        """Write the test results of single workers after a round."""
         self.write(WORKERS.format(round=results.round), workers_csv(results).encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """Write another file, such as a figure."""
+        """Write the file `name`, such as a figure, atomically."""
         write_atomically(self.path / name, content)
         self._written.append(self.path / name)
 
@@ -214,30 +224,30 @@ class RunFolder:
                 write_atomically(self.path / ERROR, str(error).encode())
         self._lock.close()
         if self._metrics is not None:
-            with contextlib.suppress(OSError):  # each line has been written; a second error would hide the first
+            with contextlib.suppress(OSError):  # all lines are written, and a new error would hide the first one
                 self._metrics.close()
         if not self._worth_keeping:
             with contextlib.suppress(OSError):
-                for path in reversed(self._written):  # the experiment last: a killed run can be resumed
-                    path.unlink(missing_ok=True)  # a file may have been written more than once
+                for path in reversed(self._written):  # the experiment last, so that a killed run can be resumed
+                    path.unlink(missing_ok=True)  # a file that was written twice is listed twice
                 for path in self._made:
                     path.rmdir()
 
 
 def _require_empty(folder: Path) -> None:
-    """Raise RecordError unless a folder holds at most the unfinished first file of a killed run."""
+    """Raise RecordError if a folder is not empty. The unfinished first file of a killed run does not count."""
     if (folder / EXPERIMENT).is_file():
         raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
     if any(path.name != PART.format(EXPERIMENT) for path in folder.iterdir()):
-        raise RecordError(f"{folder}: is not empty, and not a run folder (no {EXPERIMENT}); name another folder")
+        raise RecordError(f"{folder}: is not empty and has no {EXPERIMENT}; choose a new or an empty folder")
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, machine and the source's git commit."""
+    """Return the date, the software versions, the machine and the git commit of fedsim, for `environment.json`."""
     return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **_describe_process()}
 
 
-@functools.cache  # short runs must not pay for it again; the code in memory is of the first commit
+@functools.cache  # slow for short runs, and the code in memory stays that of the first commit
 def _describe_process() -> dict[str, Any]:
     return {
         "fedsim": __version__,
@@ -260,7 +270,10 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the checkout that fedsim runs from, "+dirty" if files differ; None outside a checkout."""
+    """Return the git commit of the checkout that fedsim runs from, or None outside a checkout.
+
+    "+dirty" is appended if the checkout has uncommitted changes.
+    """
     folder = Path(__file__).parent
     try:
         described = subprocess.run(

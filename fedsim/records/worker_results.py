@@ -1,4 +1,4 @@
-"""The tests of single workers in a run folder: a table for each evaluated round, and a figure."""
+"""Write, read and draw the test results of single workers in a run folder."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ from fedsim.system.files import to_csv
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_BYTES = 2**28  # of a table that is read, much more than any run writes
+MOST_BYTES = 2**28  # maximum size of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
 
 
 def workers_csv(results: WorkerResults) -> str:
-    """Return a line for each worker: its number, its number of test samples, and the loss and accuracy of each model.
+    """Return a CSV table with one row per worker: its ID, its number of test samples, and loss and accuracy.
 
-    Without accuracies if the task has none.
+    Each tested model, such as the global model, has its own columns. Accuracies are left out if the task has none.
     """
-    both = {"loss": results.loss, "accuracy": results.accuracy}
-    columns = {f"{model}_{what}": both[what][model] for model in results.loss for what in both if model in both[what]}
+    scores = {"loss": results.loss, "accuracy": results.accuracy}
+    columns = {
+        f"{model}_{quantity}": scores[quantity][model]
+        for model in results.loss
+        for quantity in scores
+        if model in scores[quantity]
+    }
     rows = zip(results.workers, results.samples, *columns.values(), strict=True)
     return to_csv([["worker", "samples", *columns], *rows])
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """Return the table that `workers_csv` wrote. Raises RecordError if it holds anything else."""
+    """Read a table that `workers_csv` wrote. Raises RecordError if the file is not such a table."""
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
         rows = list(csv.reader(io.StringIO(text)))
@@ -47,12 +52,15 @@ def read_csv(path: Path) -> WorkerResults:
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
     except (ValueError, IndexError, KeyError, csv.Error):
-        raise RecordError(f"{path}: is not a table of workers, their samples, losses and accuracies") from None
+        raise RecordError(f"{path}: is not a CSV table of workers with their samples, losses and accuracies") from None
     return WorkerResults(_round_of(path), workers, counts, loss, accuracy)
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
-    """Return the last table in a run folder, of round `most` at the latest; None if there is none."""
+    """Return the path of the newest table of worker tests in a run folder, or None if there is none.
+
+    `most` is the last round to consider.
+    """
     tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
     usable = [path for path in tables if most is None or _round_of(path) <= most]
     return usable[-1] if usable else None
@@ -63,7 +71,10 @@ def _round_of(path: Path) -> int:
 
 
 def workers_line(results: WorkerResults) -> str:
-    """`4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)`."""
+    """Return the mean scores of single workers as one line.
+
+    Example: "4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)"
+    """
     figures, score = results.metrics(), results.score_name
     parts = [
         f"{LABELS[model]} {figures[f'{model}_worker_{score}_mean']:.4f} "
@@ -74,7 +85,7 @@ def workers_line(results: WorkerResults) -> str:
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """Return the scores of the workers in ascending order, with a line for each model; its mean is in the legend."""
+    """Return a figure of the workers' scores in ascending order. Each model has a line, with its mean in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")

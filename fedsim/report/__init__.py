@@ -1,4 +1,4 @@
-"""The HTML report of a run or of a comparison."""
+"""Write HTML reports of runs and comparisons."""
 
 from fedsim.report.page import write_report
 

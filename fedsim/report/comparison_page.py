@@ -1,4 +1,4 @@
-"""The page of a comparison: its texts and tables, and its figures."""
+"""Content of the HTML report of a comparison: texts, tables and figures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedsim.records.rows import SEED, numeric_axes
 from fedsim.report import on_page
 
 MINUS = "\N{MINUS SIGN}"
-NOT_SHOWN = ("difference", "best_accuracy", "best_loss")  # columns that the page does not have
-FEW_LINES = 4  # up to this number, the page shows the spread of curves at first
+NOT_SHOWN = ("difference", "best_accuracy", "best_loss")  # columns that the report leaves out
+FEW_LINES = 4  # with at most this number of lines, the spread of curves is shown by default
 
 
 def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML template, and the figures of each chart."""
+    """Return the variables of the HTML template, and for each chart, by its HTML id, the list of its figures."""
     compared, rows, score, test = comparison.compared, comparison.rows, comparison.metric, comparison.test
     labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
@@ -80,31 +80,35 @@ def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, A
 
 
 def _first(choices: Iterable[str], first: str) -> list[str]:
-    """Return the choices of a menu, each once, with the first one in front."""
+    """Return the choices of a menu without duplicates. If `first` is among them, it is moved to the front."""
     return sorted(dict.fromkeys(choices), key=lambda choice: choice != first)
 
 
 def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[int, bool]]:
-    """The number of each axis that has a menu beside the curves over values, and whether one value is chosen at first.
+    """Return the menus beside the charts over axis values, one for each axis on which a reader can choose values.
 
-    Not at first: of the axis that the curves begin with, and of the first other one.
+    Args:
+        compared: the compared axes.
+        against: the numeric axes, each of which has a chart. The chart of the first one is shown first.
+
+    A menu is a pair: the index of its axis, and whether it starts with a single value instead of all values.
     """
     if not against:
         return []
-    others = [key for key in compared if key != against[0]]
+    remaining = [key for key in compared if key != against[0]]
     shown = [key for key in compared if list(against) != [key]]
-    return [(compared.index(key), key in others[1:]) for key in shown]
+    return [(compared.index(key), key in remaining[1:]) for key in shown]
 
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the heat map of the weights of every run that has weights."""
+    """Return one heat map of the workers' aggregation weights for each run that recorded weights."""
     columns = on_page.columns_for(runs)
     figures = [on_page.weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
     return [figure for figure in figures if figure]
 
 
 def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the heat map of every partition, with the runs that share it."""
+    """Return one heat map for each distinct partition of the data. It is shown for all runs with this partition."""
     sharing: list[tuple[StoredPartition, list[str]]] = []
     for index, run in enumerate(runs):
         shared = next((indices for partition, indices in sharing if partition == run.partition), None)
@@ -116,14 +120,14 @@ def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def run_name(run: Run) -> str:
-    """Return a run by its values on the axes."""
+    """Return the name of a run: its axis values, with the seed last."""
     values = {axis: fmt.label(value) for axis, value in run.point.items()}
     seed = [f"seed {values.pop(SEED)}"] if SEED in values else []
     return " · ".join([*values.values(), *seed]) or run.id
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Warnings: runs that are not finished or diverged, and values that could not be chosen."""
+    """Return warnings about unfinished and diverged runs, and about values that could not be chosen."""
     total, lines = len(comparison.runs), list[str]()
     if missing := len(comparison.failed):
         lines.append(f"Not finished: {missing} of {total} runs. The table counts only finished runs.")
@@ -133,9 +137,9 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the name of each compared axis of numbers.
+    """Return where the test result begins to miss the target, as text.
 
-    Of each of its lines the name, and from which value on it misses.
+    There is one pair for each numeric axis: the name of the axis, and a list of pairs (name of a line, breaking point).
     """
     texts = []
     for key, points in breaking_points(comparison).items():
@@ -145,13 +149,16 @@ def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, st
 
 
 def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return the settings that are the same in all runs."""
-    first, *others = [dict(fmt.flatten(run.experiment)) for run in runs]
-    return [(key, value) for key, value in first.items() if all(other.get(key) == value for other in others)]
+    """Return the settings that all runs share, as pairs of dotted key and text."""
+    first, *remaining = [dict(fmt.flatten(run.experiment)) for run in runs]
+    return [(key, value) for key, value in first.items() if all(table.get(key) == value for table in remaining)]
 
 
 def comparison_table(comparison: Comparison) -> dict[str, Any]:
-    """Return the head of the table and its rows group by group, with the first axis after the others."""
+    """Return the summary table as variables of the HTML template, such as its head and its rows.
+
+    The column of the first axis follows those of the other axes, because the rows of a group differ only in it.
+    """
     rows, available, headings = comparison.summary, columns(comparison), comparison.settings.headings
     shown = filled(available, [name for name in available if name not in NOT_SHOWN], rows)
     keys, lines = [*comparison.compared[1:], *comparison.compared[:1]], []
@@ -170,7 +177,10 @@ def comparison_table(comparison: Comparison) -> dict[str, Any]:
 
 
 def _shown(name: str, cell: Cell, *, best: bool) -> Cell:
-    """A cell as the page shows it: with a star at the best score, true minus signs, and a dash without a number."""
+    """Return the cell of column `name` as the report shows it.
+
+    A star marks the score of the best row, and a dash stands for a missing number.
+    """
     if name == "to_best":
         return cell._replace(text=cell.text.replace("-", MINUS), spread=cell.spread.replace("-", MINUS))
     return cell._replace(text=cell.text or fmt.MISSING, mark="★" if best and name == "score" else cell.mark)

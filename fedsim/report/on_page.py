@@ -1,4 +1,4 @@
-"""The charts of the page as plotly figures: curves, heat maps, the time of phases and tests of workers."""
+"""Charts of the HTML report as plotly figures: curves, heat maps, time per phase and tests of single workers."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from fedsim.records.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.records.worker_results import LABELS
 
 ROUNDS = "round"
-ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # scales beside rounds
+ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # x axes of asynchronous runs, in addition to rounds
 PARTS = {"total_seconds": ("seconds",), "total_bytes": ("bytes_up", "bytes_down")}  # fields that add up to a metric
 BOTH_LOSSES = ("test_loss", "train_loss")
-LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose final value says nothing of the run
+LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose value in the last round does not describe the run
 
 BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
-MOST_CELLS = 1_000_000  # of all heat maps of weights together; about 10 MB of page
-MOST_COLUMNS = 250  # of a heat map over rounds
+MOST_CELLS = 1_000_000  # maximum for all heat maps of weights together, about 10 MB of HTML
+MOST_COLUMNS = 250  # maximum number of columns in a heat map over rounds
 FEWEST_COLUMNS = 25
-FEW_WORKERS = 60  # up to this number, each worker has a label and cells have gaps
-LONGEST_TICK = 48  # characters
-FEW_ROUNDS = 50  # up to this number, charts mark points and draw bars
+FEW_WORKERS = 60  # with at most this number of workers, each worker has a label and cells have gaps
+LONGEST_TICK = 48  # maximum number of characters
+FEW_ROUNDS = 50  # with at most this number of rounds, charts have markers and bars
 PALETTE = (
     *("#4269d0", "#e8a013", "#e8594b", "#3aa8a0", "#3ca951"),
     *("#e070a0", "#a463f2", "#6fa3ea", "#9c6b4e", "#8b9099"),
@@ -63,7 +63,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A choice of the menu "Metric": the lines of one metric, or of several."""
+    """Entry of the menu "Metric": a label, and the metrics whose lines the chart shows."""
 
     label: str
     lines: tuple[Metric, ...]
@@ -75,7 +75,10 @@ def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
 
 
 def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
-    """Return the charts of all metrics that the runs hold; `parts` adds the parts of sums, such as the phases."""
+    """Return one chart for each metric that the runs recorded.
+
+    With `parts`, charts of sums also show the summands, such as the seconds of each phase.
+    """
     available = metrics_in(records_of(runs))
     charts = []
     for metric in [metric for metric in available if metric.chart] or METRICS[:1]:
@@ -89,16 +92,16 @@ def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
 
 
 def scales_of(runs: Sequence[Run]) -> list[str]:
-    """Return the scales beside rounds; none if all runs are synchronous and without a clock."""
+    """Return the x axes other than rounds. Empty if all runs are synchronous and have no virtual clock."""
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return []
     return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for run in runs for at in run.progress)]
 
 
 def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
-    """Return (value, text, whether selected) for the menu of scales; no choices if there are only rounds.
+    """Return the menu of x axes as triples (value, text, whether selected). Empty if there are only rounds.
 
-    Virtual seconds are selected if all runs have them, else rounds.
+    Virtual seconds are selected if all runs have a virtual clock, else rounds.
     """
     timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
     choices = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
@@ -106,28 +109,34 @@ def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
 
 
 def line_name(metric: Metric) -> str:
-    """Return the label of a metric within a line of text; a number of a component keeps its name."""
+    """Return the name of a metric as it is used within a sentence: the label in lower case.
+
+    The name of a metric that a component chose is not changed.
+    """
     return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
 
 
 def run_curves(run: Run) -> list[dict[str, Any]]:
-    """Return one figure per chart and scale of a run."""
+    """Return the figures of a run's curves: one for each metric in the menu and each x axis, such as rounds."""
     comparison = Comparison(run.name, {}, [run])
     return _all_curves(comparison, charts_of([run], parts=True), lambda chart, line: line_name(line.metric))
 
 
 def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
-    """One figure per chart and scale of a comparison: for each combination its mean and the spread over the seeds."""
+    """Return the figures of a comparison's curves: one for each metric in the menu and each x axis, such as rounds.
+
+    A figure shows the mean and the spread over the seeds for each combination of compared values.
+    """
 
     def name_of(chart: Chart, line: Line) -> str:
-        of = "" if len(chart.lines) == 1 else f" · {line.metric.label.lower().removesuffix(' loss')}"
-        return name_of_values(comparison.axes[key][line.place[key]] for key in comparison.compared) + of
+        suffix = "" if len(chart.lines) == 1 else f" · {line.metric.label.lower().removesuffix(' loss')}"
+        return name_of_values(comparison.axes[key][line.place[key]] for key in comparison.compared) + suffix
 
     return _all_curves(comparison, charts_of(_begun(comparison)), name_of)
 
 
 def name_of_values(values: Iterable[Any]) -> str:
-    """Return the name of a line by its values on the axes."""
+    """Return the name of a line from its axis values, such as "krum · 0.1", or "all runs" without values."""
     return " · ".join(map(fmt.label, values)) or "all runs"
 
 
@@ -158,7 +167,10 @@ def _all_curves(
 
 
 def value_charts(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return a figure for each compared axis of numbers: a line for each combination of the values on the others."""
+    """Return one figure for each numeric axis: the final result plotted against the values of the axis.
+
+    A figure has one line for each combination of values on the other axes.
+    """
     figures = []
     for key in numeric_axes(comparison.axes, comparison.compared):
         shown, title = curves_along(comparison, key), fmt.key_name(key)
@@ -185,28 +197,28 @@ def _line_figure(
 
     Args:
         chart: the lines.
-        names: of the lines.
-        x_axis: of the figure.
-        y_axis: of the figure.
-        lines: what the lines are; a hidden one is hidden in all figures of the same.
-        when: the choices for which the page shows it.
+        names: names of the lines.
+        x_axis: plotly settings of the x axis.
+        y_axis: plotly settings of the y axis.
+        lines: key of the set of lines. A line that a user hides is hidden in all figures with the same key.
+        when: the choices in the menus for which the report shows the figure.
     """
     traces = [trace for line, name in zip(chart.lines, names, strict=True) for trace in _traces(chart, line, name)]
     for index, trace in enumerate(traces):
-        trace["uid"] = f"line{index}"  # a hidden line stays hidden when other controls change
+        trace["uid"] = f"line{index}"  # keeps a line hidden when the user changes menus
     layout = {
         "height": 430,
         "xaxis": x_axis,
         "yaxis": y_axis,
         "showlegend": True,
         "legend": {"orientation": "h", "y": -0.2, "uirevision": lines, "traceorder": "normal"},
-        "uirevision": " ".join(when.values()),  # a zoom stays while these do
+        "uirevision": " ".join(when.values()),  # keeps the zoom while these choices do not change
     }
     return figure(traces, layout, **when)
 
 
 def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the spread over the seeds, a band or a thin line for each of a few seeds, and then the mean."""
+    """Yield plotly traces of a line: the spread (a band, or thin lines for two or three seeds), and then the mean."""
     if (mean := line.mean) is None:
         return
     compared, unit = chart.comparison.compared, line.metric.unit
@@ -232,11 +244,14 @@ def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]
 
 
 def _points(x: np.ndarray, y: np.ndarray, unit: str) -> dict[str, Any]:
-    return {"x": [rounded(each, "s") for each in x.tolist()], "y": [rounded(each, unit) for each in y.tolist()]}
+    return {"x": [rounded(value, "s") for value in x.tolist()], "y": [rounded(value, unit) for value in y.tolist()]}
 
 
 def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
-    """Return the outline of a band, which ends above 0 if the means are positive: a logarithmic axis has no 0."""
+    """Return the x and y values of a band's outline.
+
+    If no mean is negative, the band is cut off above 0, because log axes cannot show 0.
+    """
     low, high = line.band
     if mean.means.min() >= 0:
         low = np.maximum(low, mean.means.min() / 100)
@@ -244,7 +259,7 @@ def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
 
 
 def _spread_texts(mean: MeanCurve) -> list[str]:
-    """Return the spread over the seeds at each point."""
+    """Return one text per x value that describes the spread over the seeds, such as " ± 0.0100 (5 seeds)"."""
     if len(mean.values) == 1:
         return [""] * mean.values.shape[1]
     if len(mean.values) == 2:
@@ -253,11 +268,11 @@ def _spread_texts(mean: MeanCurve) -> list[str]:
 
 
 def final_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return two axes against each other: one figure per final value and combination of the other axes.
+    """Return heat maps over two axes, one for each metric and each combination of values on the remaining axes.
 
     Args:
         comparison: the comparison.
-        keys: the axes: down, across, and the others.
+        keys: the vertical axis, the horizontal axis, and the remaining axes.
     """
     runs = [run for row in comparison.rows for run in row.finished]
     metrics = [metric for metric in metrics_in(run.history[-1] for run in runs) if metric.chart]
@@ -272,7 +287,7 @@ def final_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[st
     for title, read, decimals in values:
         maps = heat_maps(comparison, keys[:2], keys[2:], partial(number_cell, read=read, decimals=decimals))
         figures += _heat_figures(
-            comparison, keys, maps, title.lower(), [mean for each in maps for mean in each.means], value=title
+            comparison, keys, maps, title.lower(), [mean for shown in maps for mean in shown.means], value=title
         )
     return figures
 
@@ -282,11 +297,13 @@ def _final(metric: Metric, run: Run) -> float | None:
 
 
 def best_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the best value of the first axis over two others: one figure per combination of the axes after these.
+    """Return heat maps whose cells name the best value of the first axis.
+
+    There is one heat map for each combination of values on the remaining axes.
 
     Args:
         comparison: the comparison.
-        keys: the axes: down, across, the first axis, and the others.
+        keys: the vertical axis, the horizontal axis, the first axis of the comparison, and the remaining axes.
     """
     down, across, first, *beside = keys
     maps = heat_maps(comparison, (down, across), beside, partial(best_cell, axis=first))
@@ -302,7 +319,16 @@ def _heat_figures(
     means: Sequence[float],
     **when: Any,
 ) -> list[dict[str, Any]]:
-    """The figures of heat maps over the first two of `keys`, whose colours show the `title` and have one scale."""
+    """Return one plotly figure for each heat map.
+
+    Args:
+        comparison: the comparison.
+        keys: the vertical axis, the horizontal axis, and the remaining axes.
+        maps: the heat maps.
+        title: title of the colour scale, which all maps share.
+        means: all numbers that the colour scale has to cover.
+        when: the choices in the menus for which the report shows the figures.
+    """
     limits = {"cmin": min(means), "cmax": max(means)} if means else {}
     rows, columns = ([fmt.label(value) for value in comparison.axes[key]] for key in keys[:2])
     figures = []
@@ -328,14 +354,14 @@ def _heat_figures(
             "xaxis": label_axis(fmt.key_name(keys[1]), columns),
             "yaxis": label_axis(fmt.key_name(keys[0]), rows, autorange="reversed"),
         }
-        width = max(110, 8 * max(len(line) for each in lines for line in each)) * len(columns) + 140
+        width = max(110, 8 * max(len(line) for cell in lines for line in cell)) * len(columns) + 140
         place = {f"axis{keys.index(axis)}": str(index) for axis, index in shown.place.items()}
         figures.append(figure([trace], with_color_bar(layout, title), min_width=width, **when, **place))
     return figures
 
 
 def _cell_text(cell: HeatCell) -> str:
-    """Return the text in a cell; empty without a result."""
+    """Return the text of a cell, or an empty string if the cell has no result."""
     return "" if math.isnan(cell.mean) else "<br>".join(map(tick_text, filter(None, cell.lines)))
 
 
@@ -344,22 +370,25 @@ def _hover(cell: HeatCell) -> str:
 
 
 def columns_for(runs: Sequence[Run]) -> int:
-    """Return the number of columns with which the heat maps of all runs stay within `MOST_CELLS`."""
+    """Return the number of columns of a weights heat map, so that the maps of all runs have at most `MOST_CELLS` cells.
+
+    It is never less than `FEWEST_COLUMNS` or greater than `MOST_COLUMNS`.
+    """
     rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
 
 def has_weights(run: Run) -> bool:
-    """Whether a round records the weight of a worker, or that a worker was excluded."""
+    """Whether any round of the run recorded the weight of a worker or an excluded worker."""
     known = (weight is not None for record in run.history for _, weight in record.weights)
     return any(known) or any(record.excluded for record in run.history)
 
 
 def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
-    """Return the weight of every worker in every round, in at most `columns` columns; None if no round records weights.
+    """Return the heat map of the aggregation weight of each worker in each round, or None without recorded weights.
 
-    A cell is the mean over those rounds of its column in which the worker took part. It counts as excluded if the
-    worker was excluded in at least half of these rounds.
+    If there are more than `columns` rounds, a column combines several rounds. A cell is then the mean over those rounds
+    in which the worker took part, and is shown as excluded if the worker was excluded in at least half of them.
     """
     if not has_weights(run):
         return None
@@ -405,9 +434,9 @@ def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
 
 
 def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
-    """Return the samples of each label that each worker holds, and above them their sum.
+    """Return the heat map of the samples per worker and label, with bars for the total of each worker.
 
-    None if there is no partition.
+    None if the partition was not recorded.
     """
     counts = partition.counts
     if not any(counts):
@@ -449,7 +478,7 @@ def _worker_names(workers: Sequence[int], byzantine: frozenset[int]) -> list[str
 
 
 def _worker_axis(few: bool, title: str = "worker", **more: Any) -> dict[str, Any]:
-    every = {"dtick": 1} if few else {}  # a label for each worker
+    every = {"dtick": 1} if few else {}  # shows a label for each worker
     return axis(title, type="category", showgrid=False, zeroline=False, **every, **more)
 
 
@@ -458,7 +487,7 @@ def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
 
 
 def run_time(run: Run) -> dict[str, Any]:
-    """Return a stacked chart of the seconds per phase over the rounds."""
+    """Return a stacked chart over the rounds that shows how many seconds each phase of a round takes."""
     traces: list[dict[str, Any]] = []
     for phase in _phases_of(run.history):
         seconds = [rounded(record.seconds.get(phase), "s") for record in run.history]
@@ -471,11 +500,11 @@ def run_time(run: Run) -> dict[str, Any]:
 
 
 def time_by_run(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the mean seconds of each phase: one bar per combination, the first on top."""
+    """Return a stacked bar chart of the mean seconds per phase of a round, with one bar for each row of the table."""
     traces, names = [], [name_of_values(row.point.values()) for row in rows]
     records = [records_of(row.runs) for row in rows]
-    for phase in _phases_of([record for each in records for record in each]):
-        means = [rounded(mean_or_none(record.seconds.get(phase) for record in each), "s") for each in records]
+    for phase in _phases_of([record for of_row in records for record in of_row]):
+        means = [rounded(mean_or_none(record.seconds.get(phase) for record in of_row), "s") for of_row in records]
         bar = {"type": "bar", "orientation": "h", "name": plain(phase.replace("_", " ")), "hovertemplate": "%{x}"}
         traces.append({**bar, "x": means, "y": list(range(len(names)))})
     seconds = value_axis("seconds of a round", "s", rangemode="tozero")
@@ -490,7 +519,7 @@ def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: 
 
 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
-    """Return the scores of the workers in ascending order, with a line for each model."""
+    """Return a chart of the workers' scores in ascending order, with one line for each model."""
     n, traces = len(results.workers), []
     for index, (model, values) in enumerate(results.scores.items()):
         order = sorted(range(n), key=values.__getitem__)
@@ -514,23 +543,30 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
     return figure(traces, layout)
 
 
-# -- Parts of plotly's figures
+# -- Parts of plotly figures
 
 
 def figure(data: list[dict[str, Any]], layout: dict[str, Any], min_width: int = 0, **when: Any) -> dict[str, Any]:
-    """Return a figure as the page's script draws it.
+    """Return a figure in the form that the script of the report draws.
 
     Args:
-        data: plotly traces. `meta` of a trace holds the choices for which the trace is shown.
-        layout: plotly's layout, without the template.
-        min_width: pixels; a narrower screen scrolls.
-        when: for each control of the section, the value or the values for which the page shows this figure.
+        data: plotly traces. The `meta` of a trace lists the menu choices for which the trace is shown.
+        layout: plotly layout without a template.
+        min_width: minimum width in pixels. Narrower screens scroll.
+        when: for each menu of the section, the choice or choices for which the report shows this figure.
     """
     return {"when": when, "data": data, "layout": layout, "min_width": min_width}
 
 
 def template(text: str, lines: str, background: str, ramp: Sequence[str]) -> dict[str, Any]:
-    """Return a plotly template of these colours; `ramp` is the colour scale of heat maps."""
+    """Return a plotly template with the given colours.
+
+    Args:
+        text: colour of texts.
+        lines: colour of axes, grid lines and borders.
+        background: background colour of the text that appears under the mouse.
+        ramp: colour scale of heat maps, from low to high values.
+    """
     axis = {"automargin": True, "gridcolor": lines, "linecolor": lines, "zerolinecolor": lines}
     clear = "rgba(0, 0, 0, 0)"
     place = {"orientation": "h", "len": 0.4, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "ypad": 4}
@@ -557,28 +593,28 @@ TEMPLATES = {
 
 
 def plain(text: object) -> str:
-    """Text for plotly, which would read tags, entities and formulas in it."""
+    """Return the text with escapes, so that plotly does not interpret tags, entities and formulas."""
     return html.escape(str(text), quote=False).replace("$", "&#36;")
 
 
 def tick_text(text: str) -> str:
-    """Plain text for an axis, cut to leave room for the chart."""
+    """Return an escaped axis label of at most `LONGEST_TICK` characters."""
     return plain(text if len(text) <= LONGEST_TICK else f"{text[: LONGEST_TICK - 1]}…")
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis with a title."""
+    """Return plotly settings of an axis with a title, and with the additional settings `more`."""
     return {"title": {"text": plain(title), "standoff": 8}, **more}
 
 
 def round_axis(first: int, last: int, title: str = "round", **more: Any) -> dict[str, Any]:
-    """Return an axis of rounds, with ticks at whole numbers."""
+    """Return plotly settings of an axis of rounds, with ticks at whole numbers."""
     ticks = {"dtick": 1} if last - first <= 12 else {}
     return axis(title, rangemode="nonnegative", unifiedhovertitle={"text": "round %{x}"}, **ticks, **more)
 
 
 def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
-    """Return an axis of values in a unit: "" (a plain number), "s" or "B"."""
+    """Return plotly settings of an axis of values. `unit` is "" for plain numbers, "s" (seconds) or "B" (bytes)."""
     formats = {
         "s": {"ticksuffix": " s", "hoverformat": ".3g", "tickformat": "~g"},
         "B": {"ticksuffix": "B", "hoverformat": ".4s", "tickformat": "~s"},
@@ -587,26 +623,36 @@ def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
 
 
 def label_axis(title: str, labels: Iterable[str], **more: Any) -> dict[str, Any]:
-    """Return an axis with a label at 0, 1, 2, ...: two values of a comparison may have the same label."""
+    """Return plotly settings of an axis with labels at 0, 1, 2, ..., so that two values may have the same label."""
     texts = [tick_text(label) for label in labels]
     ticks = {"tickmode": "array", "tickvals": list(range(len(texts))), "ticktext": texts}
     return axis(title, showgrid=False, zeroline=False, **ticks, **more)
 
 
 def cell_trace(z: Sequence[Sequence[float | None]], hover: str, gap: int, **more: Any) -> dict[str, Any]:
-    """Return the trace of a heat map with values z [rows, columns]."""
+    """Return the plotly trace of a heat map.
+
+    Args:
+        z: values of the cells, indexed [row][column]. None leaves a cell empty.
+        hover: plotly template of the text that appears when the mouse is over a cell.
+        gap: pixels between two cells.
+        more: additional plotly settings.
+    """
     hidden = {"hoverongaps": False, "hovertemplate": f"{hover}<extra></extra>"}
     return {"type": "heatmap", "z": z, "xgap": gap, "ygap": gap, **hidden, **more}
 
 
 def with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
-    """Return the layout with a title on its colour bar, above the chart."""
+    """Return the layout with a titled colour bar above the chart."""
     bar = {"title": {"text": plain(title), "side": "right"}}
     return {**layout, "coloraxis": {**layout["coloraxis"], "colorbar": bar}, "margin": {"t": 64}}
 
 
 def rounded(value: float | None, unit: str = "") -> float | None:
-    """Return a number to plot: as tables show it if it is a plain number, else to 8 digits."""
+    """Return a number rounded for plotting. Plain numbers (`unit` is "") are rounded as in tables.
+
+    Numbers with a unit are rounded to 8 significant digits.
+    """
     if value is None or isinstance(value, int):
         return value
     return float(fmt.number(value)) if unit == "" else float(f"{value:.8g}")

@@ -1,8 +1,8 @@
-"""One HTML file with texts, tables, figures, scripts and plotly.js.
+"""Write a report as one HTML file that contains texts, tables, figures, scripts and plotly.js.
 
-The files of a run are not trusted. Jinja escapes their texts. The figures are JSON in which every `<` is escaped, so no
-text can close their element. The page's Content-Security-Policy allows no connections, and only the scripts that this
-module puts into the page, by their hashes.
+The files of a run are not trusted. Jinja escapes their texts. Figures are JSON in which every `<` is escaped, so that
+no text can close the <script> element. The Content-Security-Policy of the page forbids connections, and allows only the
+scripts of this module, identified by their hashes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PAGE = "report.html"
 
 
 def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the HTML page about a run or a comparison, and return its path.
+    """Write an HTML report of a run or a comparison, and return the path of the file.
 
     Args:
-        folder: that of a run or of a comparison; unfinished runs are shown as far as they are.
-        out: the HTML file, which may exist; by default `report.html` in the folder.
+        folder: folder of a run or of a comparison. Unfinished runs are shown with the rounds so far.
+        out: HTML file to write. An existing file is overwritten. Default: `report.html` in the folder.
 
     Raises:
-        RecordError: the folder holds no finished round or a damaged file, or the page cannot be written.
+        RecordError: the folder holds no finished round or a damaged file, or the report cannot be written.
         MissingPackageError: plotly or jinja2 is not installed.
 
     >>> import fedsim, tempfile
@@ -46,13 +46,13 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     folder = Path(folder)
     html = render(folder)
     path = Path(out) if out is not None else folder / PAGE
-    # A name may hold halves of surrogate pairs, which UTF-8 cannot encode.
+    # Names may contain lone surrogates, which UTF-8 cannot encode.
     write_atomically(path, html.encode("utf-8", errors="replace"))
     return path
 
 
 def render(folder: Path) -> str:
-    """Return the page about a run or a comparison, as text."""
+    """Return the report of a run or a comparison as HTML text."""
     plotly = import_extra("plotly.offline", extra="report", purpose="a report")
     jinja2 = import_extra("jinja2", extra="report", purpose="a report")
     records = read_records(folder)
@@ -77,13 +77,13 @@ def render(folder: Path) -> str:
 
 
 def to_script_json(data: Any) -> str:
-    """JSON for a <script> element: without `<`, it can neither close the element nor open another."""
+    """Return JSON text without `<`, `>` and `&`, which is safe inside a <script> element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _content_hash(script: str) -> str:
-    """Return the source expression of a script in a Content-Security-Policy."""
+    """Return the hash of a script in the form that a Content-Security-Policy uses."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 

@@ -1,4 +1,4 @@
-"""The page of one run: its texts and tables, and its figures."""
+"""Content of the HTML report of a run: texts, tables and figures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedsim.records.record import Metric, mean_staleness, metrics_in, score_in
 from fedsim.report import on_page
 from fedsim.report.on_page import charts_of, line_name, scale_choices
 
-MOST_ROWS = 1_000  # of the table of rounds
+MOST_ROWS = 1_000  # maximum number of rows in the table of rounds
 
-# The facts in the head of the page: a word, and the keys of the experiment that hold its value.
+# Settings in the head of the report: a name, and the keys of the experiment to look up.
 FACTS = {
     "data": ("data.name", "data"),
     "model": ("model.name", "model"),
@@ -32,7 +32,7 @@ FACTS = {
 
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML template, and the figures of each chart."""
+    """Return the variables of the HTML template, and for each chart, by its HTML id, the list of its figures."""
     weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
     charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
     if weights:
@@ -61,20 +61,20 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Return the settings that the head of the page names."""
+    """Return the settings in the head of the report, as pairs of name and text."""
     values = dict(leaves_of(run.experiment))
     values |= {key: value for key, value in run.experiment.items() if not isinstance(value, dict)}
     values_by_word = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
     if run.experiment.get("mode", "rounds") == "rounds":
         values_by_word |= {"mode": None, "policy": None}
     if run.history[-1].asynchronous is not None:
-        values_by_word["rule"] = None  # not used
+        values_by_word["rule"] = None  # asynchronous training does not use the rule
     values_by_word["device"] = run.environment.get("device")
     return [(word, fmt.label(value)) for word, value in values_by_word.items() if value is not None]
 
 
 def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """Return the most important numbers: word, value, remark."""
+    """Return the most important numbers of a run, as triples of name, value and remark."""
     last = run.history[-1]
     best, score = best_score(run.history), score_in(run.history)
     best_round = next((record.round for record in run.history if score.read(record) == best), None)
@@ -110,7 +110,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def notes(run: Run) -> list[str]:
-    """Warnings: parts of the run that are missing."""
+    """Return warnings about an early stop, missing rounds and missing files."""
     sentences = []
     if run.stopped:
         sentences.append(f"Stopped after round {len(run.history)} of {run.planned}: {run.stopped}.")
@@ -118,23 +118,25 @@ def notes(run: Run) -> list[str]:
         sentences.append(f"Not finished: {len(run.history)} of {run.planned} rounds.")
     attack = run.experiment.get("attack")
     if isinstance(attack, dict) and attack.get("resample") is True:
-        sentences.append("Each round draws other Byzantine workers (attack.resample), so no worker is marked (B).")
+        sentences.append(
+            "The Byzantine workers change from round to round (attack.resample), so no worker is marked (B)."
+        )
     if run.torn:
         sentences.append("The last line of metrics.jsonl is incomplete and was left out.")
     if not run.experiment:
-        sentences.append("There is no experiment.toml, so the settings are not known.")
+        sentences.append("The file experiment.toml is missing, so the settings are unknown.")
     return sentences
 
 
 def _weights_note(run: Run) -> str:
-    """The reason why there is no heat map of weights."""
+    """Return the sentence that explains why the report of this run has no heat map of weights."""
     if any(record.coefficients is not None for record in run.history):
-        return "This rule gives no weight to a worker as a whole, and no worker was excluded."
-    return "The run holds no weights of workers."
+        return "This aggregation rule does not weight whole updates, and no worker was excluded."
+    return "The run recorded no worker weights."
 
 
 def rounds_table(run: Run) -> dict[str, Any]:
-    """Return the table of rounds: head, rows, and the number of rounds that a row stands for."""
+    """Return the table of rounds for the template: its head, its rows, and the step between the rounds shown."""
     every = math.ceil(len(run.history) / MOST_ROWS)
     shown = [*run.history[:-1:every], run.history[-1]]
     columns = [("round", [str(record.round) for record in shown])]
@@ -149,7 +151,7 @@ def rounds_table(run: Run) -> dict[str, Any]:
 
 
 def show(metric: Metric, value: float | None) -> str:
-    """Return a value of a metric as text, with its unit."""
+    """Return the value of a metric as text with its unit."""
     if metric.unit == "s":
         return fmt.seconds(value)
     if metric.unit == "B":

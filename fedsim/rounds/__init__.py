@@ -1,1 +1,1 @@
-"""The synchronous round, which every process of a run carries out."""
+"""Synchronous rounds, as executed by every process of a run."""

@@ -1,4 +1,4 @@
-"""The samples of the workers and of the server of an experiment, its attackers, and its cohorts."""
+"""Participants of an experiment: samples of workers and server, attackers, and the cohort of each round."""
 
 from __future__ import annotations
 
@@ -13,21 +13,30 @@ from fedsim.data import Shards, TensorData, hold_out, partition_shards
 from fedsim.errors import ExperimentError
 from fedsim.server import Cohort, CohortSampler
 
-MOST_SAMPLED = 1_000  # workers whose shards are drawn to describe a virtual population
+MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to describe a virtual population
 
 
 def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """Return the server's own samples: some of the training samples, drawn at random, on which no worker tests."""
+    """Return the indices of the server's own samples, ascending.
+
+    They are drawn at random from the training samples that are in no worker's test set. Raises ExperimentError if there
+    are fewer such samples than `aggregate.root_samples`.
+    """
     size, samples = experiment.aggregate.root_samples, np.arange(len(train))
     if worker_tests is not None and worker_tests.listed:
         samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
     if size > len(samples):
-        raise ExperimentError(f"aggregate.root_samples = {size}: must be at most {len(samples)}, the training samples")
+        raise ExperimentError(
+            f"aggregate.root_samples = {size}: must be at most {len(samples)}, the number of available training samples"
+        )
     return np.sort(samples[numpy_generator(experiment.seed, "root").choice(len(samples), size, replace=False)])
 
 
 def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
-    """Return the samples that each worker trains on, and those that it tests on, if workers are evaluated."""
+    """Return the training samples of each worker, and the local test samples of each worker.
+
+    The local test samples are None if workers are not evaluated.
+    """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
     fraction = experiment.data.local_test_fraction
@@ -37,7 +46,8 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
     """Return the Byzantine workers of each round.
 
-    Raises ExperimentError if attack.by_class is no class, or the population is too large to look at all shards.
+    Raises ExperimentError if `attack.by_class` is not a class of the dataset, or there are too many virtual workers to
+    count this class in all shards.
     """
     attack, workers = experiment.attack, experiment.workers
     count, fixed = attack.count(workers), experiment.byzantine
@@ -46,22 +56,25 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
         place, labels = f"attack.by_class = {attack.by_class}", train.sample_targets.cpu().numpy()
         if not train.has_labels:
             raise ExperimentError(
-                f"{place}: needs class labels, one for each sample, and the targets are {described(train.targets)}; "
+                f"{place}: needs one class label per sample, but the targets are {described(train.targets)}; "
                 "use attack.fraction or attack.workers"
             )
         if not (labels == attack.by_class).any():
             raise ExperimentError(f"{place}: must be the label of a training sample, from 0 to {labels.max()}")
         if workers_to_describe(shards, experiment.seed) is not None:
-            raise ExperimentError(f"{place}: a virtual partition may have at most {MOST_SAMPLED} workers with this key")
-        held = np.array([(labels[shards.of(worker).numpy()] == attack.by_class).sum() for worker in range(workers)])
-        fixed = np.argsort(-held, kind="stable")[:count].tolist()
+            raise ExperimentError(
+                f"{place}: with a virtual partition, supports at most {MOST_SAMPLED} workers; use attack.fraction or "
+                "attack.workers"
+            )
+        counts = np.array([(labels[shards.of(worker).numpy()] == attack.by_class).sum() for worker in range(workers)])
+        fixed = np.argsort(-counts, kind="stable")[:count].tolist()
     return Attackers(frozenset(fixed), drawn, attack.start_round)
 
 
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
-    """Randomly drawn workers whose shards are described instead of all shards; None if all are described.
+    """Return a random sample of workers whose shards describe the population; None to describe all workers.
 
-    The shards of a virtual population are drawn one by one, so those of a large one are not all drawn for this.
+    Shards of a virtual population are computed on demand, so only a sample of a large population is computed.
     """
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None
@@ -69,7 +82,7 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
 
 
 def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
-    """Return the sampler of cohorts. Raises ExperimentError if it needs sizes of shards that are not known."""
+    """Return the sampler of each round's cohort. Raises ExperimentError if it needs shard sizes that are not known."""
     return CohortSampler(
         strategy=experiment.sampling.component,
         seed=experiment.seed,
@@ -81,14 +94,14 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
 
 
 class ReportCheck:
-    """Checks cohorts, from which workers may have dropped out, against what the rule needs."""
+    """Check that the aggregation rule supports a round's cohort, from which workers may have dropped out."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._reasons: dict[tuple[int, bool], str] = {}  # by number of rows, and whether all have weight 0
+        self._reasons: dict[tuple[int, bool], str] = {}  # by (number of rows, whether all weights are 0)
 
     def __call__(self, round: int, cohort: Cohort) -> None:
-        """Raise ExperimentError if the rule cannot aggregate what is left of the cohort; an empty round is skipped."""
+        """Raise ExperimentError if the rule cannot aggregate the remaining workers. An empty cohort is not checked."""
         if not cohort.workers:
             return
         weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
@@ -105,7 +118,7 @@ class ReportCheck:
             raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
-        """Why n rows cannot be aggregated; empty if they can."""
+        """Return the reason why the rule cannot aggregate n rows, all of weight 0 if `weightless`; "" if it can."""
         try:
             self._experiment.rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
         except ExperimentError as error:

@@ -1,4 +1,4 @@
-"""Virtual time of synchronous rounds, and the delays of an experiment."""
+"""Virtual clock of synchronous rounds, and the simulated delays of an experiment."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from fedsim.engines.task import RunTask
 
 
 def delays_of(experiment: Experiment) -> Delays:
-    """Return the delays that the table [clock] of an experiment describes."""
+    """Return the simulated delays of workers and network, from the table [clock] of an experiment."""
     clock = experiment.clock
     slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
     return Delays(slowdowns, noise, experiment.seed, clock.step_seconds, clock.latency, clock.bandwidth)
 
 
 class RoundClockState(CheckpointModel):
-    """State of a `RoundClock`."""
+    """State of a `RoundClock` in a checkpoint."""
 
     now: Seconds
     started: Counts
 
 
 class RoundClock:
-    """Virtual time of the synchronous loop: each round, or each averaged gradient, waits for the slowest worker.
+    """Virtual clock of synchronous rounds: each round, or each step with aggregation, waits for the slowest worker.
+
+    Args:
+        delays: delays of workers and network.
+        row_bytes: bytes of the global parameters that a worker receives.
+        buffer_bytes: bytes of the buffers that a worker receives and sends.
+        message_bytes: bytes that a worker receives and sends in addition to parameters and buffers.
 
     Attributes:
         now: virtual seconds since the start.
@@ -37,14 +43,14 @@ class RoundClock:
 
     def __init__(self, delays: Delays, row_bytes: int = 0, buffer_bytes: int = 0, message_bytes: int = 0) -> None:
         self._delays = delays
-        # The model that a worker receives, buffers both ways, and what it receives and sends besides.
+        # Bytes per round besides the update: parameters received, buffers in both directions, and messages.
         self._other_bytes = row_bytes + 2 * buffer_bytes + message_bytes
-        self._started: Counter[int] = Counter()  # work items, by worker
+        self._started: Counter[int] = Counter()  # number of started rounds or steps, by worker
         self.now = 0.0
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
-        """Return the clock of a run."""
+        """Return a clock at time 0 for a run."""
         row_bytes = shared.server.row.nbytes - personal_bytes(task)
         return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
@@ -52,9 +58,9 @@ class RoundClock:
         """Advance `now` by a round.
 
         Args:
-            gradients: number of gradients that each worker of the cohort computes.
-            update_bytes: mean size of an update, or of a gradient, as it is sent.
-            in_step: the workers wait for each other at each gradient, not only at the end of the round.
+            gradients: number of gradients that each worker of the cohort computes, by worker ID.
+            update_bytes: mean number of bytes of an update (or gradient), after compression.
+            in_step: whether the workers wait for each other after each gradient, not only at the end of the round.
         """
         nbytes = self._other_bytes + update_bytes
         if not in_step:
@@ -68,12 +74,12 @@ class RoundClock:
         return {"now": self.now, "started": list(self._started.items())}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state."""
+        """Set the clock to a state that `state` returned."""
         saved = RoundClockState.model_validate(state)
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
-        """Advance the time until every worker of the cohort has computed its gradients. All start at the same time."""
+        """Advance the time until the slowest worker has computed its gradients. All workers start at the same time."""
         seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in gradients.items()]
         self._started.update(gradients.keys())
         self.now += max(seconds, default=0.0)

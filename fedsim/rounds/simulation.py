@@ -1,4 +1,4 @@
-"""The round of federated averaging and of synchronous SGD, as every process runs it. Read this first."""
+"""One round of federated averaging or synchronous SGD, as every process runs it. Start reading the code here."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ from fedsim.rounds.round_clock import RoundClock
 from fedsim.server import Cohort
 from fedsim.system.devices import synchronize
 
-Round = tuple[RoundRecord, WorkerResults | None]  # and the tests of single workers, if they were evaluated
+Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests of single workers, if any
 
 
 class Simulation(Executor):
-    """Rounds in which a cohort trains and the server aggregates what it sends.
+    """Synchronous rounds: a cohort of workers trains, and the server aggregates the updates.
 
-    There is one in every process that computes the run. All of them call the same methods at the same time, each for
-    its own members of the cohort and its own columns, and meet at the barriers of the group.
+    Every process of a run has one Simulation. All processes call the same methods at the same time, each for its own
+    workers of the cohort and its own columns of the aggregation, and wait for each other at the group's barriers.
 
-    The arguments are those of `Executor`.
+    Args:
+        group, task, shared, make_trainer, states: as for `Executor`.
     """
 
     def __init__(
@@ -66,7 +67,10 @@ class Simulation(Executor):
         self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
-        """Run one round, counted from 1. Processes that do not compute the record return None."""
+        """Run one round, and return its record and the tests of single workers, if any.
+
+        Processes that do not compute the record return None. Rounds are counted from 1.
+        """
         task, shared, group = self.task, self.shared, self.group
         self.timer = PhaseTimer()
         with self.phase("pull_down"):
@@ -90,13 +94,13 @@ class Simulation(Executor):
             with self.phase("train"):
                 stats = self.aggregate_each_step(cohort, mine, round)
                 sent = stats.sent
-        stats = group.from_first(stats.on_host())  # a barrier too: buffers have been written
+        stats = group.from_first(stats.on_host())  # also a barrier: all processes have written the buffers
         if task.experiment.chain:
             sent = SentUpdates.total(group.gather(sent.on_host()))
         self.aggregator.combine_buffers(whole, stats.excluded)
         group.barrier()
         self.require_finite(round)
-        group.barrier()  # a round that diverges saves nothing
+        group.barrier()  # no process saves states of a round that diverges
         self.states.save_cohort(cohort, mine, stats.excluded, shared.cohort.worker_rows)
         with self.phase("test"):
             self.test(round)
@@ -104,7 +108,7 @@ class Simulation(Executor):
         self.pass_time(work, sent, round)
         counted = [0 if worker in stats.excluded else samples for worker, (_, samples) in work.items()]
         train_loss = mean_loss(group.of_all(shared.cohort.train_loss, whole.slots), counted)
-        group.barrier()  # the tests of single workers overwrite the rows
+        group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
         if not group.computes:
@@ -113,7 +117,7 @@ class Simulation(Executor):
         metrics = joined(means(sent.metrics, stats.metrics), drawn.metrics | tested.metrics | metrics_of(of_workers))
         in_parameters = task.sync_in(round) == "parameters"
         message_up = message_bytes(task, shared)[1] if in_parameters else 0
-        rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # the global row, for each step
+        rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # global parameters, at each step
         record = RoundRecord(
             round=round,
             train_loss=train_loss,
@@ -133,7 +137,13 @@ class Simulation(Executor):
     def aggregate_rows(
         self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates
     ) -> AggregationStats:
-        """Aggregate the updates or gradients in the rows, and move the global row by the result."""
+        """Aggregate the updates or gradients in the rows, and update the global parameters with the result.
+
+        Args:
+            context: rows to aggregate.
+            mine: workers of this process.
+            sent: counts of sent updates, to which this method adds.
+        """
         task, group, round = self.task, self.group, context.moment[0]
         in_parameters = task.sync_in(round) == "parameters"
         if task.byzantine.in_round(round):
@@ -153,9 +163,9 @@ class Simulation(Executor):
         return stats
 
     def aggregate_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Synchronous SGD: the rows hold gradients at the global row, and each step ends with `aggregate_rows`.
+        """Run a round of synchronous SGD: each step computes gradients of the global model and aggregates them.
 
-        A worker without data left is excluded from the remaining steps.
+        A worker takes no part in the steps after its last batch.
         """
         check = self.aggregator.deferred_check
         stats = self.steps_checked_later(cohort, mine, round, check) if check and check.usable else None
@@ -164,11 +174,11 @@ class Simulation(Executor):
         return stats
 
     def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Run the steps of a round of synchronous SGD, with a check of the rows at each step."""
+        """Run the steps of a round of synchronous SGD, and return their joint statistics."""
         of_round = GradientRoundStats(cohort)
         self.trainer.begin_gradient_round(mine)
         for step, context in enumerate(self.contexts_of_steps(cohort, round)):
-            if isinstance(self.trainer, ParallelTrainer):  # there are no rows of single workers
+            if isinstance(self.trainer, ParallelTrainer):  # stores no per-worker gradients
                 of_round.sent.add(len(context.slots), len(context.slots) * self.shared.server.row.nbytes)
                 of_round.add(context, self.trainer.step_along_mean(step, context))
                 continue
@@ -183,10 +193,10 @@ class Simulation(Executor):
     def steps_checked_later(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int, check: DeferredCheck
     ) -> AggregationStats | None:
-        """Run the steps of a round, and check the rows of all steps together at its end.
+        """Run the steps of a round, and check the rows of all steps for NaN and infinity at its end.
 
-        If a row is not finite, the result is None, with the global row and the buffers as before. Such a row may also
-        make a model or a rule fail, so any error repeats the round with a check at each step.
+        If a row is not finite, restore the state before the round and return None. Any error has the same effect,
+        because NaN may also make a model or a rule fail. The caller then repeats the round with checks at each step.
         """
         had_last = self.aggregator.has_last
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
@@ -203,7 +213,7 @@ class Simulation(Executor):
         return None
 
     def pull_down(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
-        """Copy the global model, and the state that workers keep, to the rows of this process's members."""
+        """Copy the global model and the worker states to the rows of this process's workers (`mine`)."""
         task, shared = self.task, self.shared
         self.load_states(cohort, mine)
         index = index_of([member.slot for member in mine], task.device)
@@ -213,24 +223,24 @@ class Simulation(Executor):
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
-        """Copy the state that workers keep to the rows of this process's members."""
+        """Copy the worker states from earlier rounds to the rows of this process's workers (`mine`)."""
         shared, algorithm = self.shared, self.task.algorithm
         if algorithm.starts_from_current:
             self.states.initial |= state_at_first(algorithm, shared.server.row, shared.server.buffers)
         self.states.load_cohort(cohort, mine, shared.cohort.worker_rows)
 
     def agree_on(self, drawn: Cohort, round: int) -> None:
-        """Wait for all processes, and require that all of them have drawn the same cohort."""
+        """Wait for all processes. Raises ExperimentError if they have drawn different cohorts."""
         if drawn.weights is not None and self.group.computes:
             set_cohort_weights(self.shared, {worker: drawn.weights[worker] for worker in drawn.workers})
         if len(set(self.group.gather(hash(tuple(drawn.workers))))) > 1:
             raise ExperimentError(
-                f"{self.draw.strategy.place}: drew another cohort in each process in round {round}; draw with `rng`, "
-                "or use engine=serial"
+                f"{self.draw.strategy.place}: returned different cohorts in different processes in round {round}; use "
+                "the argument `rng` for random draws, or engine=serial"
             )
 
     def train_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
-        """Train this process's members, each on its own row and shard; their rows become updates."""
+        """Train this process's workers (`mine`), each on its own samples, and turn their rows into updates."""
         task, shared, algorithm = self.task, self.shared, self.task.algorithm_at(round)
         if algorithm.full_gradient:
             with self.in_precision():
@@ -250,7 +260,10 @@ class Simulation(Executor):
         self.aggregator.begin(round, [member.slot for member in mine])
 
     def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
-        """Apply the processors to the updates of this process's members that take part in an aggregation."""
+        """Apply the update processors, such as compressors, to the updates of this process's workers.
+
+        Only workers in `context` are processed. The method adds their number, bytes and metrics to `sent`.
+        """
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
         personal = task.algorithm.personal_columns.width > 0
@@ -258,7 +271,7 @@ class Simulation(Executor):
         for member in mine:
             metrics: dict[str, Any] = {}
             with self.process.working_on(member.worker, context.moment[0]):
-                residuals = {name: kept[member.slot] for name, kept in self.shared.cohort.residuals.items()}
+                residuals = {name: values[member.slot] for name, values in self.shared.cohort.residuals.items()}
                 wholes = [rows[member.slot], *residuals.values()]
                 parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
                 residuals_of_row = dict(zip(residuals, parts[1:], strict=True))
@@ -267,7 +280,7 @@ class Simulation(Executor):
                     task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, residuals_of_row
                 )
                 if task.experiment.nonfinite != "keep":
-                    for residual in parts[1:]:  # NaN that the update has left out would be in later ones
+                    for residual in parts[1:]:  # NaN that stays in a residual would enter later updates
                         parts[0] += (residual * 0).sum()
                 if personal:
                     for whole, part in zip(wholes, parts, strict=True):
@@ -276,7 +289,7 @@ class Simulation(Executor):
         self.aggregator.rows_changed([member.slot for member in mine])
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
-        """Give the server the messages of the workers that were not excluded."""
+        """Pass the sum of the workers' messages, without `excluded` workers, to the server side of the algorithm."""
         if self.group.computes:
             slots = [
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
@@ -287,11 +300,15 @@ class Simulation(Executor):
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
-        """Run a round in which no worker reports. The global model and all states stay unchanged."""
+        """Run a round in which no worker sends an update. The global model and all states do not change.
+
+        Return the same as `run_round`.
+        """
         if self.clock and not drawn.dropped:
             raise ExperimentError(
-                f"round {round}: no worker is available at {self.clock.now:g} virtual seconds, and without work no "
-                "time passes; let workers be available in sampling.*, or use mode=rounds, which skips such rounds"
+                f"round {round}: no worker is available at {self.clock.now:g} virtual seconds, and the virtual clock "
+                "does not advance without work; make workers available in sampling.*, or use mode=rounds, which skips "
+                "such rounds"
             )
         self.timer = PhaseTimer()
         self.end_round(round)
@@ -333,7 +350,7 @@ class Simulation(Executor):
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
         """Test the models of single workers on their own test samples, if a test is due in this round or `now` is true.
 
-        Overwrites the rows.
+        Return None if no test is due. The tests overwrite the cohort's rows.
         """
         experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
@@ -341,17 +358,19 @@ class Simulation(Executor):
             return None
         tested: dict[int, Tested] = {}
         for start in range(0, len(self.evaluated), experiment.cohort_size):
-            some = self.evaluated[start : start + experiment.cohort_size]
-            for part in self.group.gather(self.test_workers(some, round, settings.fine_tune)):
+            workers = self.evaluated[start : start + experiment.cohort_size]
+            for part in self.group.gather(self.test_workers(workers, round, settings.fine_tune)):
                 tested |= part
         samples = {worker: self.shared.data.worker_tests.size(worker) for worker in self.evaluated}
         return WorkerResults.of(round, samples, tested)
 
     def test_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
-        """Test the models of this process's share of some workers, at most as many as a cohort has.
+        """Test the models of this process's share of `workers`, and return the results by worker ID.
 
         Args:
-            fine_tune: epochs of local training of the global model, after which it is tested again; 0: none.
+            workers: worker IDs, at most as many as a cohort has.
+            round: number of the round.
+            fine_tune: epochs of local training after which the global model is tested again; 0 for no such test.
         """
         task, shared, tests = self.task, self.shared, self.worker_tests
         mine = self.members(workers, round)
@@ -365,7 +384,7 @@ class Simulation(Executor):
             if task.experiment.buffers != "local":
                 shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
-            ends = task.algorithm.has("personal_rows")  # what they keep is part of the personal model
+            ends = task.algorithm.has("personal_rows")  # the worker state is part of the personal model
             members = [
                 m._replace(steps=fine_tune * self.batch_source.steps_of_epoch(m.worker), ends=ends) for m in members
             ]
@@ -375,16 +394,16 @@ class Simulation(Executor):
         return tested
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
-        """Return the mean loss of the global model on the samples of each worker, float64 [k]."""
+        """Return the mean loss of the global model on the training samples of each of k workers, float64 [k]."""
         losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.server.row, self.shared.server.buffers
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
             with self.process.working_on(workers[place], round):
                 losses[place] = self.worker_tests.training_loss(row, buffers, workers[place], round)
-        return np.sum(self.group.gather(losses.numpy()), axis=0)  # each has zeros where the others have losses
+        return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
-        """Return the members of the cohort that this process trains, and the server if it has its own row here."""
+        """Return the workers of the cohort that this process trains, perhaps with the server's own row."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]
@@ -392,13 +411,13 @@ class Simulation(Executor):
         return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
-        """Return the context of an aggregation of the whole cohort."""
+        """Return the rows and weights for one aggregation of the whole cohort."""
         samples = [self.batch_source.size(worker) for worker in cohort]
         weights = weights_of(self.task, self.shared, cohort, samples)
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
-        """Yield the aggregations of a round of synchronous SGD: at each step, of the workers that still have data."""
+        """Yield the rows and weights of each step of synchronous SGD: those of the workers that still have data."""
         works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
         for step in range(max(schedule.steps_for(n) for schedule, n in works)):
@@ -407,37 +426,38 @@ class Simulation(Executor):
                 workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
                 weights = weights_of(self.task, self.shared, workers, samples)
                 if weights is not None and not weights.any():
-                    return  # the workers that still have data have weight 0
+                    return  # all workers that still have data have weight 0
             yield AggregationContext(active, workers, weights, (round, step))
 
     def work_of(self, cohort: Sequence[int], round: int) -> dict[int, tuple[int, int]]:
-        """Return (steps, samples) of each worker in a round."""
+        """Return the number of steps and of samples, (steps, samples), of each worker in `round`, by worker ID."""
         works = {worker: (self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort}
         return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
 
     def received_bytes(self, round: int) -> int:
-        """Return the bytes that one worker receives before it trains."""
+        """Return the bytes that each worker receives before it trains in `round`."""
         task, shared = self.task, self.shared
         row = shared.server.row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:
-        """Return the bytes that workers receive that send no update: they drop out, or only compute a loss."""
+        """Return the bytes received by workers that send no update, because they drop out or only compute a loss."""
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
         model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
         return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the time of a phase of the round, including the pending work of the device."""
+        """Return a context that measures the time of a phase, including pending work of the device."""
         with self.timer(name):
             yield
             synchronize(self.task.device)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
-        """State of this process that the next round depends on: facts, the rule's state, and columns of ranks.
+        """Return the state of this process that the next round depends on.
 
-        By value: tensors would travel as shared memory, which a killed process would leave behind.
+        The result has facts in JSON types, the states of rule and attack, and the optimizer states that ranks divide by
+        columns. Arrays are copied, because shared memory would be left behind by a killed process.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
@@ -447,10 +467,11 @@ class Simulation(Executor):
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
     ) -> None:
-        """Continue from a state that `state` returned, after the shared tensors have been restored.
+        """Restore a state that `state` returned. The shared tensors must be restored before.
 
         Args:
-            workers: those that have state, in the order of their places.
+            facts, rule, columns: result of `state`.
+            workers: IDs of the workers with a state, in the order of their rows.
         """
         self.group.load_columns(columns)
         self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in rule.items()})
@@ -459,14 +480,15 @@ class Simulation(Executor):
         if self.clock:
             self.clock.resume(facts["clock"])
         if len(facts["syncs"]) < len(self.shared.server.states):
-            # The run ended with gradients, and now has more rounds.
+            # The earlier run ended with rounds of gradients, and rounds of parameters follow.
             self.aggregator.begin_with_parameters()
 
 
 def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
-    """The workers whose models are tested: those that have test samples and are not Byzantine, or a sample of them.
+    """Return the IDs of the workers whose models are tested; an empty list if the experiment tests no workers.
 
-    Raises ExperimentError if there is none.
+    They are drawn at random, up to `worker_evaluation.workers`, without Byzantine workers and workers without test
+    samples. Raises ExperimentError if none is left.
     """
     experiment = task.experiment
     if not experiment.data.local_test_fraction:
@@ -476,17 +498,18 @@ def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
     workers = [worker for worker in drawn if tests.size(worker) and worker not in task.byzantine.fixed]
     if not workers:
         raise ExperimentError(
-            f"data.local_test_fraction = {experiment.data.local_test_fraction}: no worker has samples to test on"
+            f"data.local_test_fraction = {experiment.data.local_test_fraction}: no evaluated worker has test samples; "
+            "use a larger fraction"
         )
     return workers
 
 
 def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
-    """Mean training loss per sample.
+    """Return the mean training loss per sample over a cohort.
 
     Args:
-        losses: of each member, float64.
-        samples: the number that each member saw. Members without samples do not count.
+        losses: mean loss of each worker, float64 [n].
+        samples: number of samples that each worker processed. Workers with 0 samples do not count.
     """
     weights = torch.tensor(samples, dtype=torch.double)
     counted = weights > 0
@@ -494,26 +517,29 @@ def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
 
 
 def metrics_of(results: WorkerResults | None) -> dict[str, float]:
+    """Return the metrics of tests of single workers by name; an empty dict without tests."""
     return results.metrics() if results else {}
 
 
 def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
-    """Join the numbers that components recorded and the test metrics. Raises ExperimentError if a name is in both."""
-    if twice := sorted(of_components.keys() & of_test.keys()):
+    """Merge the metrics recorded by components with the test metrics. Raises ExperimentError if a name is in both."""
+    if duplicates := sorted(of_components.keys() & of_test.keys()):
         raise ExperimentError(
-            f"metrics: {show(twice[0])} is also recorded by a component; give the metric another label"
+            f"metrics: a component also records a number named {show(duplicates[0])}; give the metric another label"
         )
     return of_components | of_test
 
 
 def means(*logs: MetricLog) -> dict[str, float]:
-    """Return the mean of each number that components have recorded.
+    """Return the mean of each number that components recorded in a round, by name.
 
-    Raises ExperimentError if they have too many names.
+    Raises ExperimentError if there are more than `MOST_NAMES` names.
     """
     log = MetricLog()
     for part in logs:
         log.extend(part)
     if len(log) > MOST_NAMES:
-        raise ExperimentError(f"metrics: components recorded {len(log)} names in a round; must be at most {MOST_NAMES}")
+        raise ExperimentError(
+            f"metrics: components recorded {len(log)} different names in one round; must be at most {MOST_NAMES}"
+        )
     return log.means()

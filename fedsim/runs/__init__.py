@@ -1,1 +1,1 @@
-"""Running an experiment: setup, loops, recovery and resuming."""
+"""Running an experiment: setup, loops over the rounds, recovery from lost processes, and resuming."""

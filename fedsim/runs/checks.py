@@ -1,6 +1,6 @@
-"""Whether model, data, rule and machine fit each other, found out before the first round.
+"""Checks before the first round that model, data, rule and machine fit each other.
 
-Each check raises ExperimentError with the key to change.
+Each check raises ExperimentError with the setting to change.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, sho
 from fedsim.system.devices import free_memory
 
 PROBE_SAMPLES = 8
-COPIES_OF_MODEL = 3  # at least: the global row, a worker's row, and the module
+COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, and the module
 
 
 @contextlib.contextmanager
 def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
-    """Raise ExperimentError with `line_of(reason)` instead of any exception from a user's code."""
+    """Return a context in which an exception in user code becomes an ExperimentError with `line_of(reason)`."""
     try:
         yield
     except (FedsimError, torch.OutOfMemoryError):
@@ -44,32 +44,36 @@ def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
 def check_model(task: RunTask) -> None:
     """Check that the model can be built, fits into memory, and has parameters and no unexpected buffers."""
     place = task.experiment.model.setting
-    with _errors_of_user_code(lambda reason: f"{place}: cannot be made: {reason}"):
+    with _errors_of_user_code(lambda reason: f"{place}: the model cannot be created: {reason}"):
         _check_parameters(place, task)
         layout = Layout.of(task.new_module())
     if not layout.d:
-        raise ExperimentError(f"{place}: has no trainable parameters")
+        raise ExperimentError(f"{place}: the model has no trainable parameters")
     if task.experiment.buffers == "error" and layout.buffers:
         names = ", ".join(entry.name for entry in layout.buffers)
-        raise ExperimentError(f'buffers = "error": {place} has buffers ({names}); use average, local or server')
+        raise ExperimentError(
+            f'buffers = "error": {place} has buffers ({names}); set buffers to average, local or frozen'
+        )
 
 
 def check_client_algorithm(task: RunTask) -> None:
-    """Check settings against what the client algorithm needs, and what it keeps at the workers."""
+    """Check that the other settings fit the client algorithm, and the parameters that it keeps at the workers."""
     experiment = task.experiment
     task.algorithm.check_work(*task.schedule.least)
     algorithm, layout = experiment.local.setting, Layout.of(task.new_module())
     sampling = experiment.sampling.component
     if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
         raise ExperimentError(
-            f"{sampling.place}: computes losses of the global model, and with {algorithm} workers keep a part of it"
+            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part of "
+            "the model"
         )
     if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
         score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")
         personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.local_test_fraction=0.2"
         raise ExperimentError(
-            f"stop.metric = {show(experiment.stop.metric)}: tests the global model, and with {algorithm} workers keep "
-            f"a part of it; use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
+            f"stop.metric = {show(experiment.stop.metric)}: is a test of the global model, but with {algorithm} "
+            "workers keep a part of the model; "
+            f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
     if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
@@ -78,33 +82,46 @@ def check_client_algorithm(task: RunTask) -> None:
         }
         for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
             if value:
-                raise ExperimentError(f"{key}: with {algorithm} the workers send no parameters; omit it")
+                raise ExperimentError(f"{key}: workers send no parameters with {algorithm}; omit this setting")
 
 
 def _stops_by_global_model(experiment: Experiment) -> bool:
-    """Whether a test of the global model ends a run early, alone or on the samples of single workers."""
+    """Whether early stopping (the table `stop`) is active and uses a test metric of the global model."""
     name = experiment.stop.metric.removeprefix("metrics.")
-    of_tests = {each.component.label for each in experiment.metrics}
+    of_tests = {metric.component.label for metric in experiment.metrics}
     by_global = name.startswith(("test_", "validation_", "global_worker_")) or name in of_tests
     return experiment.stop.active and by_global
 
 
 def _check_parameters(place: str, task: RunTask) -> None:
-    """Check the size of the model on the meta device, which takes no memory; a user's own class is not built twice."""
+    """Check that several copies of the model fit into memory. The model is built on the meta device for this check.
+
+    Models of user code are not checked, so that they are built only once.
+    """
     if isinstance(task.experiment.model.component, Imported):
         return
-    with preserve_random_state(torch.device("cpu")), torch.device("meta"):
-        count = sum(parameter.numel() for parameter in task.experiment.model.component().parameters())
+    try:
+        with preserve_random_state(torch.device("cpu")), torch.device("meta"):
+            count = sum(parameter.numel() for parameter in task.experiment.model.component().parameters())
+    except NotImplementedError:  # a factory that reads the values of tensors, as those of RegNets do
+        return
     needed, free = COPIES_OF_MODEL * count * task.dtype.itemsize, free_memory()
     if needed > free:
         raise ExperimentError(
-            f"{place}: has {count:,} parameters; {COPIES_OF_MODEL} copies of it need {needed / 1e9:,.1f} GB, and "
-            f"{free / 1e9:,.1f} GB of memory are free"
+            f"{place}: the model has {count:,} parameters; {COPIES_OF_MODEL} copies need {needed / 1e9:,.1f} GB, but "
+            f"only {free / 1e9:,.1f} GB of memory are free; use a smaller model"
         )
 
 
 def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorded: bool) -> None:
-    """Check that the run fits into main memory. Devices report their own shortage; ranks share the rows."""
+    """Check that a run on CPUs fits into main memory. Runs on other devices and on ranks are not checked.
+
+    Args:
+        engine: class of the engine.
+        task: task of the run.
+        processes: number of processes.
+        recorded: whether the run writes records.
+    """
     experiment = task.experiment
     if task.device.type != "cpu" or engine.traits.ranks:
         return
@@ -112,22 +129,27 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
     may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
     copies = int(may_replace and experiment.process_retries > 0)
     copies += 3 if recorded and experiment.checkpoint.every != 0 else 0  # a snapshot, its bytes, and the file
-    most = 1 if engine.traits.chooses else processes  # an engine that chooses may choose one process
+    most = 1 if engine.traits.chooses else processes  # the engine `auto` may choose one process
     stacked = engine.traits.stacks and not engine.traits.chooses
     parts = memory_needed(task, d, most, stacked=stacked, copies=copies)
     needed, free = sum(parts.values()), free_memory()
     if needed > free:
-        listed = ", ".join(f"{what} {show_bytes(nbytes)}" for what, nbytes in parts.items())
+        listed = ", ".join(f"{purpose} {show_bytes(nbytes)}" for purpose, nbytes in parts.items())
         fewer = ", fewer processes" if processes > 1 else ""
         raise ExperimentError(
             f"cohort = {experiment.cohort_size}: with a model of {d:,} parameters this run needs about "
-            f"{show_bytes(needed)} of memory ({listed}), and {show_bytes(free)} are free; use a smaller cohort{fewer} "
-            "or a smaller model"
+            f"{show_bytes(needed)} of memory ({listed}), but only {show_bytes(free)} are free; use a smaller "
+            f"cohort{fewer} or a smaller model"
         )
 
 
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
-    """Check the model on a few samples of a data set: its outputs, its precision, and its number of classes."""
+    """Check that the model's outputs, precision and number of classes fit the dataset, on a few samples.
+
+    Args:
+        train, test: training and test samples.
+        dataset: name of the dataset, for error messages.
+    """
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
@@ -144,7 +166,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     attack = experiment.attack.component
     if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
         raise ExperimentError(
-            f"attack.name = {show(attack.name)}: needs class labels, one for each sample, and the targets are "
+            f"attack.name = {show(attack.name)}: needs one class label per sample, but the targets are "
             f"{described(train.targets)}; use an attack on updates, such as sign_flipping"
         )
     _check_features(task, inputs)
@@ -155,7 +177,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
 
 
 def _check_features(task: RunTask, inputs: Tensor) -> None:
-    """Check that the model has features besides its inputs, if the client algorithm compares features."""
+    """Check that the model has hidden features, if the client algorithm compares features."""
     if not task.algorithm.has("feature_loss"):
         return
     module = task.new_module().eval()
@@ -164,21 +186,27 @@ def _check_features(task: RunTask, inputs: Tensor) -> None:
     if torch.equal(recorded.of(len(inputs)), inputs.flatten(1)):
         experiment = task.experiment
         raise ExperimentError(
-            f"{experiment.model.setting}: has no hidden features, which {experiment.local.setting} compares"
+            f"{experiment.model.setting}: has no hidden layer, but {experiment.local.setting} compares hidden "
+            "features; use another model or local.algorithm"
         )
 
 
 def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
-    """Check that each operation of the model supports the lower precision."""
+    """Check that each operation of the model supports the reduced precision."""
     experiment = task.experiment
     place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
-    line = f"{place}: on {task.device} the model {name} cannot be trained in it"
+    line = f"{place}: the model {name} cannot be trained in this precision on {task.device}"
     with _errors_of_user_code(lambda reason: f"{line}: {reason}"):
         task.objective(task.new_module().train(), inputs, targets).backward()
 
 
 def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Check the rounds of workers with shards of these sizes: their batches, their steps, and their learning rates."""
+    """Check that the local work is possible: batch sizes, numbers of steps, and learning-rate schedules.
+
+    Args:
+        train: training samples.
+        sizes: number of training samples by worker ID.
+    """
     _check_smallest_batch(task, train, sizes)
     _check_steps(task, sizes)
     _check_lr_schedules(task, sizes)
@@ -186,14 +214,18 @@ def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int])
 
 
 def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Check that the model can be trained on one sample if a worker has such a batch; `sizes` of shards by worker."""
+    """Check that the model can be trained on a batch of one sample, if a worker has such a batch.
+
+    Args:
+        sizes: number of training samples by worker ID.
+    """
     experiment, schedule = task.experiment, task.schedule
-    epoch = replace(schedule, epochs=1, steps=None)  # of local training before a test of workers
-    whole = replace(epoch, drop_last=False)  # the pass of a full gradient
+    epoch = replace(schedule, epochs=1, steps=None)  # an epoch of fine-tuning before a test of workers
+    whole = replace(epoch, drop_last=False)  # the pass over all samples for a full gradient
     always = [epoch] * bool(experiment.worker_evaluation.fine_tune) + [whole] * task.algorithm.full_gradient
 
     def smallest_batch(worker: int, size: int) -> int:
-        return min(each.smallest_batch(size) for each in (schedule.longest(worker), *always))
+        return min(work.smallest_batch(size) for work in (schedule.longest(worker), *always))
 
     worker = next((k for k, size in sizes.items() if smallest_batch(k, size) == 1), None)
     if worker is None:
@@ -223,18 +255,18 @@ def _check_steps(task: RunTask, sizes: Mapping[int, int]) -> None:
 
 
 def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Check that the schedules of learning rates last to the end of the run, and of the longest round."""
+    """Check that the learning-rate schedules cover all rounds of the run and all steps of the longest round."""
     tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
-    steps = max(max(each.steps_for(size), tuned * each.batches_per_epoch(size)) for each, size in schedules)
+    steps = max(max(work.steps_for(size), tuned * work.batches_per_epoch(size)) for work, size in schedules)
     task.algorithm_at(task.experiment.rounds, task.schedule.local_steps(steps) - 1)
     task.server_at(task.experiment.rounds)
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Check that the rule can aggregate the gradients of the few workers that have data for the last step of round 1.
+    """Check that the rule can aggregate the gradients in the last step of round 1, where few workers have data left.
 
-    Cohorts of which not all workers report are checked in each round.
+    With partial participation or dropout, this check is skipped, and each round checks its cohort.
     """
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.client_dropout
@@ -248,5 +280,5 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
         experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
-        remedy = "set local.steps, so that all workers take the same number of steps"
+        remedy = "set local.steps to give all workers the same number of steps"
         raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None

@@ -1,4 +1,4 @@
-"""What fedsim finds on this machine, and what will hurt: `fedsim doctor`."""
+"""Checks of this machine for `fedsim doctor`: resources, engines, and problems with their remedies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 
 from fedsim.config.experiment import Experiment
-from fedsim.data.sources import CLASS_NAMES, default_root, lacks_files
+from fedsim.data.formats.images import CLASS_NAMES, lacks_files
+from fedsim.data.sources import default_root
 from fedsim.engines import engine as engines
 from fedsim.engines.auto import AutoEngine
 from fedsim.engines.engine import Engine
@@ -26,19 +27,19 @@ from fedsim.runs.session import Session
 from fedsim.runs.setup import prepare, processes_of
 from fedsim.system import devices, limits
 
-SHARED_BYTES = 1e9  # shared memory that experiments of usual size need at most
-LITTLE_DISK = 2e8  # bytes
+SHARED_BYTES = 1e9  # bytes of shared memory that are enough for typical experiments
+LITTLE_DISK = 2e8  # bytes of free disk space below which the disk counts as almost full
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one part of the machine.
+    """Finding of `fedsim doctor` about one part of the machine.
 
     Attributes:
-        about: the part.
-        found: one line.
-        problems: what will hurt, each with what to do about it.
-        fatal: whether fedsim cannot run.
+        about: name of the part, such as "memory".
+        found: description in one line.
+        problems: pairs of a problem and its remedy.
+        fatal: whether the problems prevent fedsim from running.
     """
 
     about: str
@@ -48,9 +49,9 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """All parts of the machine that fedsim uses, and what each engine would do with the default experiment.
+    """Yield a finding for each part of the machine that fedsim uses, and for each engine with the default experiment.
 
-    Starts no process. Cost: about a second, most of it for PyTorch's first step.
+    No process is started. Cost: about a second, mostly for PyTorch's first training step.
     """
     for look in (_cores, _memory, _gpu, _shared_memory, _open_files, _backends, _data, _folder):
         yield look()
@@ -84,8 +85,8 @@ def _gpu() -> Finding:
     try:
         torch.ones(1, device=device).add_(1).item()
     except RuntimeError as error:
-        problem = f"{device} does not compute: {one_line(error)}"
-        return Finding("GPU", str(device), [(problem, "set device=cpu, or install a PyTorch for this GPU")])
+        problem = f"a test computation on {device} failed: {one_line(error)}"
+        return Finding("GPU", str(device), [(problem, "set device=cpu, or install a PyTorch build for this GPU")])
     count, memory = torch.cuda.device_count(), show_bytes(devices.total_memory_of(device))
     return Finding("GPU", f"{devices.describe_device(device)}, {memory}" + (f", and {count - 1} more" * (count > 1)))
 
@@ -106,7 +107,7 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", f"files in main memory; {sizes}, not used")
     problems = []
     if usage.free < SHARED_BYTES:
-        problems = [(f"several processes share rows in {folder}, which is small", "docker run --shm-size=8g ...")]
+        problems = [(f"{folder}, where processes share tensors, is small", "start docker with --shm-size=8g")]
     return Finding("shared memory", sizes, problems)
 
 
@@ -115,9 +116,9 @@ def _open_files() -> Finding:
     processes = devices.usable_cores()
     needed, problems = limits.files_for(processes), []
     if most < needed:
-        problem = f"to start {processes} processes takes about {needed} open files"
-        problems = [(problem, f"ulimit -n {needed}, or set processes to less")]
-    limit = "no limit" if math.isinf(now) else f"{now} at a time (ulimit -n); fedsim may raise that to {most}"
+        problem = f"{processes} processes need about {needed} open files"
+        problems = [(problem, f"run ulimit -n {needed}, or use fewer processes")]
+    limit = "no limit" if math.isinf(now) else f"at most {now} (ulimit -n); fedsim can raise this limit to {most}"
     return Finding("open files", limit, problems)
 
 
@@ -125,19 +126,19 @@ def _backends() -> Finding:
     distributed = torch.distributed
     if not distributed.is_available():
         return Finding("backends", "none: this PyTorch has no torch.distributed, which engine=distributed needs")
-    there = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
-    return Finding("backends", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in there.items()))
+    available = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    return Finding("backends", ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in available.items()))
 
 
 def _data() -> Finding:
     root = default_root()
     missing = [name for name in CLASS_NAMES if lacks_files(name, root)]
-    there = [f"{name} {'would be downloaded' if name in missing else 'is there'}" for name in CLASS_NAMES]
+    datasets = [f"{name} {'would be downloaded' if name in missing else 'is there'}" for name in CLASS_NAMES]
     problems = []
     nearest = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     if missing and not os.access(nearest, os.W_OK):
-        problems = [(f"data sets cannot be downloaded to {root}, which cannot be written", "set FEDSIM_DATA=FOLDER")]
-    return Finding("data", f"in {root} {', '.join(there)}; mnist5k comes with fedsim", problems)
+        problems = [(f"data sets cannot be downloaded to {root}: no write permission", "set FEDSIM_DATA=FOLDER")]
+    return Finding("data", f"in {root}: {', '.join(datasets)}; mnist5k comes with fedsim", problems)
 
 
 def _folder() -> Finding:
@@ -145,9 +146,9 @@ def _folder() -> Finding:
     free = shutil.disk_usage(folder).free
     problems = []
     if not os.access(folder, os.W_OK):
-        problems = [("runs cannot be written to this folder", "change the folder, or use fedsim run --out FOLDER")]
+        problems = [("no write permission in this folder", "change to another folder, or use fedsim run --out FOLDER")]
     elif free < LITTLE_DISK:
-        problems = [("the disk of this folder is almost full", "make room, or use fedsim run --out FOLDER")]
+        problems = [("the disk of this folder is almost full", "free some space, or use fedsim run --out FOLDER")]
     return Finding("this folder", f"{folder}, {show_bytes(free)} free on its disk", problems)
 
 
@@ -158,28 +159,28 @@ def _engines() -> Iterator[Finding]:
             with prepare(Experiment(engine="serial"), session) as (task, engine):
                 for registration in engines:
                     if not registration.target.traits.ranks:
-                        yield Finding(f"engine={registration.name}", _what_it_does(registration.name, task, engine))
+                        yield Finding(f"engine={registration.name}", _engine_plan(registration.name, task, engine))
     except FedsimError as error:
         problem = f"the default experiment cannot run: {first_line(error)}"
-        yield Finding("engines", "none works", [(problem, "fedsim run --dry-run")], fatal=True)
+        yield Finding("engines", "none works", [(problem, "run fedsim run --dry-run for details")], fatal=True)
 
 
-def _what_it_does(name: str, task: RunTask, serial: Engine) -> str:
+def _engine_plan(name: str, task: RunTask, serial: Engine) -> str:
     experiment, shared = Experiment(engine=name), serial.shared
     processes, traits = processes_of(experiment, task.device), engines.get(name).target.traits
     if traits.chooses:
         plan = AutoEngine(
             processes, experiment.threads_per_process, experiment.timeout, experiment.start_method
         ).choose(task, shared)
-        how = "stacks of rows" if plan.stacked else "one row at a time"
-        return f"{_count(plan.processes)}, {how}, since {plan.reason}"
+        how = "stacks of workers" if plan.stacked else "one worker at a time"
+        return f"{_count(plan.processes)}, {how}, because {plan.reason}"
     if not traits.stacks:
-        return f"{_count(processes)}, one row at a time"
+        return f"{_count(processes)}, one worker at a time"
     try:
         width = stacked(task, shared, processes, experiment.threads_per_process)[1]["width"]
     except ExperimentError as error:
         return first_line(error)
-    return f"{_count(processes)}, stacks of up to {width} rows"
+    return f"{_count(processes)}, stacks of up to {width} workers"
 
 
 def _count(processes: int) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a run before its first round."""
+"""Facts about a run that are known before its first round."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ class RunFacts:
     """Facts about a run that are known before its first round.
 
     Attributes:
-        device: its description.
-        how: the choices of the engine, such as the number of processes.
-        arithmetic: the precision of the device, for the record.
-        parameters: of the model.
-        train_samples, test_samples: of the data set, without those held out.
-        validation_samples: held out of the training samples.
-        sampled_workers: the workers that `label_counts` describes, of a virtual population; None: all of them.
-        label_counts: samples of each class, int [workers, classes]; of one class if targets are no labels.
-        byzantine: the Byzantine workers; empty if each round draws its own.
-        record_bytes: the approximate size of the large files that the run writes.
-        done: rounds that a resumed run has finished before.
+        device: description of the device.
+        how: choices of the engine, such as the number of processes.
+        arithmetic: floating-point precision settings of the device.
+        parameters: number of parameters of the model.
+        train_samples, test_samples: number of training and test samples, without validation samples.
+        validation_samples: number of validation samples, which are held out of the training samples.
+        sampled_workers: IDs of the workers that `label_counts` describes, if the population is virtual and large; None
+            for all workers.
+        label_counts: number of samples per worker and class, int [workers, classes]; [workers, 1] if the targets are
+            not class labels.
+        byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
+        record_bytes: approximate size in bytes of the large files that the run writes.
+        done: number of rounds that were finished before a resumed run continues.
     """
 
     device: str
@@ -48,7 +50,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
-        """Return the facts of a run whose engine has begun."""
+        """Return the facts of a run whose engine has begun the task."""
         shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
@@ -73,11 +75,11 @@ class RunFacts:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """The number of samples of each worker that `label_counts` describes."""
+        """Number of samples of each worker that `label_counts` describes."""
         return self.label_counts.sum(1).tolist()
 
     def for_record(self) -> dict[str, Any]:
-        """Return the facts for `environment.json`."""
+        """Return the facts in JSON types, for `environment.json`."""
         return {
             "device": self.device,
             "arithmetic": self.arithmetic,
@@ -93,7 +95,7 @@ class RunFacts:
 
 
 def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
-    """Return the choices of the engine."""
+    """Return how the engine computes the run, such as the number of processes, for the run record."""
     race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
     how = (race if experiment.mode == "race" else {}) | engine.facts()
     if engine.shared.server.row.device.type == "cuda":
@@ -102,7 +104,7 @@ def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
 
 
 def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
-    """Return the number of rows [d] in the files of a run."""
+    """Return the number of flat parameter vectors [d] that the files of a run contain."""
     rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
     if experiment.checkpoint.every != 0:
         rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size

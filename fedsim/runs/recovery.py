@@ -1,7 +1,7 @@
-"""Recovery from lost worker processes (`process_retries`).
+"""Recovery from lost processes (`process_retries`).
 
-A round depends only on the state after the round before. If a process is lost, that state is restored, new processes
-are started, and the round is repeated, with bitwise the same result.
+A round depends only on the state after the previous round. If a process is lost, this state is restored, new processes
+are started, and the round is repeated. The result is bit-identical to a run without the loss, except in races.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ STARTED = "its processes have been started"
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
     """Return a loop that repeats each round in which a process is lost.
 
-    `loop` itself without `process_retries` or without processes.
+    If `process_retries` is 0, or the engine has no processes to lose, return `loop` itself.
 
-    `note` is called for every process that was lost and replaced.
+    Args:
+        note: function that is called for every process that was lost and replaced.
     """
     if not (experiment.process_retries and engine.backend.can_lose_processes):
         return loop
@@ -34,10 +35,10 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
 
 
 class RecoveringLoop:
-    """A loop that repeats a round in which a process is lost, at most `process_retries` times.
+    """Loop that repeats a round in which a process is lost, at most `process_retries` times.
 
-    The same holds for calls between rounds. It keeps a copy of the state before the current round, on the GPU if that
-    has enough memory, since copies there are fast.
+    Other calls, such as tests between rounds, are repeated too. The loop stores a copy of the state before the current
+    round, on the GPU if there is enough memory, because copies on the GPU are fast.
     """
 
     def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:
@@ -50,7 +51,7 @@ class RecoveringLoop:
         self.state()
 
         def call() -> tuple[RoundRecord, Snapshot]:
-            return self._loop.run_round(round), self._loop.state()  # this too may lose a process
+            return self._loop.run_round(round), self._loop.state()  # reading the state may also lose a process
 
         then = f", and round {round} is done again"
         record, self._before = self._repeated(call, f"round {round} has been tried", round, then)
@@ -75,9 +76,11 @@ class RecoveringLoop:
         self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
     def _repeated(self, call: Callable[[], T], action: str, round: int, then: str = "") -> T:
-        """Return the result of `call`, repeated after a loss on new processes and from the state before.
+        """Return the result of `call`. After the loss of a process, repeat it with new processes and the old state.
 
-        See `retried`.
+        Args:
+            action: as `attempted` of `retried`.
+            round, then: as for `announce`.
         """
 
         def attempt(number: int) -> T:

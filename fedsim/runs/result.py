@@ -1,4 +1,4 @@
-"""The result of a run: what `fedsim.run` returns, and what `fedsim.load_run` reads from a folder."""
+"""Result of a run, as returned by `fedsim.run` or read from a run folder by `fedsim.load_run`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run.
+    """Result of a run.
 
     Attributes:
-        experiment: the resolved experiment.
+        experiment: experiment with all settings resolved.
         history: one record per round.
-        model: the global model, on the CPU, in evaluation mode.
-        global_row: its parameters as one row [d], on the CPU.
-        folder: the run folder; None without one.
-        stopped: why the run ended before its last round (the table `stop`, `StopRun`, or
-            divergence); None if it did not.
+        model: global model, on the CPU, in evaluation mode.
+        global_row: parameters of the global model as one flat vector [d], on the CPU.
+        folder: run folder; None if no records were written.
+        stopped: reason why the run ended before its last round (the table `stop`, `StopRun`, or divergence); None if
+            the run was not stopped.
 
     >>> import fedsim
     >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
@@ -58,20 +58,20 @@ class Result:
 
     @property
     def test_accuracy(self) -> float | None:
-        """Accuracy after the last round; None of a task without accuracy."""
+        """Test accuracy of the global model after the last round; None if the task has no accuracy."""
         return self.history[-1].test_accuracy
 
     @property
     def test_loss(self) -> float | None:
-        """Loss after the last round."""
+        """Test loss of the global model after the last round."""
         return self.history[-1].test_loss
 
     def to_dataframe(self) -> DataFrame:
         """Return the numbers of each round as a pandas data frame with one row per round.
 
-        The columns are `round`, `test_accuracy`, `test_loss`, `train_loss`, and the other numbers that the records
-        hold, under the names that `stop.metric` and `--metric` use: `metrics.top_k`, `seconds.train`, `bytes_up`. NaN
-        stands for a number that a round does not have. Raises MissingPackageError without pandas.
+        The columns are `round`, `test_accuracy`, `test_loss`, `train_loss`, and all other numbers in the records, with
+        the names that `stop.metric` and `--metric` use, such as `metrics.top_k`, `seconds.train` or `bytes_up`. Missing
+        numbers are NaN. Raises MissingPackageError if pandas is not installed.
         """
         return to_frame(round_rows(self.history), "Result.to_dataframe")
 
@@ -84,12 +84,12 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows for this result."""
         return result_html(self)
 
 
 class StoredResult(Result):
-    """The result of a run in a folder; `model` and `global_row` are read when they are first used."""
+    """Result of a run that is read from its folder. `model` and `global_row` are read on first use."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         run = Run.read(folder)
@@ -106,21 +106,23 @@ class StoredResult(Result):
     @functools.cached_property
     def global_row(self) -> Tensor:
         assert self.folder is not None
-        stored = _stored_model(self.experiment, self.folder)  # `model` may have been trained further
+        stored = _stored_model(self.experiment, self.folder)  # the user may have changed `model`
         return Layout.of(stored).read(stored)
 
 
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
-    """Return the result of a run from its folder, as `fedsim.run` returned it; of an unfinished run, its rounds so far.
+    """Load the result of a run from its folder, as `fedsim.run` returned it.
 
-    The model is read when it is first used. Nothing in the folder is changed, and no code of it is executed.
+    The result of an unfinished run has the rounds so far. The model is read on first use. Nothing in the folder is
+    changed, and no code in it is executed.
 
     Args:
-        folder: of the run.
-        allow_imports: whether its experiment may name anything that can be imported; see `load_experiment`.
+        folder: run folder.
+        allow_imports: whether the experiment may use any importable object; see `load_experiment`.
 
-    Raises RecordError if the folder holds no run, no finished round or damaged files, and ExperimentError if its
-    experiment is invalid or names what may not be imported. `model` raises RecordError if the run kept no model.
+    Raises RecordError if the folder has no run, no finished round or damaged files, and ExperimentError if its
+    experiment is invalid or needs an import that is not allowed. The attribute `model` raises RecordError if the run
+    did not save a model.
 
     >>> import fedsim, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -133,9 +135,13 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
 
 
 def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
-    """Return the trained model of a finished run, on the CPU and in evaluation mode.
+    """Load the trained model of a finished run, on the CPU and in evaluation mode.
 
-    Args and errors are those of `load_run`.
+    Args:
+        folder: run folder.
+        allow_imports: whether the experiment may use any importable object; see `load_experiment`.
+
+    Raises the same errors as `load_run`, and RecordError if the run did not save a model.
 
     >>> import fedsim, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -150,14 +156,14 @@ def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
     path = folder / EXPERIMENT
     if not is_file(path):
         raise RecordError(f"{folder}: is not a run folder (no {EXPERIMENT})")
-    read_toml(path, inside=folder)  # refuses a link that leads out of the folder
+    read_toml(path, inside=folder)  # raises an error for a link that leads out of the folder
     return load_experiment(path, allow_imports=allow_imports)
 
 
 def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
     path = folder / MODEL
     if not is_file(path):
-        raise RecordError(f"{path}: no such file; the run is not finished, or records.model is false")
+        raise RecordError(f"{path}: does not exist, because the run is not finished or records.model is false")
     model = experiment.model.model_copy(update={"weights": None})  # this file replaces them
     module = task_of(experiment.model_copy(update={"model": model}), torch.device("cpu")).new_module()
     load_weights(module, path, str(path), RecordError)

@@ -1,4 +1,7 @@
-"""Resuming an interrupted run from its newest intact checkpoint, with bitwise the same results."""
+"""Resuming an interrupted run from its newest intact checkpoint.
+
+Results are bit-identical to an uninterrupted run, except in races.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
 from fedsim.runs.rounds import Rounds
 
-# Exceptions of a loop that is given the checkpoint of another run; files may hold anything.
+# Exceptions that a loop may raise for the checkpoint of another run or a manipulated file.
 UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 
-State = tuple[int, Snapshot]  # the last finished round, and the state after it
+State = tuple[int, Snapshot]  # (last finished round, state after this round)
 
 
 NO_EFFECT = (  # keys that do not change results
@@ -34,17 +37,17 @@ NO_EFFECT = (  # keys that do not change results
     *("checkpoint.every", "checkpoint.keep", "process_retries", "worker_state_memory"),
     *("records.figures", "records.tensorboard", "records.loggers"),
 )
-LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only say when a run ends
+LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only determine when a run ends
 
 
 class ResumeState:
-    """The records and checkpoints of the earlier part of a run; some checkpoints may be damaged.
+    """Records and checkpoints of the earlier part of a run. Some checkpoints may be damaged.
 
     Args:
-        folder: of the run; None without a folder, and in ranks other than the first.
-        experiment: what is run now.
+        folder: run folder; None without a folder, and in ranks other than rank 0.
+        experiment: experiment to run now.
 
-    Raises ExperimentError, with a line for each difference, if the folder holds another experiment.
+    Raises ExperimentError, with a line for each difference, if the folder contains another experiment.
     """
 
     def __init__(self, folder: RunFolder | None, experiment: Experiment) -> None:
@@ -60,7 +63,10 @@ class ResumeState:
             _warn_of_other_software(folder)
 
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with the earlier choices of its engine (`auto`, widths), on which rounding depends."""
+        """Return the experiment with the engine choices of the earlier part, which affect rounding.
+
+        The choices are, for example, the engine that `auto` chose and the width of stacks.
+        """
         newest = self.newest()
         if newest is None or engines.get(experiment.engine).target.traits.ranks:
             return experiment
@@ -68,7 +74,10 @@ class ResumeState:
         return _with_choices(experiment, choices if isinstance(choices, dict) else {})
 
     def restore(self, rounds: Rounds) -> int:
-        """Restore the run from the newest usable checkpoint; the number of finished rounds, 0 without a checkpoint."""
+        """Restore the run from the newest usable checkpoint.
+
+        Return the number of finished rounds; 0 if there is no usable checkpoint.
+        """
         start = rounds.loop.state()
         while (checkpoint := rounds.engine.broadcast(self.newest())) is not None:
             round, state = checkpoint
@@ -86,20 +95,20 @@ class ResumeState:
         return round
 
     def newest(self) -> State | None:
-        """Return the newest state that can be read and has the records of all its rounds; None if there is none."""
+        """Return the newest readable checkpoint whose rounds are all on record, as (round, state); None without one."""
         while self._newest is None and self._candidates:
             round = self._candidates[0]
             try:
                 if round > len(self.records):
-                    raise RecordError(f"only {len(self.records)} rounds are on record")
+                    raise RecordError(f"only {len(self.records)} rounds are on record")  # the record file was cut
                 self._newest = round, self.checkpoints.read(round)
             except RecordError as error:
                 self._refuse(str(error))
         return self._newest
 
     def _refuse(self, why: str) -> None:
-        """Skip the newest checkpoint, with a warning."""
-        if self._candidates:  # only the first rank has them
+        """Skip the newest checkpoint, and warn with the reason."""
+        if self._candidates:  # empty in ranks other than rank 0
             round = self._candidates.pop(0)
             then = f"round {self._candidates[0]} is tried instead" if self._candidates else "the run starts again"
             warnings.warn(f"checkpoint of round {round}: {why}; {then}", FedsimWarning, stacklevel=2)
@@ -107,9 +116,9 @@ class ResumeState:
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with the keys that it leaves open set as in a checkpoint.
+    """Return the experiment, with engine settings that it leaves open taken from a checkpoint's `choices`.
 
-    Other values of a file are ignored.
+    Invalid values in `choices` are ignored.
     """
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
@@ -141,29 +150,33 @@ def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: 
 
 
 def _warn_of_other_software(folder: RunFolder) -> None:
-    """Warn if the run began with other software or on another kind of processor: rounding may differ."""
+    """Warn if the run began with other software versions or on another type of CPU, because rounding may differ."""
     before, here = folder.environment(), describe_environment()
     differences = [
-        f"{name} {cut(str(there[key]))} there, {now[key]} here"
-        for name, key, there, now in (
+        f"{name} was {cut(str(earlier[key]))}, now {now[key]}"
+        for name, key, earlier, now in (
             ("fedsim", "fedsim", before, here),
             ("torch", "torch", before.get("packages"), here["packages"]),
             ("processor", "cpu_capability", before, here),
         )
-        if isinstance(there, dict) and key in there and there[key] != now[key]
+        if isinstance(earlier, dict) and key in earlier and earlier[key] != now[key]
     ]
     if differences:
-        warnings.warn(
-            f"{folder.path}: {', '.join(differences)}: results may differ in the last bits", FedsimWarning, stacklevel=2
-        )
+        line = f"{folder.path}: results may differ in the last bits, because {', '.join(differences)}"
+        warnings.warn(line, FedsimWarning, stacklevel=2)
 
 
 def differences_of(
     there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str] = NO_EFFECT
 ) -> list[str]:
-    """Return a line for each key with different values in two resolved experiments: `rounds: 5 there, 10 here`.
+    """Return a line for each key with different values in two resolved experiments, as `rounds: 5 there, 10 here`.
 
-    The parameters of two different components are not compared.
+    If the experiments use different components, the parameters of these components are not compared.
+
+    Args:
+        there: settings of the first experiment.
+        here: settings of the second experiment.
+        ignored: keys that are not compared.
     """
     first, second = dict(leaves_of(there)), dict(leaves_of(here))
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key) and key not in ignored]

@@ -1,4 +1,4 @@
-"""The rounds of a prepared run, whatever its mode and engine."""
+"""Rounds of a prepared run, for any mode and engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fedsim.runs.setup import prepare
 
 
 class Rounds:
-    """The rounds of one run, whatever its engine and mode, for `fedsim.run` and its callbacks.
+    """Rounds of one run with any engine and mode, for `fedsim.run` and its callbacks.
 
     Attributes:
-        loop: the rounds of the experiment's mode, which are repeated if a process is lost.
-        engine: trains the rows; gives the values of the first rank to all ranks.
-        run_round: runs one round, counted from 1, and returns its record.
-        facts: what is known before the first round.
-        tests: the newest tests of single workers; None if there are none.
+        loop: loop of the experiment's mode, which repeats a round if a process is lost.
+        engine: engine that computes the run.
+        run_round: function that runs one round (counted from 1) and returns its record.
+        facts: facts about the run that are known before the first round.
+        tests: latest tests of single workers; None if there are none.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Rounds:
         self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self.loop.run_round
 
     def _run_or_end(self, round: int) -> RoundRecord:
-        """Run one round; if it diverges, restore the global model before it, and return a record with its tests.
+        """Run one round. If it diverges, restore the global model of the round before, and return a record of its test.
 
-        Cost: a copy of the global row and buffers for each round, on their device.
+        Cost: one copy of the global parameters and buffers per round, on their device.
         """
         engine, shared = self.engine, self.engine.shared
         before = shared.server.row.clone(), shared.server.buffers.clone()
         try:
             return self.loop.run_round(round)
         except DivergedError as error:
-            if not engine.backend.at_work:  # a pool closes if one of its processes raises an error
+            if not engine.backend.at_work:  # an error in one of its processes has closed the pool
                 engine.backend.replace_processes()
             shared.server.row.copy_(before[0])
             shared.server.buffers.copy_(before[1])
@@ -71,11 +71,11 @@ class Rounds:
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
     def tests_after(self, round: int) -> WorkerResults | None:
-        """Return the tests of single workers after a round; None if there are none."""
+        """Return the tests of single workers after `round`; None if there were no tests in this round."""
         return self.tests if self.tests and self.tests.round == round else None
 
     def model(self) -> nn.Module:
-        """Return the global model as a module of its own, on the CPU and in evaluation mode."""
+        """Return a copy of the global model, on the CPU and in evaluation mode."""
         module, shared = self._task.new_module(), self.engine.shared
         layout = Layout.of(module)
         layout.write(shared.server.row, module)
@@ -84,13 +84,14 @@ class Rounds:
 
     @property
     def global_row(self) -> Tensor:
-        """A copy of the parameters of the global model as one row [d], on the CPU."""
+        """Copy of the global model's parameters as one flat vector [d], on the CPU."""
         return self.engine.shared.server.row.cpu().clone()
 
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
-        """Return the inputs of the rule in the round that has just ended, on the CPU; see `RunFolder.updates`.
+        """Return the inputs of the aggregation rule in the latest round, on the CPU, by name; see `RunFolder.updates`.
 
-        In rounds of gradients they are the gradients of the last step. In ranks that write nothing the result is empty.
+        In rounds that aggregate gradients, these are the gradients of the last step. Ranks that write no records return
+        an empty dict.
         """
         shared, task, cohort = self.engine.shared, self._task, record.cohort
         gathered = self.engine.backend.round_rows(cohort, record.round)
@@ -113,7 +114,7 @@ class Rounds:
         return {name: tensor.cpu().clone() for name, tensor in updates.items()}
 
     def release(self) -> None:
-        """Drop the references to tensors, because the engine frees its memory when it leaves the task."""
+        """Delete the references to the engine's tensors, so that the engine can free their memory."""
         del self.run_round, self.loop, self.engine
 
     def _keep_tests(self, tests: WorkerResults) -> None:
@@ -130,11 +131,11 @@ def prepared_rounds(
     scratch: str | None = None,
     keep_log: Callable[[bytes], object] | None = None,
 ) -> Iterator[Rounds]:
-    """Prepare a run, and yield its rounds. Release them at the end of the block.
+    """Return a context that prepares a run, provides its `Rounds`, and releases them at the end.
 
     Args:
-        experiment, session, note, on_setup, scratch: see `prepare`.
-        keep_log: receives the log of a race.
+        experiment, session, note, on_setup, scratch: as for `prepare`.
+        keep_log: function that receives the log of a race.
     """
     with prepare(experiment, session, note, on_setup, scratch=scratch) as (task, engine):
         rounds = Rounds(experiment, task, engine, note, keep_log)

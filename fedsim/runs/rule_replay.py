@@ -1,4 +1,4 @@
-"""Applying many rules to the stored updates of one round: `fedsim replay`."""
+"""Application of several aggregation rules to the stored updates of one round, for `fedsim replay`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fedsim.records.run_folder import EXPERIMENT
 from fedsim.system.files import is_file, require_regular, to_json
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
-MOST_BYTES = 2**40  # of a file of updates, which is memory-mapped
+MOST_BYTES = 2**40  # maximum size of a file of updates, which is memory-mapped
 FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
-STORED = {  # name: dtypes and shape; `root` and `losses` only for rules that take them
+STORED = {  # dtypes and shape by name; `root` and `losses` are only stored for rules that use them
     "updates": (FLOATS, "nd"),
     "workers": (WHOLE, "n"),
     "samples": (WHOLE, "n"),
@@ -38,20 +38,21 @@ STORED = {  # name: dtypes and shape; `root` and `losses` only for rules that ta
     "cohort_weights": (FLOATS, "n"),
 }
 OPTIONAL = {"root", "losses", "cohort_weights"}
-CHOSEN = 1e-6  # a row is chosen if its coefficient is more than this fraction of the largest
+CHOSEN = 1e-6  # a worker counts as chosen if its coefficient exceeds this fraction of the largest coefficient
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a rule on a stored round.
+    """Result of one aggregation rule on a stored round.
 
     Attributes:
-        rule: its name and parameters.
-        update: [d].
-        shares: the coefficient of each worker's row, by worker; None if the rule has no coefficients.
-        byzantine_share: the fraction of the absolute coefficients that Byzantine workers have; None likewise.
-        distance: |update - honest mean|.
-        angle: between the update and the honest mean, in degrees; NaN if one of them is zero.
+        rule: name and parameters of the rule.
+        update: aggregated update [d].
+        shares: coefficient of each worker's update, by worker ID; None if the rule is not a linear combination.
+        byzantine_share: share of the Byzantine workers in the sum of absolute coefficients; None without coefficients.
+        distance: Euclidean distance between the aggregated update and the mean of the honest updates.
+        angle: angle between the aggregated update and the mean of the honest updates, in degrees; NaN if one of them
+            is zero.
         seconds: time of the rule, without the Gram matrix that the rules share.
     """
 
@@ -65,7 +66,7 @@ class Replayed:
 
     @property
     def chosen(self) -> list[int] | None:
-        """The workers whose rows have a coefficient."""
+        """IDs of the workers whose updates have a nonzero coefficient; None without coefficients."""
         if self.shares is None:
             return None
         most = max((abs(share) for share in self.shares.values()), default=0.0)
@@ -74,7 +75,13 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StoredRound:
-    """The inputs of the rule in one round; see `RunFolder.updates`."""
+    """Stored inputs of the aggregation rule in one round; see `RunFolder.updates`.
+
+    Attributes:
+        experiment: experiment of the run.
+        round: number of the round.
+        tensors: inputs by name, such as "updates" [n, d].
+    """
 
     experiment: Experiment
     round: int
@@ -82,48 +89,51 @@ class StoredRound:
 
     @property
     def workers(self) -> list[int]:
+        """IDs of the workers that sent an update."""
         return self.tensors["workers"].tolist()
 
     @property
     def byzantine(self) -> list[int]:
-        """The Byzantine workers among them."""
+        """IDs of the Byzantine workers that sent an update."""
         return self.tensors["workers"][self.tensors["byzantine"]].tolist()
 
     @property
     def honest_mean(self) -> Tensor:
+        """Mean of the honest workers' updates, float64 [d]."""
         return self.tensors["updates"][~self.tensors["byzantine"]].double().mean(0)
 
 
 def stored_rounds(folder: str | Path) -> list[int]:
-    """Return the rounds of a run whose updates are stored, ascending."""
+    """Return the numbers of the rounds whose updates are stored in the run folder, in ascending order."""
     return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
 
 
 def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
-    """Return a stored round of a run.
+    """Load the stored updates of one round of a run.
 
     Args:
-        folder: of the run.
-        round: its number; None: the last stored one.
-        allow_imports: whether the run's experiment may name anything that can be imported; see `load_experiment`.
+        folder: run folder.
+        round: number of the round; None for the last stored round.
+        allow_imports: whether the run's experiment may use any importable object; see `load_experiment`.
 
-    Raises RecordError if the folder has no such round, or a damaged one.
+    Raises RecordError if the updates of this round are missing or damaged.
     """
     folder = Path(folder)
     if not is_file(folder / EXPERIMENT):
         raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
     rounds = stored_rounds(folder)
     if not rounds:
-        raise RecordError(f"{folder}: has no stored updates; set records.updates=[1,5], for example")
+        raise RecordError(f"{folder}: has no stored updates; run it with records.updates=[1,5], for example")
     round = rounds[-1] if round is None else round
     if round not in rounds:
-        raise RecordError(f"{folder}: has the updates of rounds {', '.join(map(str, rounds))}, not of {round}")
+        stored = ", ".join(map(str, rounds))
+        raise RecordError(f"{folder}: has no updates of round {round}; stored rounds: {stored}")
     path = folder / f"updates-{round:05d}.safetensors"
     experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
     try:
         require_regular(path, MOST_BYTES, inside=folder)
         tensors = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a dtype that PyTorch lacks
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a dtype that PyTorch does not support
         raise RecordError(f"{path}: cannot be read: {cut(str(error))}") from None
     if problem := _problem_with(tensors, experiment):
         raise RecordError(f"{path}: {problem}")
@@ -131,7 +141,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
-    """Return the first difference from the tensors that `RunFolder.updates` writes; None if there is none."""
+    """Return the first problem with the names, shapes and values of the stored tensors; None if they are valid."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):
@@ -147,23 +157,23 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
             return f"{cut(name)}: must be {kinds[0]} {wanted}, not {actual}".replace("torch.", "")
     workers = tensors["workers"]
     if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
-        return f"workers: must be {n} different ones, from 0 to {experiment.workers - 1}"
+        return f"workers: must be {n} different worker IDs, from 0 to {experiment.workers - 1}"
     if int(tensors["samples"].min()) < 0:
         return "samples: must be at least 0"
     return None
 
 
 def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
-    """Apply each rule to a stored round.
+    """Apply each of several aggregation rules to the updates of a stored round, and return one result per rule.
 
-    f and weights are those of the experiment, rules that use distances share one Gram matrix, a rule with state starts
-    with a new one, and rows that are not finite are excluded.
+    f (the assumed number of Byzantine workers) and the weights are those of the experiment. Rules that use distances
+    share one Gram matrix. Rules with state start from their initial state. Updates with NaN or infinity are excluded.
 
     Args:
-        stored: the round.
-        rules: names, lists as in `aggregate.rule`, or tables.
+        stored: stored round.
+        rules: each rule is a name, a list as in `aggregate.rule`, or a table with the key "rule".
 
-    Raises ExperimentError for an unknown rule, or one whose constraint does not hold, before any rule runs.
+    Raises ExperimentError, before any rule runs, if a rule is unknown or its constraint does not hold.
     """
     pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
     for pipeline in pipelines:
@@ -180,7 +190,10 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
 
 def applicable_rules(stored: StoredRound) -> list[str]:
-    """Return the names of all rules that need no parameter but f, and whose inputs are stored in sufficient number."""
+    """Return the names of all rules that can be applied to a stored round without parameters other than f.
+
+    The round must contain all inputs of the rule, and enough workers.
+    """
     names = []
     for registration in rules_by_name:
         required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
@@ -197,7 +210,7 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
     if isinstance(rule, dict):
         rule, params = rule.get("rule"), {name: value for name, value in rule.items() if name != "rule"}
     if not isinstance(rule, (str, list)):
-        raise ExperimentError(f"rules: {show(rule)} is not a rule; give a name, or a list of names and tables")
+        raise ExperimentError(f"rules: {show(rule)} is not a rule; use a name, or a list of names and tables")
     return make_pipeline(resolve(rule, params, background={"f": f}))
 
 
@@ -248,7 +261,7 @@ def _measured(
 
 
 def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
-    """Return the results as a table; lines longer than `columns` are wrapped."""
+    """Return the results as a text table. Lines longer than `columns` characters are wrapped."""
     width = max(len("rule"), *(len(result.rule) for result in results))
     lines = [
         f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
@@ -266,7 +279,7 @@ def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int 
 
 
 def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
-    """Return the results as JSON, without the updates themselves."""
+    """Return the results as JSON text, without the aggregated updates."""
     fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
     rules = [{field: getattr(result, field) for field in fields} for result in results]
     return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})

@@ -46,34 +46,37 @@ def run(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Result:
-    """Run an experiment.
+    """Run an experiment, and return its result.
 
         fedsim.run(rounds=3, model="2nn", local={"lr": 0.1})
         fedsim.run("experiment.toml", "folder", rounds=3)
 
     Args:
-        experiment: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the
-            name of an experiment that comes with fedsim, or None for the default experiment. A name may be the object
-            itself, as a class for the model; see docs/how-to/own-components.md.
-        out: a new or empty folder for the records; None: no records are written.
-        resume: continue the interrupted run of this experiment in `out`, with bitwise the same results, or a finished
-            one for more rounds. If `out` is new, the run starts.
+        experiment: Experiment, dict of settings (keys may be dotted: {"local.lr": 0.1}), path of a TOML or YAML file,
+            name of an experiment that comes with fedsim, or None for the default experiment. Wherever a setting names a
+            component, it may also be the object itself, such as a model class; see docs/how-to/own-components.md.
+        out: new or empty folder for the records; None to write no records.
+        resume: whether to continue the interrupted run of this experiment in `out`, or a finished run for more rounds.
+            Results are bit-identical to an uninterrupted run, except in races. If `out` is new, the run starts from
+            round 1.
         callbacks: objects whose methods are called before the first round, after each round, and at the end; see
             `fedsim.Callback`.
-        on_setup: called with the name of each step before the first round, such as "loading the data set mnist".
-        on_start: called with the `RunFacts` before the first round.
-        on_round: called with the `RoundRecord` of each round, after it is on record. If it raises `StopRun`, the run
-            ends after this round; any other exception ends it without a result. Of several ranks, the first decides.
-        session: the engine and the data that this run shares with other runs; None: it has its own.
-        progress: print a line for each round, as the command line does. None: show a bar and a curve in a notebook,
-            nothing elsewhere.
-        allow_imports: whether a file may name anything that can be imported; see `load_experiment`.
-        changes: keys of the experiment to change. A table changes only the keys that it has.
+        on_setup: function that is called with the name of each step before the first round, such as "loading the data
+            set mnist".
+        on_start: function that is called with the `RunFacts` before the first round.
+        on_round: function that is called with each round's `RoundRecord`, after the record is written. If the function
+            raises `StopRun`, the run ends after this round. Any other exception ends the run without a result. With
+            several ranks, only rank 0 decides.
+        session: engine and data to share with other runs; None for an engine and data of its own.
+        progress: whether to print a line for each round, as the command line does. None shows a progress bar and a
+            curve in a notebook, and nothing elsewhere.
+        allow_imports: whether an experiment file may use any importable object; see `load_experiment`.
+        changes: settings to change. A dict changes only the keys that it contains.
 
     Raises:
-        ExperimentError: the experiment cannot be run.
-        DataError: its data is missing.
-        RecordError: the folder holds something else, or cannot be written.
+        ExperimentError: the experiment is invalid or cannot be run on this machine.
+        DataError: the data is missing or invalid.
+        RecordError: the folder has other content, or cannot be written.
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
@@ -82,7 +85,7 @@ def run(
             experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
             current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
         except ExperimentError as error:
-            raise error.with_traceback(None) from error.__cause__  # frames within fedsim are of no help
+            raise error.with_traceback(None) from error.__cause__  # stack frames within fedsim would not help the user
         for line in warnings_about(experiment) if _is_main(experiment) else ():
             warnings.warn(line, SettingWarning, stacklevel=2)
         for callback in callbacks:
@@ -109,9 +112,9 @@ def _prepared(
     session: Session | None,
     progress: bool | None,
 ) -> tuple[CurrentRun, list[Callback]]:
-    """Prepare a run for its first round, or for the round after those of its folder; with its callbacks in order."""
+    """Prepare a run for its first round, or for its next round if it is resumed. Return the run and its callbacks."""
     if resume and out is None:
-        raise ExperimentError("resume = True: needs `out`, the folder of the run to resume")
+        raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
     is_main, path = _is_main(experiment), None if out is None else Path(out)
     display = display_of(experiment, path, progress if is_main else False)
     stack.enter_context(display)
@@ -139,7 +142,7 @@ def _prepared(
         ),
         folder=folder,
         recorded=path is not None,
-        ended=stop_reason(past.records, experiment.stop),  # in an earlier session, perhaps after the last checkpoint
+        ended=stop_reason(past.records, experiment.stop),  # an earlier session may have ended the run
     )
     rounds = current.rounds
     done = past.restore(rounds) if resume else 0
@@ -158,7 +161,7 @@ def _prepared(
 
 
 def _is_main(experiment: Experiment) -> bool:
-    """Whether this process writes the records: the first rank does, and every process without ranks."""
+    """Whether this process writes the records. With several ranks, only rank 0 does."""
     return engines.get(experiment.engine).target.is_main()
 
 

@@ -1,4 +1,4 @@
-"""The engine and the data that consecutive runs share, so that only the first run has to start processes."""
+"""Session: an engine and datasets that consecutive runs share, so that only the first run starts processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedsim.engines import Engine
 from fedsim.engines import engine as engines
 from fedsim.errors import FedsimError
 
-MOST_DATA_SETS = 4  # in memory; the least recently used ones are dropped
+MOST_DATA_SETS = 4  # maximum number of datasets in memory; the least recently used ones are dropped
 
 
 class Session:
-    """Keeps an engine, its processes and data sets between runs. Use as a context manager, which ends the processes.
+    """Session that keeps an engine, its processes and datasets between runs. Use it in a `with` block.
 
-    The engine is reused while runs ask for the same one and it has not failed. Data sets stay on the device, or in the
-    shared memory of an engine.
+    The engine is reused as long as runs need the same engine and it has not failed. Datasets stay on the device or in
+    the shared memory of the engine. The end of the block stops the processes.
 
     >>> import fedsim
     >>> with fedsim.Session() as session:
@@ -35,7 +35,13 @@ class Session:
 
     @contextlib.contextmanager
     def engine(self, name: str, device: torch.device, *arguments: Any) -> Iterator[Engine]:
-        """The engine for one run, made with these arguments; it leaves its task when the `with` block ends."""
+        """Return a context that provides the engine `name` for one run, and releases the run's task at the end.
+
+        Args:
+            name: name of the engine.
+            device: device of the run.
+            arguments: arguments of the engine's constructor.
+        """
         key = (name, device, *arguments)
         if self._engine is None or key != self._engine_key:
             self._close_engine()
@@ -45,7 +51,7 @@ class Session:
             yield engine
             engine.leave()
         except FedsimError:
-            if engine.backend.at_work:  # the engine itself has not failed
+            if engine.backend.at_work:  # the run has failed, but the engine can be reused
                 engine.leave()
             else:
                 self._close_engine()
@@ -57,7 +63,7 @@ class Session:
     def data(
         self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device
     ) -> tuple[TensorData, TensorData]:
-        """Return the training and test samples of a data set, on the device; see `load_dataset`."""
+        """Return the training and test samples of a dataset, on `device`; see `load_dataset` for the arguments."""
         key = repr((name, root, sorted(params.items()), device))
         if key not in self._data:
             while len(self._data) >= MOST_DATA_SETS:
@@ -68,7 +74,7 @@ class Session:
         return self._data[key]
 
     def close(self) -> None:
-        """End the engine's processes and free the data."""
+        """Stop the engine's processes, and free the data."""
         self._data.clear()
         self._close_engine()
 

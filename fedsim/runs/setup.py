@@ -1,4 +1,4 @@
-"""From an experiment to an engine that is ready for the first round."""
+"""Preparation of a run: from an experiment to an engine that is ready for the first round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.data import Shards, TensorData
-from fedsim.data.sources import default_root, lacks_files
+from fedsim.data.formats.images import lacks_files
+from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
@@ -35,7 +36,7 @@ from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import shares_memory
 from fedsim.system.precision import PRECISIONS
 
-MOST_RACING = 32  # processes of a race by default; each takes a quarter of a gigabyte
+MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
 
 
 @contextlib.contextmanager
@@ -47,14 +48,14 @@ def prepare(
     *,
     scratch: str | None = None,
 ) -> Iterator[tuple[RunTask, Engine]]:
-    """Prepare a run; a context manager that gives its task and an engine of the session, and frees what the task holds.
+    """Return a context that prepares a run, provides (task, engine), and frees the task's memory at the end.
 
     Args:
-        experiment: what to run.
-        session: owns the engine and the data.
-        note: called for every process that is lost and replaced; see `RunFolder.event`.
-        on_setup: called with the name of each step of the preparation.
-        scratch: folder for temporary files; None: that of the system.
+        experiment: experiment to run.
+        session: session that owns the engine and the data.
+        note: function that is called for every process that is lost and replaced; see `RunFolder.event`.
+        on_setup: function that is called with the name of each step of the preparation.
+        scratch: folder for temporary files; None for the system's folder.
 
     Raises:
         ExperimentError, DataError: the experiment cannot be run on this machine.
@@ -79,15 +80,18 @@ def prepare(
         on_setup(f"getting the engine {experiment.engine} ready for the first round")
         shared = engine.allocate(task, *data)
         _begin(experiment, engine, task, shared, note)
-        del shared, data  # the engine must be the last to hold its memory when it leaves the task
+        del shared, data  # only the engine may reference the tensors, so that it can free them
         yield task, engine
 
 
 def check_run(experiment: Experiment) -> None:
-    """Find the errors that a run would report before its first round, without downloading data."""
+    """Raise the errors that a run would raise before its first round. If the data is missing, skip the data checks.
+
+    No data is downloaded.
+    """
     cpu, data = torch.device("cpu"), experiment.data
     task = task_of(experiment, cpu)
-    if not lacks_files(data.name, data.root or default_root()):
+    if not lacks_files(data.name, data.root or default_root(), **data.params):
         with Session() as session:
             _with_data(experiment, task, session, cpu, lambda step: None)
 
@@ -95,11 +99,14 @@ def check_run(experiment: Experiment) -> None:
 def _with_data(
     experiment: Experiment, task: RunTask, session: Session, device: torch.device, on_setup: Callable[[str], object]
 ) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray | None, Shards | None, TensorData]:
-    """Load, divide and check the data: the task with its attackers, and the arguments of `SharedState.allocate`."""
+    """Load, partition and check the data.
+
+    Return the task with its attackers, followed by the arguments `data` of `SharedState.allocate`.
+    """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(data.name, data.root, data.params, device)
-    # The checks call objects that may keep what they see.
+    # The checks call user objects, which may change their state. So they get a copy.
     checks.check_outputs_of_model(own_copy(task), train, test, data.name)
     fewest = (
         1 if "worker" in experiment.partition.registration.takes else experiment.workers
@@ -118,7 +125,10 @@ def _with_data(
 
 
 def task_of(experiment: Experiment, device: torch.device) -> RunTask:
-    """Return the experiment as every process needs it. Raises ExperimentError if the model cannot be built."""
+    """Return the task of an experiment for `device`, still without the attackers that depend on the data.
+
+    Raises ExperimentError if the model cannot be built or does not fit the client algorithm.
+    """
     local_experiment = experiment.own()
     algorithm = GradientOnly() if local_experiment.sends_gradients else as_algorithm(local_experiment.local.component)
     task = RunTask(local_experiment, device, algorithm, Attackers(frozenset(experiment.byzantine)))
@@ -129,14 +139,14 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
 
 
 def engine_of(experiment: Experiment) -> str:
-    """Return the name of the engine that runs an experiment; a race runs on the processes of another engine."""
+    """Return the name of the engine that runs an experiment. Races may use another engine than the configured one."""
     if experiment.mode != "race":
         return experiment.engine
     return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"
 
 
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
-    """Give the engine its task. Repeat this if a process is lost."""
+    """Start the task in the engine. If a process is lost, try again, up to `process_retries` times."""
     retried(
         lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
         experiment.process_retries,
@@ -147,7 +157,7 @@ def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: Shared
 
 @contextlib.contextmanager
 def _explained_oom(task: RunTask, processes: int) -> Iterator[None]:
-    """Turn an out-of-memory error of the device into an ExperimentError that suggests smaller settings."""
+    """Return a context in which an out-of-memory error of the device becomes an ExperimentError with a remedy."""
     try:
         with explain_oom(task, processes):
             yield
@@ -156,15 +166,18 @@ def _explained_oom(task: RunTask, processes: int) -> Iterator[None]:
 
 
 def processes_of(experiment: Experiment, device: torch.device) -> int:
-    """Return the number of processes to start."""
+    """Return the number of processes that the experiment uses on `device`.
+
+    Raises ExperimentError if components or device memory cannot be shared with the requested processes.
+    """
     engine, most = engines.get(engine_of(experiment)).target, experiment.cohort_size
-    if experiment.mode == "race" and device.type == "cpu":  # a worker that shares a process would race less
+    if experiment.mode == "race" and device.type == "cpu":  # workers in one process would not race with each other
         default = min(most, MOST_RACING)
     else:
         default = engine.traits.default_processes(device, most, experiment.threads_per_process)
     requested = experiment.processes if "processes" in engine.traits.settings(most) else None
     processes = min(most, requested or default)
-    # Data reaches the processes as tensors, whatever the data set is.
+    # The dataset object need not be sendable, because processes receive its samples as tensors.
     reason = why_unsendable(names_in(experiment.model_dump(exclude={"data": {"name"}})))
     if reason and engine.traits.may_lose_processes(processes):
         if not engine.traits.chooses:

@@ -1,4 +1,4 @@
-"""The server: server optimizers, which move the global row by the aggregate, and cohort strategies."""
+"""The server: server optimizers, which move the global model, and cohort strategies, which choose the workers."""
 
 from fedsim.server import availability  # noqa: F401  (registers its strategies)
 from fedsim.server.cohort import (

@@ -1,4 +1,4 @@
-"""Cohort strategies that draw among the workers that are available: by a trace, or by a daily pattern."""
+"""Cohort strategies that draw among the available workers, which a trace file or a daily pattern determines."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from fedsim.server.cohort import Chosen, sampling_strategy
 from fedsim.system.files import read_bounded
 
 COLUMNS = ["worker", "from", "to"]
-MOST_BYTES = 2**30
+MOST_BYTES = 2**30  # maximum size of a trace file
 
 
 @sampling_strategy("available")
 @dataclass(frozen=True)
 class Available:
-    """Workers are drawn uniformly among those that a trace of availability says are available.
+    """Uniform sampling among the workers that are available according to a trace file.
 
     The trace is a CSV file with the columns worker, from, to: the worker is available at the times from <= t < to.
-    Times are numbers of rounds, from 1, or virtual seconds with mode = "clock". A worker may have several lines; one
-    without a line is never available. If fewer workers are available than the cohort has, all of them take part. If
-    none is, the round is skipped; with mode = "clock" that is an error, since no time would pass. The number of
-    available workers is recorded as `available_workers`.
+    Times are round numbers, from 1, or virtual seconds with mode = "clock". A worker may have several lines. A worker
+    without a line is never available. If fewer workers than the cohort size are available, all of them take part. If
+    no worker is available, the round is skipped, or raises an error with mode = "clock", because no time would pass.
+    The number of available workers is recorded as `available_workers`.
 
-    A worker has the probability cohort / available workers, at most 1. Cost: O(lines) for each round.
+    Each available worker is chosen with probability (cohort size) / (number of available workers), at most 1. Cost:
+    O(lines of the trace) per round.
 
     Args:
         trace: path of the CSV file.
@@ -54,7 +55,7 @@ class Available:
     def check(self, n_workers: int, size: int) -> None:
         """Raise ExperimentError if the trace cannot be read, or names a worker that does not exist."""
         if (most := self._lines[0].max()) >= n_workers:
-            raise ExperimentError(f"{self._place}: names worker {most}; workers are 0 to {n_workers - 1}")
+            raise ExperimentError(f"{self._place}: contains worker {most}; workers are 0 to {n_workers - 1}")
 
     @property
     def _place(self) -> str:
@@ -62,7 +63,7 @@ class Available:
 
     @cached_property
     def _lines(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the columns: workers, int64, and times, float64."""
+        """Columns of the trace: workers as int64, start times and end times as float64."""
         try:
             text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
             lines = list(csv.reader(StringIO(text)))
@@ -74,7 +75,7 @@ class Available:
             raise ExperimentError(f"{self._place}: the first line must be {','.join(COLUMNS)}")
         intervals = [self._parsed(number, line) for number, line in enumerate(lines[1:], 2) if line]
         if not intervals:
-            raise ExperimentError(f"{self._place}: has no lines after the first, so no worker is ever available")
+            raise ExperimentError(f"{self._place}: has no lines after the header, so no worker is ever available")
         workers, begin, end = zip(*intervals, strict=True)
         return np.array(workers, dtype=np.int64), np.array(begin, dtype=float), np.array(end, dtype=float)
 
@@ -86,7 +87,8 @@ class Available:
             valid = False
         if not valid:
             raise ExperimentError(
-                f"{self._place}: line {number}, {show(','.join(line))}: must be a worker >= 0 and two times, from < to"
+                f"{self._place}: line {number}, {show(','.join(line))}: must be worker,from,to with worker >= 0 and "
+                "from < to"
             )
         return worker, begin, end
 
@@ -94,18 +96,19 @@ class Available:
 @sampling_strategy("daily")
 @dataclass(frozen=True)
 class Daily:
-    """Workers are drawn uniformly among those that are on; each is on for the same part of every day.
+    """Uniform sampling among the workers that are online, where each worker is online for a fixed part of every day.
 
-    Worker k is on at time t if the fractional part of t / period + phase_k is less than `online`; its phase is drawn
-    uniformly from [0, 1). A round with fewer workers than the cohort, or none, is as with `available`. The number of
-    workers that are on is recorded as `available_workers`.
+    Worker k is online at time t if the fractional part of t / period + phase_k is less than `online`. Its phase_k is
+    drawn uniformly from [0, 1). If fewer workers than the cohort size are online, all of them take part. If no worker
+    is online, the round is skipped, or raises an error with mode = "clock". The number of online workers is recorded
+    as `available_workers`.
 
-    A worker has the probability cohort / workers that are on, at most 1. Draws: one
-    `numpy_generator(seed, "availability").random(n_workers)`. Cost: O(n_workers) for each round.
+    Each online worker is chosen with probability (cohort size) / (number of online workers), at most 1. Draws: one
+    `numpy_generator(seed, "availability").random(n_workers)`. Cost: O(n_workers) per round.
 
     Args:
-        period: of the pattern, a day: in rounds, or in virtual seconds with mode = "clock".
-        online: part of the period in which a worker is on.
+        period: length of a day, in rounds, or in virtual seconds with mode = "clock".
+        online: fraction of the day in which a worker is online.
 
     >>> metrics = {}
     >>> _ = Daily(period=24, online=0.25)(1000, 10, 3, 0, np.random.default_rng(0), metrics)
@@ -119,8 +122,8 @@ class Daily:
     def __call__(
         self, n_workers: int, size: int, now: float, seed: int, rng: np.random.Generator, metrics: dict[str, Any]
     ) -> Chosen:
-        on = (now / self.period + _phases(seed, n_workers)) % 1 < self.online
-        return _draw(np.flatnonzero(on), size, rng, metrics)
+        is_online = (now / self.period + _phases(seed, n_workers)) % 1 < self.online
+        return _draw(np.flatnonzero(is_online), size, rng, metrics)
 
 
 @lru_cache(maxsize=4)
@@ -129,7 +132,10 @@ def _phases(seed: int, n_workers: int) -> np.ndarray:
 
 
 def _draw(available: np.ndarray, size: int, rng: np.random.Generator, metrics: dict[str, Any]) -> Chosen:
-    """`size` of the available workers, or all of them if they are fewer."""
+    """Draw `size` of the available workers, or all of them if there are fewer.
+
+    Returns the chosen workers and the probability of each. Records `available_workers` in `metrics`.
+    """
     metrics["available_workers"] = len(available)
     count = min(size, len(available))
     return available[sample_workers(rng, len(available), count)], np.full(count, size / max(size, len(available)))

@@ -1,21 +1,22 @@
-"""Cohort strategies, which choose the workers of a synchronous round, and the cohorts of a run.
+"""Cohort strategies, which choose the workers of a synchronous round.
 
-A strategy is a function or a frozen dataclass. Its positional parameters receive these inputs by name; its keyword-only
+A strategy is a function or a frozen dataclass. Its positional parameters receive these inputs by name. Its keyword-only
 parameters, or its fields, are its configuration:
 
     n_workers  number of workers
     size       size of the cohort, the key `cohort`
-    round      from 1
-    now        virtual seconds at the start of the round with mode = "clock"; otherwise the number of the round
-    seed       of the experiment
-    rng        NumPy generator, a function of (seed, round)
-    samples    number of samples of each worker, int64 [n_workers]; None if all workers have as many
-    losses     a function from workers [k] to the mean loss of each on its own samples at the global model, float64 [k]
-    metrics    a dict, to which the strategy may add numbers: they are recorded for the round under their names
+    round      number of the round, from 1
+    now        virtual seconds at the start of the round with mode = "clock", otherwise the number of the round
+    seed       seed of the experiment
+    rng        NumPy generator, seeded by (seed, round)
+    samples    number of samples of each worker, int64 [n_workers], or None if all workers have equally many
+    losses     function from worker IDs [k] to each worker's mean loss on its own samples at the global model, float64
+               [k]
+    metrics    dict to which the strategy may add numbers, which are recorded for the round under their keys
 
-It returns the numbers of at most `size` different workers, in any order, or (workers, probabilities) with the
-probability that each of them is chosen, for `aggregate.weights = "inverse_probability"`. A dataclass may have a method
-`check(n_workers, size)`, which raises ExperimentError before the run.
+A strategy returns the IDs of at most `size` different workers, in any order, or (workers, probabilities). The
+probability that each of these workers is chosen is needed for `aggregate.weights = "inverse_probability"`. A dataclass
+may have a method `check(n_workers, size)`, which raises ExperimentError before the run.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ Losses = Callable[[Sequence[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class CohortStrategy(Component):
-    """A cohort strategy with its parameters."""
+    """Cohort strategy with its parameters. Calling it returns the workers of a round."""
 
     @property
     def place(self) -> str:
-        """`sampling.name = "by_size"`, for errors."""
+        """Setting that chooses the strategy, such as `sampling.name = "by_size"`, for error messages."""
         return f"sampling.name = {show(self.name)}"
 
     def check(self, n_workers: int, size: int) -> None:
@@ -53,9 +54,13 @@ class CohortStrategy(Component):
             check(n_workers, size)
 
     def __call__(self, **inputs: Any) -> tuple[list[int], list[float] | None]:
-        """Return the chosen workers, ascending, and the probability of each; None if the strategy does not know it.
+        """Choose the workers of a round.
 
-        Raises ExperimentError unless they are at most `size` different workers, with probabilities in (0, 1].
+        Returns the worker IDs in ascending order, and the probability that each is chosen, or None if the strategy does
+        not return probabilities.
+
+        Raises ExperimentError unless the strategy returns at most `size` different workers, with probabilities in
+        (0, 1].
         """
         result = self.on(inputs)
         workers, probabilities = result if isinstance(result, tuple) else (result, None)
@@ -71,7 +76,7 @@ class CohortStrategy(Component):
             return chosen[order].tolist(), None
         known = np.asarray(probabilities, dtype=np.float64)
         if known.shape != chosen.shape or not ((known > 0) & (known <= 1 + 1e-12)).all():
-            raise ExperimentError(f"{self.place}: must return a probability above 0, at most 1, for each worker")
+            raise ExperimentError(f"{self.place}: must return a probability > 0 and <= 1 for each worker")
         return chosen[order].tolist(), known[order].tolist()
 
 
@@ -80,13 +85,13 @@ sampling_strategy = Registry("cohort strategy", inputs=INPUTS, component=CohortS
 
 @dataclass(frozen=True)
 class Cohort:
-    """The workers of one round.
+    """Workers of one round.
 
     Attributes:
-        workers: those that report, ascending.
-        dropped: those that were chosen and do not report, ascending.
-        weights: of `workers`, for weights by inverse probability; None for other weights.
-        candidates: workers that computed the loss of the global model.
+        workers: IDs of the workers that send an update, ascending.
+        dropped: IDs of the workers that were chosen but drop out, ascending.
+        weights: aggregation weight of each worker, for weights by inverse probability. None for other weights.
+        candidates: IDs of the workers that computed the loss of the global model for the strategy.
         metrics: numbers that the strategy recorded.
     """
 
@@ -99,15 +104,17 @@ class Cohort:
 
 @dataclass(frozen=True)
 class CohortSampler:
-    """The cohorts of a run, each a pure function of the seed, the round, and what the strategy takes.
+    """Sampler that returns the cohort of each round, a pure function of the seed, the round and the strategy's inputs.
 
     Args:
-        size: of a cohort.
-        shards: of all workers.
-        dropout: the probability that a chosen worker does not report.
+        strategy: cohort strategy.
+        seed: seed of the experiment.
+        size: size of a cohort.
+        shards: training samples of all workers.
+        dropout: probability that a chosen worker drops out.
         weighted: whether cohorts have weights by inverse probability.
 
-    Raises ExperimentError if the strategy or the weights need sizes of shards that are not known.
+    Raises ExperimentError if the strategy or the weights need sample counts that are unknown.
     """
 
     strategy: CohortStrategy
@@ -122,18 +129,24 @@ class CohortSampler:
         needing += ['aggregate.weights = "inverse_probability"'] if self.weighted else []
         if needing and not (self.shards.listed or self.shards.equal_sizes):
             raise ExperimentError(
-                f"{needing[0]}: needs the number of samples of every worker, and this virtual partition does not say "
-                "that all are equal; use another partition or sampling.name=uniform"
+                f"{needing[0]}: needs the number of samples of every worker, which is unknown for this virtual "
+                "partition; use another partition or sampling.name=uniform"
             )
 
     @cached_property
     def samples(self) -> np.ndarray | None:
-        """Return the number of samples of each worker, int64 [n_workers]; None if all workers have as many."""
+        """Number of samples of each worker, int64 [n_workers], or None if all workers have equally many."""
         n = len(self.shards)
         return None if self.shards.equal_sizes else np.array([self.shards.size(worker) for worker in range(n)])
 
     def __call__(self, round: int, now: float | None = None, losses: Losses | None = None) -> Cohort:
-        """Return the cohort of a round; `now` are virtual seconds, None without a clock."""
+        """Return the cohort of a round.
+
+        Args:
+            round: number of the round, from 1.
+            now: virtual seconds at the start of the round. None without a virtual clock.
+            losses: function from worker IDs to each worker's loss at the global model, for strategies that need losses.
+        """
         n_workers, metrics, candidates = len(self.shards), dict[str, float](), list[int]()
 
         def losses_of(workers: Sequence[int]) -> np.ndarray:
@@ -161,11 +174,11 @@ class CohortSampler:
         return self.dropout > 0 and numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
-        """Return the weight of each worker: its share of all samples over the probability that it reports."""
+        """Return the weight of each worker by ID: its fraction of all samples divided by its probability to report."""
         if probabilities is None:
             raise ExperimentError(
                 'aggregate.weights = "inverse_probability": needs the probability that a worker is chosen, which '
-                f"{self.strategy.place} does not give; use other weights, or sampling.name=by_size"
+                f"{self.strategy.place} does not provide; use other weights, or sampling.name=by_size"
             )
         shares = [1 / len(self.shards)] * len(workers)
         if self.samples is not None:
@@ -174,14 +187,15 @@ class CohortSampler:
         return {worker: share / p for worker, share, p in zip(workers, shares, reports, strict=True)}
 
 
-Chosen = tuple[np.ndarray, np.ndarray]  # workers, and the probability of each
+Chosen = tuple[np.ndarray, np.ndarray]  # worker IDs, and the probability that each worker is chosen
 
 
 @sampling_strategy("uniform")
 def uniform(n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
-    """Workers are drawn uniformly without replacement, as in FedAvg (McMahan et al. 2017).
+    """Draw workers uniformly without replacement, as in FedAvg (McMahan et al. 2017).
 
-    Each worker has the probability size / n_workers. Cost: O(size log size), whatever the number of workers.
+    Each worker is chosen with probability size / n_workers. Cost: O(size log size), independent of the number of
+    workers.
 
     >>> uniform(4, 2, np.random.default_rng(0))
     (array([2, 3]), array([0.5, 0.5]))
@@ -191,19 +205,21 @@ def uniform(n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
 
 @sampling_strategy("by_size")
 def by_size(n_workers: int, size: int, rng: np.random.Generator, samples: np.ndarray | None) -> Chosen:
-    """Workers are drawn with probability proportional to their number of samples, without replacement.
+    """Draw workers without replacement, with probabilities proportional to their numbers of samples.
 
-    The probability of worker k is exactly size n_k / n, at most 1; what a worker has above 1 goes to the others. It is
-    systematic sampling in random order (Madow 1949): in a random order of the workers, the intervals of lengths
-    probability_k are laid end to end, and the workers are chosen in whose intervals u, u + 1, ..., u + size - 1 lie.
+    Worker k with n_k of all n samples is chosen with probability exactly size n_k / n. If this exceeds 1 for some
+    workers, they are always chosen, and the other probabilities are increased so that their sum is `size`. The method
+    is systematic sampling in random order (Madow 1949): intervals with the lengths of the probabilities are laid end to
+    end in a random order of the workers, and the chosen workers are those whose intervals contain u, u + 1, ...,
+    u + size - 1, where u is uniform in [0, 1).
 
-    Scheme I of Li et al. 2020 ("On the convergence of FedAvg on non-IID data") draws with these probabilities with
-    replacement; a round has one row for each worker, so here a worker is chosen at most once. As there, the plain mean
-    of the updates, `aggregate.weights = "uniform"`, is an unbiased estimate of the mean by samples over all workers, if
-    no probability is limited to 1. `aggregate.weights = "inverse_probability"` is unbiased in every case.
+    Scheme I of Li et al. 2020 ("On the convergence of FedAvg on non-IID data") draws with replacement. Here a worker is
+    chosen at most once, because a round has one update per worker. As in the paper, the unweighted mean of the updates
+    (`aggregate.weights = "uniform"`) is an unbiased estimate of the sample-weighted mean over all workers, unless a
+    probability is limited to 1. `aggregate.weights = "inverse_probability"` is unbiased in every case.
 
-    Draws: one `rng.permutation` and one `rng.random`; as `uniform` if all workers have as many samples. Cost:
-    O(n_workers), or O(size log size) if all workers have as many samples, as with partition = "virtual".
+    Draws: one `rng.permutation` and one `rng.random`, or those of `uniform` if all workers have equally many samples.
+    Cost: O(n_workers), or O(size log size) if all workers have equally many samples, as with partition = "virtual".
 
     >>> by_size(3, 2, np.random.default_rng(0), np.array([60, 20, 20]))
     (array([0, 1]), array([1. , 0.5]))
@@ -220,7 +236,9 @@ def by_size(n_workers: int, size: int, rng: np.random.Generator, samples: np.nda
 
 
 def inclusion_probabilities(samples: np.ndarray, size: int) -> np.ndarray:
-    """Return the probabilities [n] of `by_size`: proportional to `samples`, at most 1, with the sum `size`.
+    """Return the probabilities [n] with which `by_size` chooses each worker.
+
+    They are proportional to the sample counts `samples` [n] and limited to 1, and their sum is `size`.
 
     >>> inclusion_probabilities(np.array([60, 20, 20]), 2)
     array([1. , 0.5, 0.5])
@@ -236,10 +254,10 @@ def inclusion_probabilities(samples: np.ndarray, size: int) -> np.ndarray:
 
 @sampling_strategy("round_robin")
 def round_robin(n_workers: int, size: int, round: int) -> Chosen:
-    """Workers take turns: round 1 has workers 0 to size - 1, round 2 the next `size`, and so on in a circle.
+    """Let workers take turns: workers 0 to size - 1 in round 1, the next `size` workers in round 2, and so on.
 
-    Nothing is drawn. As the probability of a worker counts the share of rounds in which it takes part,
-    size / n_workers. Cost: O(size).
+    After the last worker, the order starts again at worker 0. Nothing is drawn. The probability of each worker is
+    defined as the fraction of rounds in which it takes part, size / n_workers. Cost: O(size).
 
     >>> [round_robin(5, 2, round)[0].tolist() for round in (1, 2, 3)]
     [[0, 1], [2, 3], [4, 0]]
@@ -250,10 +268,10 @@ def round_robin(n_workers: int, size: int, round: int) -> Chosen:
 @sampling_strategy("fixed")
 @dataclass(frozen=True)
 class Fixed:
-    """The same workers take part in every round, each with probability 1.
+    """Fixed cohort: the same workers take part in every round, each with probability 1.
 
     Args:
-        workers: different workers, as many as the key `cohort`.
+        workers: IDs of the workers, all different. Their number must equal the setting `cohort`.
 
     >>> Fixed([3, 1])()
     (array([3, 1]), array([1., 1.]))
@@ -265,25 +283,26 @@ class Fixed:
         return np.array(self.workers), np.ones(len(self.workers))
 
     def check(self, n_workers: int, size: int) -> None:
-        """Raise ExperimentError unless they are `size` different workers."""
+        """Raise ExperimentError unless `workers` are `size` different worker IDs below `n_workers`."""
         where = f"sampling.workers = {show(self.workers)}"
         if len(set(self.workers)) < len(self.workers) or any(worker >= n_workers for worker in self.workers):
-            raise ExperimentError(f"{where}: must be different workers, from 0 to {n_workers - 1}")
+            raise ExperimentError(f"{where}: must be different worker IDs from 0 to {n_workers - 1}")
         if len(self.workers) != size:
-            raise ExperimentError(f"{where}: must be as many as the cohort, {size}; set cohort={len(self.workers)}")
+            raise ExperimentError(f"{where}: must be {size} workers, the cohort size; set cohort={len(self.workers)}")
 
 
 @sampling_strategy("power_of_choice")
 @dataclass(frozen=True)
 class PowerOfChoice:
-    """Of some candidates, the workers with the highest loss at the global model (Cho et al. 2020, pow-d).
+    """Power-of-choice sampling: the workers with the highest losses among random candidates (Cho et al. 2020, pow-d).
 
-    The candidates are drawn as in `by_size`. Each computes the mean loss on its own samples before the round; of equal
-    losses the lower number of the worker is chosen. The choice favours some workers, so their probabilities are not
-    known. Cost: one pass over the samples of the candidates, which also receive the global model, and `by_size`.
+    The candidates are drawn as by `by_size`. Before the round, each candidate receives the global model and computes
+    its mean loss on its own samples. Of equal losses, the worker with the lower ID is chosen. The probability that a
+    worker is chosen is unknown. Cost: that of `by_size`, and one pass over the samples of the candidates.
 
     Args:
-        candidates: from the key `cohort`, where the losses do not matter, to the number of workers; d in the paper.
+        candidates: number of candidates, d in the paper, between the setting `cohort` (then the losses do not matter)
+            and the number of workers.
 
     >>> losses = lambda workers: np.array([0.1, 0.5, 0.3, 0.2])[workers]
     >>> PowerOfChoice(candidates=4)(4, 2, np.random.default_rng(0), None, losses)
@@ -305,8 +324,9 @@ class PowerOfChoice:
         return drawn[np.argsort(-np.where(np.isnan(drawn_losses), np.inf, drawn_losses), kind="stable")[:size]]
 
     def check(self, n_workers: int, size: int) -> None:
-        """Raise ExperimentError unless there are at least `size` candidates, and as many workers."""
+        """Raise ExperimentError unless the number of candidates is between `size` and `n_workers`."""
         if not size <= self.candidates <= n_workers:
             raise ExperimentError(
-                f"sampling.candidates = {self.candidates}: must be from {size}, the cohort, to {n_workers}, the workers"
+                f"sampling.candidates = {self.candidates}: must be between {size} (the cohort size) and {n_workers} "
+                "(the number of workers)"
             )

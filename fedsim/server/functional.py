@@ -1,4 +1,4 @@
-"""A server optimizer without an experiment."""
+"""Server optimizer that can be used without an experiment."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from fedsim.server.optimizer import ServerStep, server_optimizer
 
 
 class ServerOptimizer:
-    """Moves a global row by aggregated updates.
+    """Server optimizer, which moves a global model along aggregated updates.
 
-    The object keeps the optimizer's state, which the first step makes, but not the row. Tensors may have any shape,
-    usually [d], any floating dtype and device; they must be the same in all steps. In place of a tensor, a state_dict,
-    another dict, or a list of tensors or arrays gives its form; entries that are not floating stay as they are.
+    The object keeps the optimizer's state, but not the model. A model is a tensor of any shape, usually [d], of any
+    floating-point dtype and device. Shape, dtype and device must be the same in all steps. A model may also be a
+    state_dict, another dict, or a list of tensors or arrays, and results then have the same structure. Entries that are
+    not floating-point are not changed.
 
     Args:
         optimizer: a registered name, or "package.module:Class".
         params: parameters of the optimizer.
 
-    Raises ExperimentError (a ValueError) for an unknown optimizer or a wrong parameter.
+    Raises ExperimentError (a ValueError) for an unknown optimizer or an invalid parameter.
 
     >>> server = fedsim.ServerOptimizer("momentum", beta=0.9)
     >>> row = torch.zeros(2)
@@ -38,13 +39,18 @@ class ServerOptimizer:
         registration = server_optimizer.get(optimizer, "optimizer")
         self._optimizer: ServerStep = registration.bind(registration.check(params))
         self._state: State | None = None
-        self._kind = ""  # of row: the first step's dtype, shape and device
+        self._kind = ""  # dtype, shape and device of the model in the first step
 
     @torch.no_grad()
     def step(self, global_row: Any, update: Any) -> Any:
-        """The new global row, a new tensor, or the form of `global_row`; the arguments stay unchanged.
+        """Take one step, and return the new global model.
 
-        `update` is the aggregate of (worker's row - the row that the worker was sent); see `broadcast`.
+        Args:
+            global_row: global model, a tensor [d] or a nested structure of tensors. It is not changed.
+            update: aggregated update, with the shape or structure of `global_row`. The update of a worker is its
+                trained model minus the model that it received (see `broadcast`).
+
+        Returns a new model with the structure of `global_row`.
 
         Raises ExperimentError if shape, dtype or device differ between the arguments or from earlier steps.
         """
@@ -62,7 +68,7 @@ class ServerOptimizer:
 
     @torch.no_grad()
     def broadcast(self, global_row: Any) -> Any:
-        """The row that the workers are sent, a new tensor; for most optimizers a copy of `global_row`.
+        """Return the model that is sent to the workers, for most optimizers a copy of `global_row`.
 
         Raises ExperimentError if shape, dtype or device differ from earlier steps.
         """
@@ -75,18 +81,18 @@ class ServerOptimizer:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """A copy of the optimizer's state: tensors of the row's shape by name; empty before the first step."""
+        """Copy of the optimizer's state: tensors of the model's shape by name, or {} before the first step."""
         return {name: tensor.clone() for name, tensor in (self._state or {}).items()}
 
     def _check(self, global_row: Tensor) -> None:
         if not isinstance(global_row, Tensor) or not global_row.is_floating_point():
-            raise ExperimentError(f"global_row: must be a floating tensor, not {_kind(global_row)}")
+            raise ExperimentError(f"global_row: must be a floating-point tensor, not {_kind(global_row)}")
         if self._state is not None and _kind(global_row) != self._kind:
             raise ExperimentError(f"global_row: must be {self._kind} as at the first step, not {_kind(global_row)}")
 
 
 def _kind(value: Any) -> str:
-    """Dtype, shape and device of a tensor, for errors."""
+    """Describe the dtype, shape and device of a tensor, or the type of another object, for error messages."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{value.dtype} {list(value.shape)} on {value.device}"

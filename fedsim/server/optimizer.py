@@ -1,8 +1,8 @@
-"""Server optimizers: how the aggregated update moves the global row.
+"""Server optimizers, which move the global model along the aggregated update.
 
-A server optimizer is a frozen dataclass that derives from `ServerStep`; its fields are its configuration. It uses the
-aggregated update D as a client algorithm uses minus the gradient. All methods are element-wise and in place, over
-tensors of any shape [..., d], so a slice of columns can be stepped by itself.
+A server optimizer is a frozen dataclass that derives from `ServerStep`. Its fields are its configuration. It treats the
+aggregated update D like a negative gradient. All methods are element-wise and in place, over tensors of any shape
+[..., d], so they can be applied to a slice of columns.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ from fedsim.errors import ExperimentError
 
 
 class ServerStep(ABC):
-    """The interface of server optimizers; the defaults are those of an optimizer without state."""
+    """Base class of server optimizers. By default an optimizer has no state and sends the global model to workers."""
 
     def start(self, rows: Tensor) -> State:
-        """Return the state for a global row that has not moved: tensors of the same shape, dtype and device."""
+        """Return the optimizer state before the first step: tensors by name, like `rows` in shape, dtype and device."""
         return {}
 
     @abstractmethod
     def step(self, rows: Tensor, update: Tensor, state: State) -> None:
-        """Move the global row, or some of its columns, by the aggregated update, in place.
+        """Move the global model by one step, in place.
 
-        Changes `rows` and `state`. `update` is relative to the row that the workers were sent, and stays unchanged.
+        Args:
+            rows: global model, or some of its columns, which is changed.
+            update: aggregated update, relative to the model that the workers received. It must not be changed.
+            state: optimizer state, which is changed.
         """
 
     def broadcast(self, rows: Tensor, state: State) -> Tensor:
-        """Return the row that the workers are sent: the global row itself, unless an optimizer overrides this.
+        """Return the model that is sent to the workers, by default the global model `rows` itself.
 
-        Changes neither argument; the result may be `rows` and is read-only. Between two steps it is always the same.
+        This method must not change its arguments, and must return the same model for all calls between two steps.
+        Callers must not change the result.
         """
         return rows
 
@@ -48,12 +52,14 @@ server_optimizer = Registry("server optimizer", base=ServerStep)
 @server_optimizer("sgd")
 @dataclass(frozen=True)
 class ServerSGD(ServerStep):
-    """w += lr D; with lr = 1 the new global row is the aggregate of the workers' rows (McMahan et al. 2017).
+    """SGD at the server: w += lr D for the global model w and the aggregated update D (McMahan et al. 2017).
+
+    With lr = 1 the new global model is the aggregate of the workers' models.
 
     Args:
-        lr: >= 0.
+        lr: server learning rate, >= 0.
 
-    Cost: one pass over [d], no state.
+    Cost: one pass over the model [d], no state.
 
     >>> server = fedsim.ServerOptimizer("sgd", lr=0.5)
     >>> server.step(torch.tensor([1.0]), torch.tensor([4.0]))
@@ -67,7 +73,7 @@ class ServerSGD(ServerStep):
 
 
 class MomentumStep(ServerStep):
-    """The common part of momentum and diloco: v = beta v + D; w += lr v, or w += lr (D + beta v) with Nesterov."""
+    """Base class of `momentum` and `diloco`: v = beta v + D, w += lr v, or w += lr (D + beta v) with Nesterov."""
 
     lr: float
     beta: float
@@ -84,16 +90,17 @@ class MomentumStep(ServerStep):
 @server_optimizer("momentum")
 @dataclass(frozen=True)
 class ServerMomentum(MomentumStep):
-    """FedAvgM: v = beta v + D; w += lr v  (Nesterov: w += lr (D + beta v)). Hsu et al. 2019.
+    """FedAvgM, momentum at the server: v = beta v + D, w += lr v (Hsu et al. 2019).
 
-    It is `torch.optim.SGD` with the gradient -D.
+    D is the aggregated update, and w the global model. With Nesterov momentum, w += lr (D + beta v). The optimizer
+    equals `torch.optim.SGD` with the gradient -D.
 
     Args:
-        lr: >= 0.
-        beta: momentum, 0 <= beta < 1.
-        nesterov: use Nesterov momentum.
+        lr: server learning rate, >= 0.
+        beta: momentum factor, 0 <= beta < 1.
+        nesterov: whether to use Nesterov momentum.
 
-    Cost: a few passes over [d]; state v [d].
+    Cost: a few passes over the model [d], and the state v [d].
 
     >>> server = fedsim.ServerOptimizer("momentum", beta=0.5)
     >>> row = server.step(torch.tensor([0.0]), torch.tensor([2.0]))
@@ -109,15 +116,16 @@ class ServerMomentum(MomentumStep):
 @server_optimizer("diloco")
 @dataclass(frozen=True)
 class ServerDiLoCo(MomentumStep):
-    """DiLoCo's outer step, Nesterov momentum: v = beta v + D; w += lr (D + beta v). Douillard et al. 2023.
+    """Outer optimizer of DiLoCo, Nesterov momentum: v = beta v + D, w += lr (D + beta v) (Douillard et al. 2023).
 
-    It is `momentum` with `nesterov` and other defaults, for workers that train many steps with AdamW.
+    D is the aggregated update, and w the global model. The optimizer is `momentum` with `nesterov = true` and other
+    defaults, for workers that train many steps with AdamW.
 
     Args:
-        lr: >= 0.
-        beta: momentum, 0 <= beta < 1.
+        lr: server learning rate, >= 0.
+        beta: momentum factor, 0 <= beta < 1.
 
-    Cost: a few passes over [d]; state v [d].
+    Cost: a few passes over the model [d], and the state v [d].
 
     >>> fedsim.ServerOptimizer("diloco", lr=1.0, beta=0.5).step(torch.tensor([0.0]), torch.tensor([2.0]))
     tensor([3.])
@@ -131,17 +139,18 @@ class ServerDiLoCo(MomentumStep):
 @server_optimizer("slowmo")
 @dataclass(frozen=True)
 class ServerSlowMo(ServerStep):
-    """Slow momentum: u = beta u - D / lr; w -= alpha lr u, with the workers' learning rate lr. Wang et al. 2020.
+    """SlowMo, slow momentum: u = beta u - D / lr, w -= alpha lr u (Wang et al. 2020).
 
-    A constant lr cancels up to rounding: the row moves as under `momentum` with lr = alpha, and u has the units of a
-    gradient. If `local.schedule` changes the workers' rate, give `server.schedule` the same values.
+    D is the aggregated update, w the global model, and lr the workers' learning rate. A constant lr cancels up to
+    rounding: w moves as under `momentum` with lr = alpha, and u has the units of a gradient. If `local.schedule`
+    changes the workers' learning rate, set `server.schedule` to the same values.
 
     Args:
         alpha: slow learning rate, >= 0.
-        beta: momentum, 0 <= beta < 1.
-        lr: the workers' learning rate, > 0.
+        beta: momentum factor, 0 <= beta < 1.
+        lr: learning rate of the workers, > 0.
 
-    Cost: a few passes over [d]; state u [d].
+    Cost: a few passes over the model [d], and the state u [d].
 
     >>> fedsim.ServerOptimizer("slowmo", lr=0.25).step(torch.tensor([0.0]), torch.tensor([2.0]))
     tensor([2.])
@@ -162,14 +171,17 @@ class ServerSlowMo(ServerStep):
 @server_optimizer("bmuf")
 @dataclass(frozen=True)
 class ServerBMUF(ServerStep):
-    """Blockwise model-update filtering: delta = bm delta + zeta D; w += delta. Chen and Huo 2016.
+    """BMUF, blockwise model-update filtering: delta = bm delta + zeta D, w += delta (Chen and Huo 2016).
+
+    D is the aggregated update, and w the global model.
 
     Args:
-        bm: block momentum, 0 <= bm < 1. The paper advises 1 - 1 / n for n workers; the default is that of 10 workers.
-        zeta: block learning rate, >= 0; 1 in the paper.
-        nesterov: send the workers w + bm delta, from which D is measured; w is evaluated.
+        bm: block momentum, 0 <= bm < 1. The paper recommends 1 - 1 / n for n workers. The default is for 10 workers.
+        zeta: block learning rate, >= 0. 1 in the paper.
+        nesterov: whether the workers receive w + bm delta instead of w. D is then relative to w + bm delta, and w is
+            evaluated.
 
-    Cost: a few passes over [d]; state delta [d].
+    Cost: a few passes over the model [d], and the state delta [d].
 
     >>> server = fedsim.ServerOptimizer("bmuf", bm=0.5, nesterov=True)
     >>> row = server.step(torch.tensor([0.0]), torch.tensor([2.0]))
@@ -193,21 +205,22 @@ class ServerBMUF(ServerStep):
 
 @dataclass(frozen=True)
 class AdaptiveStep(ServerStep):
-    """The common part of adam, yogi and adagrad: FedOpt, adaptive server optimizers (Reddi et al. 2021, Algorithm 2).
+    """Base class of the adaptive server optimizers `adam`, `yogi` and `adagrad` (FedOpt, Reddi et al. 2021).
 
-    All three keep a mean m of the updates and per coordinate a mean v of their squares:
+    Algorithm 2 of the paper keeps a running mean m of the aggregated updates D and, for each coordinate, an average v
+    of the squared updates, and moves the global model w:
 
         m = beta1 m + (1 - beta1) D        w += lr m / (sqrt(v) + tau)
 
-    They differ in v. tau > 0 keeps the quotient finite; a larger tau makes the step less adaptive.
+    The optimizers differ in how they update v.
 
     Args:
-        lr: the server's learning rate, >= 0; the paper tunes it to each task.
-        beta1: decay of m, 0 <= beta1 < 1.
-        tau: > 0.
-        v0: start of v, >= 0, or "tau^2", the least value that the paper's analysis allows.
-        bias_correction: divide m by 1 - beta1^t after t steps (and v by 1 - beta2^t if there is a beta2), as Adam does
-            for a single process; the paper does not.
+        lr: server learning rate, >= 0. The paper tunes it for each task.
+        beta1: decay rate of m, 0 <= beta1 < 1.
+        tau: constant added to the denominator, > 0. A larger tau makes the step less adaptive.
+        v0: initial value of v, >= 0, or "tau^2", the smallest value that the paper's analysis allows.
+        bias_correction: whether m is divided by 1 - beta1^t after t steps (and v by 1 - beta2^t if there is a beta2),
+            as in the original Adam, but not in the paper.
     """
 
     lr: NonNegative = 0.1
@@ -235,26 +248,24 @@ class AdaptiveStep(ServerStep):
 
     @abstractmethod
     def accumulate(self, v: Tensor, update: Tensor) -> None:
-        """Update v in place."""
+        """Update the average `v` of the squared updates with one more `update`, in place."""
 
     @property
     def decays(self) -> dict[str, float]:
-        """The decay of each mean that `bias_correction` corrects."""
+        """Decay rate of each running mean that `bias_correction` corrects, by the name of the mean."""
         return {"m": self.beta1}
 
 
 @dataclass(frozen=True)
 class DecayingStep(AdaptiveStep):
-    """The common part of adam and yogi: v decays, so steps do not become shorter."""
+    """Base class of `adam` and `yogi`, in which v decays, so that steps do not become shorter and shorter."""
 
     lr: NonNegative = 0.03
     beta2: Decay = 0.99
 
     def __post_init__(self) -> None:
         if self.bias_correction and self.v0 != 0:
-            raise ExperimentError(
-                f"server.bias_correction = true: needs a v that starts at 0, but server.v0 = {self.v0}"
-            )
+            raise ExperimentError(f"server.bias_correction = true: needs server.v0 = 0, not {self.v0}")
 
     @property
     def decays(self) -> dict[str, float]:
@@ -264,13 +275,20 @@ class DecayingStep(AdaptiveStep):
 @server_optimizer("adam")
 @dataclass(frozen=True)
 class ServerAdam(DecayingStep):
-    """FedAdam: v = beta2 v + (1 - beta2) D^2; w += lr m / (sqrt(v) + tau). Reddi et al. 2021.
+    """FedAdam: v = beta2 v + (1 - beta2) D^2, w += lr m / (sqrt(v) + tau) (Reddi et al. 2021).
+
+    D is the aggregated update, w the global model, and m = beta1 m + (1 - beta1) D.
 
     Args:
-        beta2: decay of v, 0 <= beta2 < 1.
-        lr, beta1, tau, v0, bias_correction: see `AdaptiveStep`; bias_correction needs v0 = 0.
+        lr: server learning rate, >= 0. The paper tunes it for each task.
+        beta1: decay rate of m, 0 <= beta1 < 1.
+        beta2: decay rate of v, 0 <= beta2 < 1.
+        tau: constant added to the denominator, > 0. A larger tau makes the step less adaptive.
+        v0: initial value of v, >= 0, or "tau^2", the smallest value that the paper's analysis allows.
+        bias_correction: whether m is divided by 1 - beta1^t and v by 1 - beta2^t after t steps, as in the original
+            Adam, but not in the paper. Requires v0 = 0.
 
-    Cost: a few passes over [d]; state m and v [d].
+    Cost: a few passes over the model [d], and the states m and v [d].
 
     >>> server = fedsim.ServerOptimizer("adam", lr=1.0, beta1=0.5, beta2=0.75, tau=1.0)
     >>> server.step(torch.zeros(1), torch.ones(1))
@@ -284,15 +302,20 @@ class ServerAdam(DecayingStep):
 @server_optimizer("yogi")
 @dataclass(frozen=True)
 class ServerYogi(DecayingStep):
-    """FedYogi: as adam with v -= (1 - beta2) D^2 sign(v - D^2), which changes v more slowly. Reddi et al. 2021.
+    """FedYogi: `adam` with v -= (1 - beta2) D^2 sign(v - D^2), which changes v more slowly (Reddi et al. 2021).
 
-    m = beta1 m + (1 - beta1) D; w += lr m / (sqrt(v) + tau).
+    D is the aggregated update, w the global model, m = beta1 m + (1 - beta1) D, and w += lr m / (sqrt(v) + tau).
 
     Args:
-        beta2: decay of v, 0 <= beta2 < 1.
-        lr, beta1, tau, v0, bias_correction: see `AdaptiveStep`; bias_correction needs v0 = 0.
+        lr: server learning rate, >= 0. The paper tunes it for each task.
+        beta1: decay rate of m, 0 <= beta1 < 1.
+        beta2: decay rate of v, 0 <= beta2 < 1.
+        tau: constant added to the denominator, > 0. A larger tau makes the step less adaptive.
+        v0: initial value of v, >= 0, or "tau^2", the smallest value that the paper's analysis allows.
+        bias_correction: whether m is divided by 1 - beta1^t and v by 1 - beta2^t after t steps, as in the original
+            Adam, but not in the paper. Requires v0 = 0.
 
-    Cost: a few passes over [d]; state m and v [d].
+    Cost: a few passes over the model [d], and the states m and v [d].
 
     >>> fedsim.ServerOptimizer("yogi", lr=1.0, beta1=0.5, beta2=0.75, tau=1.0).step(torch.zeros(1), torch.ones(1))
     tensor([0.3333])
@@ -306,14 +329,20 @@ class ServerYogi(DecayingStep):
 @server_optimizer("adagrad")
 @dataclass(frozen=True)
 class ServerAdagrad(AdaptiveStep):
-    """FedAdagrad: as adam with v += D^2. Reddi et al. 2021.
+    """FedAdagrad: `adam` with v += D^2 (Reddi et al. 2021).
 
-    m = beta1 m + (1 - beta1) D; w += lr m / (sqrt(v) + tau). The paper's experiments have beta1 = 0.
+    D is the aggregated update, w the global model, m = beta1 m + (1 - beta1) D, and w += lr m / (sqrt(v) + tau). The
+    paper's experiments use beta1 = 0.
 
     Args:
-        lr, beta1, tau, v0, bias_correction: see `AdaptiveStep`; bias_correction changes m alone.
+        lr: server learning rate, >= 0. The paper tunes it for each task.
+        beta1: decay rate of m, 0 <= beta1 < 1.
+        tau: constant added to the denominator, > 0. A larger tau makes the step less adaptive.
+        v0: initial value of v, >= 0, or "tau^2", the smallest value that the paper's analysis allows.
+        bias_correction: whether m is divided by 1 - beta1^t after t steps, as in the original Adam, but not in the
+            paper.
 
-    Cost: a few passes over [d]; state m and v [d].
+    Cost: a few passes over the model [d], and the states m and v [d].
 
     >>> fedsim.ServerOptimizer("adagrad", lr=1.0, beta1=0.0, tau=1.0).step(torch.zeros(1), torch.ones(1))
     tensor([0.5000])

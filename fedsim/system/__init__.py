@@ -1,1 +1,1 @@
-"""Access to the machine: hardware, processes, memory, files and libraries."""
+"""Access to the operating system and hardware: devices, processes, memory, files and libraries."""

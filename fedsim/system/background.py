@@ -12,7 +12,7 @@ import torch
 
 
 class SingleThreadExecutor:
-    """Runs functions one after another on a daemon thread.
+    """Executor that runs functions one after another on a daemon thread.
 
     `concurrent.futures.ThreadPoolExecutor` is not used, because it waits for its threads when the program ends.
 

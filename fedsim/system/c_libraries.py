@@ -1,8 +1,8 @@
 """Settings of the C libraries that PyTorch uses on a CPU: the threads of OpenMP and the memory allocator.
 
-OpenMP threads spin by default while they wait. On a busy machine, a process with two threads took ten times as long as
-with one thread. PyTorch reads the wait policy when it is imported, so `fedsim/__init__.py` sets the policy first.
-Child processes inherit the policy.
+By default, OpenMP threads spin while they wait. On a busy machine, a process with two spinning threads was ten times
+slower than a process with one thread. PyTorch reads the wait policy when it is imported, so `fedsim/__init__.py` sets
+the policy first. Child processes inherit the policy.
 
 glibc soon returns freed memory to the kernel, which zeroes each page when it is used again. Every training step
 allocates and frees the same tensors, so one round on MNIST caused a million page faults and spent up to a third of its
@@ -27,14 +27,14 @@ _torch_was_imported_first = False
 
 
 def wait_passively() -> None:
-    """Let OpenMP threads sleep while they wait, unless the user has set a policy."""
+    """Let OpenMP threads sleep instead of spin while they wait, unless the user has set OMP_WAIT_POLICY."""
     global _torch_was_imported_first
     _torch_was_imported_first = "torch" in sys.modules and POLICY not in os.environ
     os.environ.setdefault(POLICY, "PASSIVE")
 
 
 def warn_if_threads_spin(threads: int) -> None:
-    """Warn if several threads are requested and PyTorch was imported before the policy was set."""
+    """Warn if several threads are requested and PyTorch was imported before `wait_passively` was called."""
     from fedsim.errors import FedsimWarning  # imported here to keep `import fedsim` fast
 
     if threads > 1 and _torch_was_imported_first:

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent. Only the parent handles Ctrl-C."""
+"""Start child processes that end when their parent ends, and that leave Ctrl-C to the parent."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
 
 
 def init_child_process() -> None:
-    """Ignore Ctrl-C, and end with the parent. Call this first in a process started inside `signals_deferred`."""
+    """Let this child process ignore Ctrl-C and end with its parent. Must be the first call in the child process."""
     show_warnings_as_lines()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process inherits the handler of its parent
@@ -83,7 +83,7 @@ def init_child_process() -> None:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Describe the unexpected end of a process, as the predicate of a sentence."""
+    """Describe the unexpected end of a process in words that follow its name, such as "was killed by SIGKILL"."""
     if exitcode is None:
         return "closed its pipe"
     if exitcode >= 0:
@@ -93,7 +93,9 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def describe_failed_start(exitcode: int | None, instead: str) -> str:
-    """Describe the end of a process before it started to work. `instead` recommends a setting without processes.
+    """Describe, in words that follow the process's name, why a process ended before it started to work.
+
+    `instead` is a setting that needs no processes, which the text recommends.
 
     The most likely reason for a positive exit code is a script without a main guard, because child processes import
     the script.

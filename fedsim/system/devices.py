@@ -99,8 +99,9 @@ def require_memory(nbytes: int, purpose: str, instead: str) -> None:
     """Raise ExperimentError unless `nbytes` bytes of main memory are free, in the machine and in this container.
 
     Args:
+        nbytes: number of bytes.
         purpose: what needs the memory, for the error message.
-        instead: a setting that needs less memory.
+        instead: setting that needs less memory, which the error message recommends.
     """
     free = free_memory()
     if nbytes > free:
@@ -166,7 +167,7 @@ def _cgroups() -> list[Path]:
 
 
 def default_processes(device: torch.device, cohort: int, threads_per_process: int) -> int:
-    """Return the number of processes for a cohort that cores and memory, or the memory of a GPU, allow."""
+    """Return how many processes to use for `cohort` concurrent workers, limited by cores, memory and GPU memory."""
     processes = min(cohort, max(1, usable_cores() // threads_per_process))
     if device.type == "cpu":
         return int(min(processes, max(1, total_memory() / 2 / PROCESS_BYTES)))  # total_memory may be infinite
@@ -181,7 +182,7 @@ def total_memory_of(device: torch.device) -> float:
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether `nbytes` bytes are a small part of the free memory of an accelerator."""
+    """Whether `nbytes` bytes are a small part of an accelerator's free memory. False for a CPU."""
     mem_get_info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return mem_get_info is not None and mem_get_info(device)[0] >= ROOM_FACTOR * nbytes
 

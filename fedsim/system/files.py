@@ -1,4 +1,4 @@
-"""Write files completely or not at all. Read only regular files of limited size inside an expected folder."""
+"""Safe file access: write files completely or not at all, and read only regular files of limited size."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def unwritable_error(path: Path, error: OSError, needed: int | None = None) -> R
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """Return a remedy for a write error, as the end of the error line, or "" if none is known."""
+    """Return the end of the error line for a write error, which contains a remedy, or "" if none is known."""
     if error.errno == errno.ENOSPC:
         asked = "" if needed is None else f", but {show_bytes(needed)} are needed"
         return f": {show_bytes(free_space(path))} are free{asked}; free some space, {ELSEWHERE}"
@@ -138,6 +138,7 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
     """Lock a folder inside the block. The system releases the lock if this process ends.
 
     Args:
+        folder: the folder.
         by_whom: possible holder of the lock for the error message, such as `another comparison`.
 
     Raises RecordError if the folder is already locked.

@@ -24,11 +24,11 @@ _first: float | None = None  # time of the first signal
 
 
 class Terminated(BaseException):
-    """Exception for SIGTERM, so that files and processes are closed."""
+    """Exception that SIGTERM raises, so that files and processes are closed before the program ends."""
 
 
 def install_exit_on_interrupt() -> None:
-    """Let Ctrl-C end the program at once outside `signals_as_exceptions`. A handler set by the user is kept."""
+    """Let Ctrl-C end the program at once, except in `signals_as_exceptions`. A handler set by the user is kept."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 

@@ -28,15 +28,15 @@ FOLDERS = Path(__file__).parents[1], sysconfig.get_path("stdlib")
 LIBRARIES = (
     *(os.path.join(folder, "") for folder in FOLDERS),
     "<frozen",
-)  # paths of other files start so
+)  # prefixes of file names that belong to fedsim or Python, not to the user
 USUAL_FILES = 24  # assumed number of open files if they cannot be counted
 
 
 class Limit(NamedTuple):
-    """A resource limit.
+    """A resource limit of the operating system, and how error messages describe it.
 
     Attributes:
-        name: name in the module `resource`.
+        name: name of the limit in the module `resource`.
         phrase: format string that describes the limit.
         show: function that formats the value.
         command: shell command that raises the limit.
@@ -57,7 +57,7 @@ LIMITS = {
 
 
 def limit_hint(error: OSError) -> str:
-    """Return a hint for the end of an error line: the limit that was reached and how to raise it, or "" if none."""
+    """Return the end of an error line, which names the resource limit that was reached and how to raise it, or ""."""
     limit = LIMITS.get(error.errno or 0)
     if limit is None or resource is None:
         return ""

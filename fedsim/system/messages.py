@@ -33,9 +33,9 @@ _received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors 
 
 
 class Message:
-    """A pickled object, and the descriptors of the files that it refers to.
+    """A pickled object, with the descriptors of the files that the object refers to.
 
-    Also keeps the object, because its files must stay open until the message is sent.
+    The message keeps a reference to the object, because its files must stay open until the message is sent.
     """
 
     def __init__(self, content: Any) -> None:
@@ -76,7 +76,7 @@ class ReceivedMessage:
         self._data, self._descriptors = data, descriptors
 
     def load(self) -> Any:
-        """Unpickle the object, and close the descriptors."""
+        """Unpickle and return the object that was sent, and close the message's file descriptors."""
         token = _received.set(self._descriptors)
         try:
             return ForkingPickler.loads(self._data)
@@ -87,7 +87,10 @@ class ReceivedMessage:
 
 
 class Channel:
-    """One end of a duplex multiprocessing pipe. `multiprocessing.connection.wait` accepts channels."""
+    """One end of a pipe between two processes, for messages in both directions.
+
+    `multiprocessing.connection.wait` accepts channels.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -102,7 +105,7 @@ class Channel:
                 socket.send_fds(pipe, [b"\0"], descriptors[start : start + MAX_FILES])
 
     def dismiss(self) -> None:
-        """Ask the other end to stop. No further message follows."""
+        """Ask the other end of the pipe to stop. No messages may be sent afterwards."""
         self._connection.send_bytes(DISMISSED)
 
     def receive(self) -> ReceivedMessage | None:
@@ -113,10 +116,10 @@ class Channel:
         count, descriptors = int.from_bytes(data[:COUNT_BYTES], "big"), list[int]()
         while len(descriptors) < count:
             with self._socket() as pipe:
-                mark, some, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
-            if not mark or not some:
+                mark, received, *_ = socket.recv_fds(pipe, 1, MAX_FILES)
+            if not mark or not received:
                 raise EOFError
-            descriptors += some
+            descriptors += received
         return ReceivedMessage(data[COUNT_BYTES:], descriptors)
 
     def poll(self) -> bool:

@@ -1,4 +1,4 @@
-"""Packages that are imported on demand: the optional packages of the extras, and torchvision."""
+"""Import of packages on demand: the optional packages in fedsim's extras, and torchvision."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import shutil
 import socket
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,10 @@ _missing_operators: Any = None  # a torch.library.Library, whose declarations ex
 
 
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import a module. Raise MissingPackageError, which says what to install, if its package is missing."""
+    """Import and return a module of an optional package.
+
+    Raises MissingPackageError, whose message contains the command to install the package, if it is missing.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -67,8 +71,8 @@ def import_torchvision() -> Any:
     return torchvision
 
 
-def download(dataset: str, root: Path) -> None:
-    """Download the torchvision data set with this class name ("MNIST", "FashionMNIST") to `root`.
+def download(dataset: str, root: Path, arguments: Sequence[Mapping[str, Any]]) -> None:
+    """Download the torchvision data set with this class name to `root`, constructing the class with each `arguments`.
 
     Files are copied to `root` only after all of them are downloaded. Raises DataError on failure.
     """
@@ -77,8 +81,14 @@ def download(dataset: str, root: Path) -> None:
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            getattr(torchvision.datasets, dataset)(folder, download=True)
-            shutil.copytree(Path(folder) / dataset, root / dataset, dirs_exist_ok=True)
+            for part in arguments:
+                getattr(torchvision.datasets, dataset)(folder, **part, download=True)
+            root.mkdir(parents=True, exist_ok=True)
+            for path in Path(folder).iterdir():
+                if path.is_dir():
+                    shutil.copytree(path, root / path.name, dirs_exist_ok=True)
+                else:
+                    shutil.copy2(path, root)
     except Exception as error:  # errors of urllib, of the archive or of the file system
         raise DataError(f"the download failed ({one_line(error)})") from error
     finally:

@@ -1,4 +1,4 @@
-"""Numerical precision: the values of the key `precision`.
+"""Numerical precision of training, selected by the key `precision`.
 
 Rows (parameters, momentum, aggregates, the global row) are float64 for "float64" and float32 otherwise. Only training
 can use lower precision: "tf32" allows TF32 in matrix products and convolutions, and "bf16" runs the forward pass under
@@ -21,11 +21,11 @@ from fedsim.errors import ExperimentError, one_line
 
 @dataclass(frozen=True)
 class Precision:
-    """One value of the key `precision`.
+    """Numerical precision of training, one of the values of the key `precision`.
 
     Attributes:
-        name: name in an experiment.
-        rows: dtype of rows and of the loss.
+        name: value of the key `precision`.
+        rows: dtype of rows (flat parameter vectors) and of the loss.
         autocast: dtype for `torch.autocast` in the forward pass of training. None: no autocast.
         tf32: whether matrix products and convolutions in training may round float32 inputs to TF32, on CUDA.
     """
@@ -96,7 +96,7 @@ class Precision:
             raise ExperimentError(f'precision = "{self.name}": not supported on {device}: {one_line(error)}') from None
 
     def facts(self) -> dict[str, Any]:
-        """Return the precision for the run record."""
+        """Return the dtypes and the TF32 setting for the run record, as a JSON-serializable dict."""
         rows, forward = (str(dtype).removeprefix("torch.") for dtype in (self.rows, self.autocast or self.rows))
         return {"rows": rows, "forward": forward, "tf32": self.tf32}
 
@@ -148,14 +148,14 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Ignore warnings of some PyTorch versions that the older switches are deprecated."""
+    """Suppress warnings inside the block, since some PyTorch versions warn that the older switches are deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast operands as autocast would. Without autocast, return them unchanged.
+    """Cast tensors to the dtype that autocast would use. Without autocast, return them unchanged.
 
     This is for operations with a custom derivative, whose operands autocast does not cast.
     """

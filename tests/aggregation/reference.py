@@ -71,7 +71,7 @@ def mda(x, f):
 def smea(x, f):
     def spread(subset):
         away = x[list(subset)] - x[list(subset)].mean(0)
-        if x.shape[1] > len(subset):  # along further directions the covariance is zero
+        if x.shape[1] > len(subset):  # the covariance is zero along any further direction
             away = away @ np.linalg.qr(away.T)[0]
         return np.linalg.eigvalsh(away.T @ away / len(subset))[-1]
 

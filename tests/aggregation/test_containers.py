@@ -1,4 +1,4 @@
-"""Arrays, lists of tensors and state_dicts, aggregated as they are."""
+"""Aggregation of NumPy arrays, lists of tensors and state_dicts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_state_dicts_keep_the_first_counters(models):
         name: (value.dtype, value.shape) for name, value in states[0].items()
     }
     assert mean["1.num_batches_tracked"] == 7
-    assert mean._metadata == states[0]._metadata  # the versions of modules
+    assert mean._metadata == states[0]._metadata  # version numbers of the modules
     expected = sum((place + 1) * state["0.weight"] for place, state in enumerate(states)) / 15
     assert torch.allclose(mean["0.weight"], expected)
     models[0].load_state_dict(mean)
@@ -61,14 +61,14 @@ def test_lists_of_arrays_as_in_flower():
     ("updates", "line"),
     [
         ([torch.zeros(2), torch.zeros(3)], r"updates\[1\]: must have shape \(2,\) as in updates\[0\], not \(3,\)"),
-        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; it has \['b'\]"),
+        ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], r"updates\[1\]: has no entry \['a'\], .*; .* has \['b'\]"),
         (
             [{"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int)}],
             r"updates\[1\]\['a'\]: must be torch.float32",
         ),
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must be \[n, ...\], .* as in updates\['a'\]"),
-        ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: has no floating numbers"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating tensor \[n, d\]"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must .*\[n, ...\] .* as updates\['a'\]"),
+        ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: contains no floating-point numbers"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating-point tensor \[n, d\]"),
     ],
 )
 def test_updates_with_different_entries_are_an_error(updates, line):
@@ -104,7 +104,7 @@ def test_tied_weights_count_once_and_stay_tied(models):
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray])
-def test_a_dict_of_stacked_tensors_is_that_of_its_updates(models, kind):
+def test_a_dict_of_stacked_tensors_equals_that_of_its_updates(models, kind):
     states = [model.state_dict() for model in models]
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     if kind is np.ndarray:

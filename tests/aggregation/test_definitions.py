@@ -38,7 +38,7 @@ RULES = {
     "caf": {"f": 3},
     "dnc": {"f": 3},
 }
-ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard"}  # tested below, or in test_rules
+ELSEWHERE = {"weighted_mean", "qfedavg", "fltrust", "signguard"}  # tested below or in test_rules.py
 
 
 def normal(n, d):
@@ -58,12 +58,12 @@ def repeated(n, d):
 
 
 def integers(n, d):
-    """Full of ties."""
+    """Return random integers [n, d] in which many values are equal."""
     return np.random.default_rng(n * d).integers(-2, 3, (n, d)).astype(float)
 
 
 def offset(n, d):
-    """Close together, far from zero: |a|^2 + |b|^2 - 2ab would have no correct digit."""
+    """Return rows that are close together and far from zero, where |a|^2 + |b|^2 - 2ab has no correct digit."""
     return 1e5 + normal(n, d) * 1e-3
 
 
@@ -75,10 +75,10 @@ def test_every_rule_has_a_reference():
     "shape", [(11, 5), (12, 1), (15, 300), pytest.param((20, 700), marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_is_its_definition(name, shape):
+def test_a_rule_matches_its_definition(name, shape):
     for make in (normal, outliers, repeated, integers, offset):
         if name == "foolsgold" and (shape[1] == 1 or make is offset):
-            continue  # all cosines are 1 but for rounding: no weight is left, and the definition divides by zero
+            continue  # all cosines are 1 up to rounding, so all weights are zero and the definition divides by zero
         x = make(*shape)
         expected = getattr(reference, name)(x, **RULES[name])
         ours = fedsim.aggregate(torch.from_numpy(x), rule=name, **RULES[name]).numpy()
@@ -100,21 +100,22 @@ COLUMNWISE = {"median": {}, "trimmed_mean": {"f": 1}, "meamed": {"f": 1}, "phoca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*COLUMNWISE, "bulyan", "sign_vote"])
 def test_column_major_updates_are_not_sorted_in_place(name, dtype):
-    one = torch.tensor([[3.0], [1], [2], [-5], [4], [9], [-2]], dtype=dtype)
+    single_column = torch.tensor([[3.0], [1], [2], [-5], [4], [9], [-2]], dtype=dtype)
     turned = torch.randn(6, 7, dtype=dtype, generator=torch.Generator().manual_seed(0)).t()
-    for updates in (one, turned):
+    for updates in (single_column, turned):
         before = updates.clone()
         params = {**COLUMNWISE, "bulyan": {"f": 1}}.get(name, {})
         result = fedsim.aggregate(updates, rule=name, **params)
         assert torch.equal(updates, before)
         again = fedsim.aggregate(before.contiguous(), rule=name, **params)
-        assert torch.allclose(result, again, rtol=0, atol=1e-6)  # sums in another order
+        assert torch.allclose(result, again, rtol=0, atol=1e-6)  # the summation order differs
 
 
 def test_bulyan_with_f_1_scores_its_last_pick_by_one_neighbour():
-    """Krum picks 13, 4, 10 and 18 first. Of the remaining 20, 1 and 9, the rows 1 and 9 are nearest to another row."""
+    """Krum picks 13, 4, 10 and 18 first; of the remaining 20, 1 and 9, the rows 1 and 9 have the nearest neighbour."""
     updates = torch.tensor([18.0, 10, 20, 13, 1, 9, 4], dtype=torch.double).unsqueeze(1)
-    picked = np.array([13.0, 4, 10, 18, 1])  # of 1 and 9 the first row; the three values nearest the median 10 remain
+    # the tie between 1 and 9 goes to the first row; the three values nearest to the median 10 remain
+    picked = np.array([13.0, 4, 10, 18, 1])
     assert reference.nearest_mean(picked, np.median(picked), 3) == 9
     assert fedsim.aggregate(updates, rule="bulyan", f=1).item() == pytest.approx(9)
 
@@ -146,18 +147,18 @@ def test_foolsgold_gives_clones_no_weight(scale):
 
 def test_caf_does_not_depend_on_the_order_of_rows():
     x = torch.tensor([-2.0, 2, -2, 1, -3, 3, -3, 0, 2, 3, 2, 3, 1, 3, 0], dtype=torch.double).unsqueeze(1)
-    first, other = (fedsim.aggregate(rows, rule="caf", f=6) for rows in (x, x.flip(0)))
-    assert torch.allclose(first, other, rtol=0, atol=1e-12)
+    first, flipped = (fedsim.aggregate(rows, rule="caf", f=6) for rows in (x, x.flip(0)))
+    assert torch.allclose(first, flipped, rtol=0, atol=1e-12)
 
 
-def test_fltrust_is_its_definition():
+def test_fltrust_matches_its_definition():
     x, root = normal(8, 10), normal(1, 10)[0]
     ours = fedsim.aggregate(torch.from_numpy(x), rule="fltrust", root=torch.from_numpy(root)).numpy()
     assert np.allclose(ours, reference.fltrust(x, root), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("q", "lr", "scale"), [(0.5, 0.1, 1), (1.0, 0.01, 1), (3.0, 1.0, 1), (1.0, 0.1, 1e-8)])
-def test_qfedavg_is_its_definition_for_small_losses_too(q, lr, scale):
+def test_qfedavg_matches_its_definition_for_small_losses_too(q, lr, scale):
     x, losses = normal(5, 7), np.array([0.5, 1.0, 2.0, 0.1, 0.7]) * scale
     ours = fedsim.aggregate(torch.from_numpy(x), rule="qfedavg", q=q, lr=lr, losses=torch.from_numpy(losses))
     expected = reference.qfedavg(x, losses, q, lr)
@@ -172,7 +173,7 @@ def test_mda_of_a_hundred_rows_finds_the_honest_ones():
 
 
 def test_smea_minimises_the_spread_along_a_line_and_mda_the_diameter():
-    """The rows 0 to 3 lie on a line of length 2 with variance 11 / 16; 0 and 4 to 6 are a tetrahedron of edges 2.2."""
+    """Rows 0 to 3 lie on a line of length 2 (variance 11 / 16); rows 0 and 4 to 6 form a tetrahedron with edges 2.2."""
     x = torch.zeros(7, 4, dtype=torch.double)
     x[1:4, 0] = torch.tensor([-1.0, 1, 1])
     x[4:, 1:] = 2.2 / 2**0.5 * (1 - torch.eye(3, dtype=torch.double))
@@ -206,14 +207,14 @@ def test_geometric_median_follows_weiszfeld_step_by_step(params, weights):
 @pytest.mark.parametrize("params", [{}, {"start": "mean"}, {"tau": 0.1, "iterations": 5}])
 def test_centered_clipping_starts_at_the_last_result(params, last):
     x = normal(6, 4)
-    found = fedsim.aggregate(torch.from_numpy(x), rule="centered_clipping", last=last, **params)
-    assert np.allclose(found.numpy(), reference.centered_clipping(x, **params, last=last), rtol=0, atol=1e-12)
+    result = fedsim.aggregate(torch.from_numpy(x), rule="centered_clipping", last=last, **params)
+    assert np.allclose(result.numpy(), reference.centered_clipping(x, **params, last=last), rtol=0, atol=1e-12)
 
 
 def test_signguard_drops_other_norms_and_other_signs():
     x = np.abs(normal(12, 400)) * np.where(np.arange(400) < 300, 1, -1)
-    x[0] *= 50  # a norm beyond the range
-    x[1] *= -1  # other signs
+    x[0] *= 50  # a norm outside the allowed range
+    x[1] *= -1  # opposite signs
     clipped = reference.clipped(x, float(np.quantile(np.linalg.norm(x, axis=1), 0.5)))
     ours = fedsim.aggregate(torch.from_numpy(x), rule="signguard", fraction=1.0).numpy()
     assert np.allclose(ours, clipped[2:].mean(0), rtol=0, atol=1e-9)
@@ -223,18 +224,18 @@ def test_signguard_drops_other_norms_and_other_signs():
 def test_dnc_uses_the_drawn_coordinates(iterations):
     x, draws = outliers(12, 300), Draws.of(1, "aggregate")
     drawn = [draws.choice(300, 20).numpy() for _ in range(iterations)]
-    kept = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
-    found = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=3, b=20, iterations=iterations, seed=1)
-    assert np.allclose(found.numpy(), x[sorted(kept)].mean(0), rtol=0, atol=1e-9)
+    kept_rows = set.intersection(*(set(reference.dnc_kept(x[:, columns], 3)) for columns in drawn))
+    result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=3, b=20, iterations=iterations, seed=1)
+    assert np.allclose(result.numpy(), x[sorted(kept_rows)].mean(0), rtol=0, atol=1e-9)
 
 
 def test_signguard_uses_the_drawn_coordinates():
-    """Rows 0 to 4 differ from the others only in drawn coordinates, so the other rows are the larger cluster."""
+    """Check the drawn coordinates: only in these do rows 0 to 4 differ, so the other rows form the larger cluster."""
     x, columns = np.ones((12, 400)), Draws.of(2, "aggregate").choice(400, 40).numpy()
     x[:5, columns[:20]] = -1
     x[:, np.setdiff1d(np.arange(400), columns)] *= np.where(np.arange(12) % 2, 1, -1)[:, None]
-    found = fedsim.aggregate(torch.from_numpy(x), rule="signguard", seed=2).numpy()
-    assert np.allclose(found, x[5:].mean(0), rtol=0, atol=1e-9)
+    result = fedsim.aggregate(torch.from_numpy(x), rule="signguard", seed=2).numpy()
+    assert np.allclose(result, x[5:].mean(0), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +245,10 @@ def test_signguard_uses_the_drawn_coordinates():
         ("multi_krum", {"f": 2, "m": 11}, "multi_krum: needs 1 <= m <= n; here m = 11, n = 10"),
         ("bulyan", {"f": 2}, "bulyan: needs n >= 4f \\+ 3; here f = 2, n = 10"),
         ("trimmed_mean", {"f": 5}, "trimmed_mean: needs 2f < n; here f = 5, n = 10"),
-        ("monna", {"f": 1, "row": 10}, "the trusted row = 10 is not among the workers"),
+        ("monna", {"f": 1, "row": 10}, "row = 10, the trusted worker, is not among the workers"),
         ("dnc", {"f": 5, "c": 2.0}, "c f < n"),
         ("krum", {}, "f: is required"),
-        ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the least here is -1"),
+        ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the smallest one is -1"),
         ("qfedavg", {"losses": ["a"] * 10}, r"losses: must be numbers of shape \(10,\), not"),
         ("mda", {"f": 4, "nonfinite": "exclud"}, 'nonfinite = "exclud": did you mean "exclude"'),
     ],
@@ -264,16 +265,16 @@ def test_too_large_a_search_is_refused(rule, n, f, subsets):
 
 
 @pytest.mark.parametrize("name", ["nnm", "arc", "norm_clipping"])
-def test_a_pre_aggregator_is_its_definition(name):
+def test_a_pre_aggregator_matches_its_definition(name):
     x = outliers(11, 40)
     params = {"c": 2.0} if name == "norm_clipping" else {"f": 3}
     expected = reference.clipped(x, 2.0) if name == "norm_clipping" else getattr(reference, f"{name}_rows")(x, 3)
-    found = fedsim.pre_aggregate(torch.from_numpy(x), name, **params).numpy()
-    assert np.allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
+    rows = fedsim.pre_aggregate(torch.from_numpy(x), name, **params).numpy()
+    assert np.allclose(rows, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
 def test_dnc_drops_exactly_c_f_rows():
     x = torch.arange(150.0, dtype=torch.double).unsqueeze(1) ** 2
-    kept = fedsim.aggregate(x, rule="dnc", f=100, c=0.29)
+    result = fedsim.aggregate(x, rule="dnc", f=100, c=0.29)
     away = (x - x.mean(0)).abs().flatten()
-    assert torch.allclose(kept, x[away.argsort()[: 150 - 29]].mean(0), rtol=1e-12)
+    assert torch.allclose(result, x[away.argsort()[: 150 - 29]].mean(0), rtol=1e-12)

@@ -1,4 +1,4 @@
-"""What rules are made of: sums in double precision, products of pairs, sorted columns, and clusters."""
+"""Building blocks of the rules: sums in double precision, pairwise products, sorted columns and clusters."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_distances_and_products_are_sums_in_double_precision(d, dtype):
     updates, point = normal(5, d, dtype), normal(1, d, dtype)[0]
     before = updates.clone()
     wide, centre = updates.double(), point.double()
-    for found, expected in (
+    for computed, expected in (
         (squared_distances_to(updates, None), [sum((row * row).tolist()) for row in wide]),
         (squared_distances_to(updates, point), [sum(((row - centre) ** 2).tolist()) for row in wide]),
         (products_with(updates, point), [sum((row * centre).tolist()) for row in wide]),
     ):
         expected = torch.tensor(expected, dtype=torch.double)
-        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * d)
+        assert torch.allclose(computed, expected, rtol=1e-12, atol=1e-12 * d)
     assert torch.equal(updates, before)
 
 
@@ -86,7 +86,7 @@ def test_bad_rows_finds_nan_and_infinity():
 
 @pytest.mark.parametrize("d", [1, 256, 700])
 @pytest.mark.parametrize("n", [1, 2, STRIP - 1, STRIP, STRIP + 1, 2 * STRIP + 5])
-def test_products_and_distances_are_those_of_all_pairs(n, d):
+def test_products_and_distances_equal_those_of_all_pairs(n, d):
     x = np.random.default_rng(n + d).standard_normal((n, d))
     gram = Gram(torch.from_numpy(x.copy()))
     products = np.array([[np.dot(a, b) for b in x] for a in x])
@@ -100,7 +100,7 @@ def test_products_and_distances_are_those_of_all_pairs(n, d):
 @pytest.mark.parametrize("added", [0, 1, 3])
 def test_an_extended_gram_is_that_of_all_updates(known, added):
     x = torch.randn(known + added, 700, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 1
-    x[-1] = x[x[:known].norm(dim=1).argmin()]  # equals the row that the others are centred at
+    x[-1] = x[x[:known].norm(dim=1).argmin()]  # equals the row that is subtracted from all rows
     extended, whole = Gram(x[:known]).extended(x), Gram(x)
     for name in ("products", "squared_distances", "offsets"):
         assert torch.allclose(getattr(extended, name), getattr(whole, name), rtol=1e-10, atol=1e-10), name
@@ -132,7 +132,7 @@ def test_a_cancelled_distance_is_recomputed():
     assert torch.equal(squares[:3, :3], torch.zeros(3, 3, dtype=torch.double))
 
 
-def test_offsets_and_distances_to_a_point_are_those_of_the_rows_and_of_their_mixtures():
+def test_offsets_and_distances_to_a_point_equal_those_of_the_rows_and_of_their_mixtures():
     x = torch.randn(6, 50, dtype=torch.double, generator=torch.Generator().manual_seed(0)) + 3
     matrix = torch.rand(4, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     for gram, rows in ((Gram(x), x), (Gram(x).mixed(matrix), matrix @ x)):
@@ -151,8 +151,8 @@ def test_the_shorter_of_two_rows_is_the_central_row(outlier):
     updates[outlier] *= 1e12
     for steps in (1, 2, 3):
         params = {"start": "zeros", "iterations": steps, "tol": 0.0}
-        found = fedsim.aggregate(updates, rule="geometric_median", **params)
-        assert np.allclose(found, reference.geometric_median(updates, **params), rtol=1e-9)
+        result = fedsim.aggregate(updates, rule="geometric_median", **params)
+        assert np.allclose(result, reference.geometric_median(updates, **params), rtol=1e-9)
 
 
 @pytest.mark.parametrize("n", range(1, 13))
@@ -173,9 +173,9 @@ def test_sorted_columns_returns_the_needed_places(n, dtype):
     ascending = before.t().sort(dim=1).values.t()
     everything = range(n)
     for needed in (everything, middle_places(n), everything[:1], everything[-1:], everything[n // 3 : n - n // 3]):
-        found = sort(block, tuple(needed))
-        assert torch.equal(found, ascending[list(needed)])
-        found.fill_(7.0)
+        sorted_rows = sort(block, tuple(needed))
+        assert torch.equal(sorted_rows, ascending[list(needed)])
+        sorted_rows.fill_(7.0)
         assert torch.equal(block, before)
 
 
@@ -197,13 +197,13 @@ def test_nan_sorts_last(n):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_map_sorted_columns_accepts_any_size(d, dtype, strided):
     updates = normal(5, 2 * d, dtype)[:, ::2] if strided else normal(5, d, dtype)
-    found = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
-    assert found.dtype == dtype
-    assert torch.equal(found, updates.median(0).values)
+    medians = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
+    assert medians.dtype == dtype
+    assert torch.equal(medians, updates.median(0).values)
 
 
 def shares(seed):
-    """Shares of positive, zero and negative values of 3 to 40 rows, in one to three groups."""
+    """Return fractions of positive, zero and negative values for 3 to 40 rows that form one to three groups."""
     rng = np.random.default_rng(seed)
     groups = [rng.dirichlet(np.full(3, 10.0 ** rng.integers(-1, 2))) for _ in range(rng.integers(1, 4))]
     counted = int(10.0 ** rng.integers(1, 4))
@@ -213,7 +213,7 @@ def shares(seed):
 
 @pytest.mark.filterwarnings("ignore:Binning data failed")
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(25, 400, 25))])
-def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
+def test_bandwidth_and_labels_equal_those_of_scikit_learn(first):
     several = 0
     for seed in range(first, first + 25):
         points = shares(seed)
@@ -230,15 +230,15 @@ def test_bandwidth_and_labels_are_those_of_scikit_learn(first):
 
 @pytest.fixture(autouse=True)
 def properties_without_locks(monkeypatch):
-    """Until Python 3.12 a cached property is computed by one thread at a time; processes know nothing of that."""
+    """Remove the locks of cached properties (Python < 3.12), because the threads of `Parts` stand for processes."""
     for owner in (Gram, LazyRows):
-        for each in vars(owner).values():
-            if isinstance(each, cached_property) and hasattr(each, "lock"):
-                monkeypatch.setattr(each, "lock", contextlib.nullcontext())
+        for attribute in vars(owner).values():
+            if isinstance(attribute, cached_property) and hasattr(attribute, "lock"):
+                monkeypatch.setattr(attribute, "lock", contextlib.nullcontext())
 
 
 class Parts:
-    """Some threads that each have a part of the columns, and reduce over them all."""
+    """Threads that each hold some of the columns and can sum over all threads."""
 
     def __init__(self, count):
         self._barrier, self._given, self.count = threading.Barrier(count, timeout=5), [None] * count, count
@@ -254,7 +254,7 @@ class Parts:
         return reduce
 
     def run(self, work, rows, cuts):
-        """work(part of the rows, reduce) by each; the results in order."""
+        """Call `work(columns of this part, reduce)` in each thread and return the results in the order of the parts."""
         results = [None] * self.count
 
         def go(index, part):
@@ -292,12 +292,12 @@ def test_all_parts_get_the_distances_of_whole_rows(name, cuts):
         gram = Gram(part, reduce=reduce)
         return gram.distances, gram.products
 
-    found = Parts(len(cuts) + 1).run(work, rows, cuts)
+    results = Parts(len(cuts) + 1).run(work, rows, cuts)
     exact = Gram(rows)
-    for distances, products in found:
+    for distances, products in results:
         assert torch.allclose(distances, exact.distances, rtol=1e-9, atol=0)
-        assert torch.equal(distances, found[0][0])
-        assert torch.equal(products, found[0][1])
+        assert torch.equal(distances, results[0][0])
+        assert torch.equal(products, results[0][1])
         assert torch.equal(distances == 0, exact.distances == 0)
 
 
@@ -308,8 +308,10 @@ def test_rules_of_pairs_give_each_part_its_columns(rule):
     rows, pipeline = some_rows(), make_pipeline(resolve(rule, {}, background={"f": 1}))
     assert pipeline.by_parts
     whole = pipeline(AggregationInputs(rows)).update
-    found = Parts(3).run(lambda part, reduce: pipeline(AggregationInputs(part, reduce=reduce)).update, rows, [300, 301])
-    assert torch.allclose(torch.cat(found), whole, rtol=0, atol=1e-9)
+    partial_updates = Parts(3).run(
+        lambda part, reduce: pipeline(AggregationInputs(part, reduce=reduce)).update, rows, [300, 301]
+    )
+    assert torch.allclose(torch.cat(partial_updates), whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +332,7 @@ def test_rules_of_whole_rows_are_not_applied_by_parts(rule, by_parts):
 
 def test_all_parts_refuse_rows_whose_squared_norms_overflow():
     def work(part, reduce):
-        with pytest.raises(ExperimentError, match="squared norms overflow"):
+        with pytest.raises(ExperimentError, match="squared norms of rows overflow"):
             Gram(part, reduce=reduce)
         return True
 

@@ -1,4 +1,4 @@
-"""What every rule does, whatever the rows; with very distant outliers: bounded effect, exact results, and errors."""
+"""Properties of every rule for any rows; with distant outliers: bounded effect, exact results, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.aggregation import reference
 
 
 def parameters_of(registration, updates, f=1):
-    """The arguments of `fedsim.aggregate` that a rule needs: f, c, root, losses."""
+    """Return the arguments that a rule needs in `fedsim.aggregate` (f, c, root, losses)."""
     values = {"f": f, "c": 1.0 if registration.name == "dnc" else 2.0}
     params = {name: value for name, value in values.items() if name in registration.parameters.model_fields}
     if "root" in registration.takes:
@@ -110,7 +110,8 @@ def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates
     good = [row for row in range(15) if row != 3]
     losses = {"losses": torch.arange(1.0, 16.0)} if "losses" in registration.takes else {}
     left = {"losses": losses["losses"][good]} if losses else {}
-    fewer = {"f": 0} if "f" in registration.parameters.model_fields else {}  # the excluded row counts among the f
+    # the excluded row counts as one of the f Byzantine rows
+    fewer = {"f": 0} if "f" in registration.parameters.model_fields else {}
     expected = apply(registration, updates[good], **root, **left, **fewer)
     assert torch.equal(apply(registration, spoilt, nonfinite="exclude", **root, **losses), expected)
 
@@ -118,14 +119,14 @@ def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates
 def test_a_rule_can_be_an_import_path(updates):
     result = fedsim.aggregate(updates, rule="tests.components:clipped_mean", c=0.5)
     assert result.norm() <= 0.5
-    with pytest.raises(ExperimentError, match="the rule tests.components:clipped_mean has no weighted form"):
+    with pytest.raises(ExperimentError, match="the rule tests.components:clipped_mean does not support weights"):
         fedsim.aggregate(updates, [1.0] * 5, rule="tests.components:clipped_mean")
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0, 2.0], r"5 rows need shape \(5,\), not \(2,\)"),
+        ([1.0, 2.0], r"must have shape \(5,\) for 5 updates, not \(2,\)"),
         ([0.0] * 5, "not all zero"),
         ([1, 1, 1, 1, -1], "must be finite, >= 0"),
         ([1, 1, 1, 1, float("inf")], "must be finite, >= 0"),
@@ -138,7 +139,7 @@ def test_wrong_weights_are_an_error(updates, weights, message):
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(0, 3), np.zeros((2, 3), int), [[1.0]], None])
 def test_updates_must_be_a_floating_matrix(bad):
-    with pytest.raises(ExperimentError, match=r"updates: must be a floating tensor \[n, d\]"):
+    with pytest.raises(ExperimentError, match=r"updates: must be a floating-point tensor \[n, d\]"):
         fedsim.aggregate(bad)
 
 
@@ -163,11 +164,11 @@ def test_columnwise_rules_are_columnwise(registration, d, width):
 
 N, D, F = 11, 40, 2
 VANISHING = {"qfedavg"}  # the longer a row, the smaller the result
-UNBOUNDED = {"mean", "weighted_mean", "foolsgold"}  # one row can move the result by any amount
+UNBOUNDED = {"mean", "weighted_mean", "foolsgold"}  # a single row can move the result arbitrarily far
 
 
 def rows(size: float, count: int = F) -> torch.Tensor:
-    """Honest rows around 1, and `count` rows whose entries are `size` or -`size`."""
+    """Return honest rows around 1, followed by `count` rows whose entries are `size` or -`size`."""
     x = torch.randn(N, D, dtype=torch.double, generator=torch.Generator().manual_seed(3)) + 1
     x[N - count :] = size * x[N - count :].sign()
     return x
@@ -205,7 +206,9 @@ def test_huge_rows_in_float32_give_the_result_of_float64(registration):
     assert close(result, exact, 1e-5) or (registration.name in VANISHING and float(result.abs().max()) < 1e-9)
 
 
-@pytest.mark.skipif(np.finfo(np.longdouble).max == np.finfo(float).max, reason="no extended precision here")
+@pytest.mark.skipif(
+    np.finfo(np.longdouble).max == np.finfo(float).max, reason="this platform has no extended precision"
+)
 @pytest.mark.parametrize("size", [1e3, 1e15, 1e30, 1e150])
 @pytest.mark.parametrize("shift", [0.0, 1e4])
 def test_geometric_median_is_exact_beside_distant_outliers(size, shift):
@@ -222,7 +225,7 @@ def test_medoid_distinguishes_rows_beside_an_outlier(n, size):
         x[n // 2] *= size
         exact = [[Decimal(float(value)) for value in row] for row in x]
         sums = [sum(sum((p - q) ** 2 for p, q in zip(a, b, strict=True)).sqrt() for b in exact) for a in exact]
-        if sorted(sums)[1] - min(sums) > 1e-3:  # else the outlier's distance has too few digits
+        if sorted(sums)[1] - min(sums) > 1e-3:  # otherwise too few digits of the distance to the outlier are correct
             assert torch.equal(fedsim.aggregate(x, rule="medoid"), x[sums.index(min(sums))])
 
 
@@ -235,11 +238,11 @@ def test_dnc_distinguishes_rows_beside_an_outlier(f, size):
         x[2] *= size
         centred = x - x.mean(0)
         along = np.abs(centred @ np.linalg.svd(centred)[2][0])
-        kept, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
-        if gap < 0.01:  # fewer digits than the outlier leaves
+        kept_rows, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
+        if gap < 0.01:  # below the precision that the outlier leaves
             continue
         result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=f)
-        assert np.allclose(result, x[np.sort(kept)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept]).max())
+        assert np.allclose(result, x[np.sort(kept_rows)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept_rows]).max())
         compared += 1
     assert compared
 
@@ -253,9 +256,9 @@ def test_dnc_keeps_the_first_of_rows_with_equal_projections():
     "name", ["krum", "medoid", "caf", "geometric_median", "foolsgold", "dnc", "norm_clipping", "arc"]
 )
 def test_a_norm_that_overflows_is_an_error(name):
-    line = r"rows are too long: .* overflow \(values up to 1e\+200\)"
+    line = r"the squared norms of rows overflow \(values up to 1e\+200\); scale the updates down"
     if name in ("norm_clipping", "arc"):
-        line = "2 of 11 rows have infinite norms"
+        line = "2 of 11 rows have infinite norms; scale the updates down"
     with pytest.raises(ExperimentError, match=f"^updates: {line}$"):
         apply(rule.get(name), rows(1e200), F)
 
@@ -263,6 +266,6 @@ def test_a_norm_that_overflows_is_an_error(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_result_that_is_not_finite_is_an_error(dtype):
     most = torch.finfo(dtype).max
-    with pytest.raises(ExperimentError, match=r"mean: the result is not finite; updates have values up to "):
+    with pytest.raises(ExperimentError, match=r"mean: the result is not finite: updates contain values up to "):
         fedsim.aggregate(torch.full((3, 2), most, dtype=dtype))
     assert fedsim.aggregate(torch.full((3, 2), most, dtype=dtype), nonfinite="keep").isinf().all()

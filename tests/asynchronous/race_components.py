@@ -1,4 +1,4 @@
-"""Policies, models and data that tests of races name by import path."""
+"""Policies, models and data sets that the race tests name by import path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fail(how):
 
 @dataclass(frozen=True)
 class FailingLocked(Locked):
-    """Worker 1 is killed or stopped in the middle of its third update."""
+    """A locked policy in which worker 1 is killed or stopped in the middle of its third update."""
 
     how: str = "kill"
 
@@ -49,7 +49,7 @@ class FailingLocked(Locked):
 
 @dataclass(frozen=True)
 class FailingHogwild(Hogwild):
-    """FailingLocked without a lock."""
+    """`FailingLocked` without the lock."""
 
     def take(self, server, arrival):
         if (arrival.worker, arrival.unit) == (1, 2):
@@ -59,7 +59,7 @@ class FailingHogwild(Hogwild):
 
 
 class Bag(nn.Module):
-    """An embedding whose rows are the class scores of tokens."""
+    """An embedding model whose embedding rows are the class scores of the tokens."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Bag(nn.Module):
 
 
 def disjoint_texts(root):
-    """Texts of three disjoint vocabularies, one for each worker of the partition `in_thirds`."""
+    """Return texts in three disjoint vocabularies, one for each worker of the partition `in_thirds`."""
     generator = torch.Generator().manual_seed(3)
     third = torch.arange(TEXTS) // (TEXTS // 3)
     tokens = torch.randint(0, TOKENS // 3, (TEXTS, 5), generator=generator) + third.view(-1, 1) * (TOKENS // 3)
@@ -83,7 +83,7 @@ def in_thirds(labels, n_workers, rng):
 
 
 def count_updates(process, race_state, times, locked):
-    """Update a loss counter as a race does."""
+    """Update a loss counter `times` times in the way that a race does."""
     ended = race_state.column(WRITES_ENDED)
     process.barrier.wait()
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""Policies on the virtual clock without an engine: tiny rows, and a train function of the test."""
+"""Policies on the virtual clock without an engine: tiny rows and a train function that the test provides."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fedsim.engines.trainers.batches import WorkItem
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.server.optimizer import ServerSGD
 
-SIZE, BATCH = 10, 4  # samples of a worker, so 3 steps of a round
+SIZE, BATCH = 10, 4  # samples of a worker, which make 3 steps a round
 
 LR = 0.1
-START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # of the global row
+START = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # initial global row
 
 Train = Callable[[Tensor, WorkItem], Tensor]
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=0, atol=1e-12)
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=0, atol=1e-12)
 
 
 def nth_step(worker: int, step: int) -> WorkItem:
-    """The work item of a worker's step, counted from 0."""
+    """Return the work item of a worker's `step`-th step (counted from 0)."""
     return WorkItem(worker, worker, step // 3 + 1, None, step % 3)
 
 
@@ -54,24 +54,24 @@ def delays_of(speeds: Sequence[float], kind: str = "constant", seed: int = 0, **
 
 
 def some_result(row: Tensor, item: WorkItem) -> Tensor:
-    """A gradient, or a model, that depends on the row, the worker, the round and the step."""
+    """Return a gradient or a model that depends on the row, the worker, the round and the step."""
     step = 0 if item.step is None else item.step + 1
     phase = torch.arange(1, len(row) + 1, dtype=row.dtype) * (item.worker + 1) + 10 * item.round + 0.7 * step
     return 0.5 * row + phase.sin()
 
 
 def zero_result(row: Tensor, item: WorkItem) -> Tensor:
-    """The gradient of a constant loss."""
+    """Return the gradient of a constant loss, which is zero."""
     return torch.zeros_like(row)
 
 
 @dataclass
 class SimulatedRun:
-    """A run of a policy on the clock.
+    """A simulated run of a policy on the virtual clock.
 
     Attributes:
-        trained: the items of each call of the train function.
-        arrivals, times: what the policy has taken, and when.
+        trained: the work items of each call of the train function.
+        arrivals, times: the results that the policy has taken, and their virtual times.
     """
 
     server: ServerState
@@ -97,7 +97,7 @@ class SimulatedRun:
         return Counter(arrival.staleness for arrival in self.arrivals)
 
     def in_flight(self) -> int:
-        """Sum of the staleness of the work in flight."""
+        """Return the summed staleness of all work in flight."""
         return sum(self.server.staleness(slot) for slot in self.clock.dispatcher.in_flight)
 
 
@@ -115,11 +115,11 @@ def simulate(
     models: float = 0.0,
     total_items: float = math.inf,
 ) -> SimulatedRun:
-    """A policy on the clock, with all workers of `delays`.
+    """Return a run of a policy on the virtual clock, with all workers of `delays`.
 
     Args:
-        train: the result of a work item.
-        models: bytes of a model.
+        train: function that returns the result of a work item.
+        models: size of a model in bytes.
     """
     n, optimizer, wide = len(delays.slowdowns), ServerSGD(), torch.float64
     row, of_model = START.clone(), torch.tensor(global_buffers, dtype=wide)
@@ -174,9 +174,9 @@ def _watch(chosen: Policy, result: SimulatedRun) -> None:
 
 
 def replayed(run: SimulatedRun, rule: Callable[..., Tensor]) -> Tensor:
-    """The global row that a rule(W, read, result, arrival, memory) makes of a run's arrivals, one after another.
+    """Return the global row after `rule(row, read, result, arrival, memory)` has processed a run's arrivals in order.
 
-    The order of arrivals is that of the run; the results are computed again, at the rows of the rule.
+    The order of arrivals is that of the run, but the results are computed again at the rows that the rule produces.
     """
     items: dict[int, list[WorkItem]] = defaultdict(list)
     for item in chain.from_iterable(run.trained):

@@ -1,4 +1,4 @@
-"""The virtual clock: its queue, order of events, time and traffic, computed work, and conserved sums."""
+"""The virtual clock: its queue, event order, time, traffic, computed work and conserved sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def total_staleness(run):
 @pytest.mark.parametrize("delays", DELAYS)
 @pytest.mark.parametrize("name", ALWAYS_BUSY)
 def test_staleness_is_conserved(name, delays):
-    """The staleness of applied and in-flight work sums to (N - 1) T after T updates by N always-busy workers."""
+    """N always-busy workers: after T updates the staleness of applied and in-flight work sums to (N - 1) T."""
     run = simulate(policy_of(name, **ALWAYS_BUSY[name]), DELAYS[delays]())
     for applies in range(1, 101):
         assert run.clock.advance() == 1, "no ties"
@@ -50,7 +50,7 @@ def test_staleness_is_conserved(name, delays):
 @pytest.mark.parametrize("delays", DELAYS)
 @pytest.mark.parametrize("k", [1, 2, 4, 9])
 def test_staleness_with_a_buffer_is_conserved(delays, k):
-    """Concurrency M, V versions: (M - 1) V in all, so the mean staleness of K V deltas tends to (M - 1) / K."""
+    """With M busy workers and V versions, staleness sums to (M - 1) V, so the mean over K V results is (M - 1) / K."""
     run = simulate(policy_of("fedbuff", k=k), DELAYS[delays]())
     for taken in range(1, 101):
         assert run.clock.advance() == 1, "no ties"
@@ -72,7 +72,7 @@ def test_all_arrivals_of_one_time_are_taken_before_a_worker_starts_again():
 
 
 def test_results_do_not_depend_on_when_work_is_computed():
-    """Each work item on arrival, or all work in flight at once."""
+    """Compare computing each work item on arrival with computing all work in flight at once."""
     for name, params in (
         ("asgd", {"n_fetch": 2, "n_push": 3}),
         ("fedbuff", {"k": 2}),
@@ -108,10 +108,10 @@ def test_results_do_not_depend_on_when_work_is_computed():
 
 
 def test_virtual_seconds_by_hand():
-    """Steps of 2 s on worker 1 and 1 s on worker 0, 0.5 s of latency, models of 30 bytes at 20 bytes a second."""
+    """Worker 0 takes 1 s a step, worker 1 takes 2 s; latency 0.5 s, models of 30 bytes at 20 bytes per second."""
     delays = delays_of([1.0, 2.0])
     delays = type(delays)(delays.slowdowns, delays.noise, 0, 1.0, 0.5, 20.0)
-    run = simulate(policy_of("asgd"), delays, models=30.0)  # one model down and one gradient up: 3 s
+    run = simulate(policy_of("asgd"), delays, models=30.0)  # one model download and one gradient upload: 3 s
     run.advance(4)
     assert run.times == [4.5, 5.5, 9.0, 11.0]
     run = simulate(policy_of("fedasync"), delays, models=30.0)  # 3 steps
@@ -152,7 +152,7 @@ def test_tied_arrivals_beyond_k_are_neither_taken_nor_computed():
 
 @pytest.mark.parametrize("name", ["asgd", "fedasync"])
 def test_work_that_arrives_after_the_end_is_not_computed(name):
-    """Worker 3 is by far the slowest, so it sends at most one of 10 results. Its work is computed with the first."""
+    """Worker 3 is so slow that at most one of 10 results is its own, which is computed together with the first."""
     delays = [1.0, 1.1234, 1.2817, 1000.0]
     known, endless = (
         simulate(policy_of(name), delays_of(delays), total_items=pieces).advance(10) for pieces in (10, 1e9)
@@ -166,11 +166,11 @@ def test_work_that_arrives_after_the_end_is_not_computed(name):
 
 
 def test_cancelled_work_starts_again_with_the_new_model():
-    """Worker 2 is cancelled twice, and starts its first batch again each time."""
+    """Worker 2 is cancelled twice and restarts its first batch each time."""
     run = simulate(policy_of("backup_workers", backups=1), delays_of([1.0, 1.0, 1.5]))
     run.advance(4)
     assert run.clock.now == 2.0
-    run.clock._departures = {0: 0.0}  # from now on worker 2 is needed
+    run.clock._departures = {0: 0.0}  # from now on worker 2 must contribute
     run.advance(2)
     assert run.clock.now == 3.5
     last = {item.worker: item for items in run.trained for item in items}[2]
@@ -190,7 +190,7 @@ def test_unfinished_work_of_a_departed_worker_never_arrives():
     assert run.clock.dispatcher.stats.discarded == 3
     assert run.clock.dispatcher.stats.samples == Counter({0: 10, 1: 8})
     assert caught.value.lines == (
-        "policy: at 4 virtual seconds no worker is busy and none may start; 3 of 3 workers have left "
+        "policy: deadlock at 4 virtual seconds: no worker is busy and none may start; 3 of 3 workers have left "
         "(clock.departures)",
     )
     trained = Counter(item.worker for items in run.trained for item in items)
@@ -198,7 +198,7 @@ def test_unfinished_work_of_a_departed_worker_never_arrives():
 
 
 def test_a_cancelled_departure_is_decided_again_by_the_next_work():
-    """Worker 1 would leave at 10 in its first step, which is cancelled at 1; its second takes half a second."""
+    """Worker 1 would leave at 10 in its first step, which is cancelled at 1; its second step takes 0.5 s."""
     run = simulate(policy_of("k_sync", k=1), delays_of([1.0, 1.0]), departures={1: 10.0})
     times = {(0, 0): 1.0, (1, 0): 100.0, (0, 1): 3.0, (1, 1): 0.5}
     run.clock._duration = lambda item, unit, models: times[item.worker, unit]
@@ -210,7 +210,7 @@ def test_a_cancelled_departure_is_decided_again_by_the_next_work():
 
 def test_too_few_workers_for_an_update_raise_an_error():
     run = simulate(policy_of("k_sync", k=2), delays_of([1.0, 1.0, 1.0]), departures={1: 2.5, 2: 2.5})
-    with pytest.raises(ExperimentError, match="at 3 virtual seconds no worker is busy and none may start; 2 of 3"):
+    with pytest.raises(ExperimentError, match="at 3 virtual seconds: no worker is busy and none may start; 2 of 3"):
         run.advance(100)
     assert run.server.version == 2
     assert run.server.policy.buffered(run.server) == 1

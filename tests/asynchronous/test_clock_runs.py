@@ -1,4 +1,4 @@
-"""Runs with mode = "clock", compared with bare loops, with the synchronous loop, and between engines."""
+"""Runs with mode = "clock", compared with plain loops, with the synchronous loop, and between engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def points(root, *, samples: int = 60):
 
 
 def linear(*, hidden: int = 0) -> nn.Module:
-    """A model of 21 parameters, or of 10 hidden + 3 with a hidden layer."""
+    """Return a model with 21 parameters, or with 10 * hidden + 3 if it has a hidden layer."""
     if not hidden:
         return nn.Linear(FEATURES, CLASSES)
     return nn.Sequential(nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, CLASSES))
@@ -50,7 +50,7 @@ SMALL = {
 }
 JITTER = {"slowdown": {"name": "geometric", "ratio": 3.0}, "noise": "lognormal", "latency": 0.1, "bandwidth": 1000.0}
 
-# What makes a policy with one worker plain SGD; a policy that is not here has no neutral settings, which it must have.
+# Settings under which each policy with one worker equals plain SGD. Every policy must have such settings.
 NEUTRAL = {
     "hogwild": {},
     "locked": {},
@@ -68,21 +68,21 @@ NEUTRAL = {
     "eamsgd": {"alpha": 0.0},
     "ad_psgd": {},
     "gossip": {},
-    "sync": {},  # with sync = "gradients"
+    "sync": {},  # run with sync = "gradients"
 }
-FROM_DIFFERENCES = {"fedbuff", "async_local_sgd"}  # w + (x - w) in float64 is exactly x only for float32 w and x
+FROM_DIFFERENCES = {"fedbuff", "async_local_sgd"}  # in float64, w + (x - w) equals x only if w and x are float32 values
 
 
 @pytest.fixture(scope="module")
 def session():
-    """A session that keeps the processes."""
+    """Yield a session that keeps the processes for all tests of this module."""
     with fedsim.Session() as session:
         yield session
 
 
 @pytest.fixture
 def servers(monkeypatch):
-    """The servers of the runs of a test."""
+    """Return a list that collects the server of each run in a test."""
     made = []
 
     class Watched(simulation.ServerState):
@@ -106,7 +106,7 @@ def without_times(history):
 
 
 def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
-    """A plain loop over the batches of worker 0; with `fresh`, the momentum is reset in each round."""
+    """Return the row after plain SGD over the batches of worker 0; `fresh`: reset the momentum in each round."""
     alone = Federation(linear, points, 1, 4, "contiguous", dtype=dtype)
     velocity = torch.zeros_like(alone.row)
     for round in range(1, rounds + 1):
@@ -119,14 +119,14 @@ def plain_sgd(rounds, dtype, momentum=0.0, fresh=False):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [  # each policy in one precision by default, in turn, and in the other under `-m slow`
+    [  # each policy in one precision by default, alternating; in the other one with `-m slow`
         pytest.param(registration.name, precision, marks=pytest.mark.slow if (index + shift) % 2 else ())
         for index, registration in enumerate(policy)
         for shift, precision in enumerate(("float32", "float64"))
     ],
 )
-def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precision, servers):
-    assert name in NEUTRAL, f"{name}: say in NEUTRAL under which settings it is plain SGD with one worker"
+def test_one_worker_and_neutral_settings_equal_plain_sgd_bit_for_bit(name, precision, servers):
+    assert name in NEUTRAL, f"{name}: add settings to NEUTRAL under which one worker is plain SGD"
     registration = policy.get(name)
     chosen = registration.bind(registration.check(NEUTRAL[name]))
     by_step = chosen.in_rounds or chosen.work == "gradient"
@@ -163,8 +163,8 @@ def test_one_worker_and_neutral_settings_are_plain_sgd_to_the_bit(name, precisio
     ids=["one block of columns", "three blocks"],
 )
 @pytest.mark.parametrize("chosen", [{"name": "ssp", "s": 0}, {"name": "k_sync", "k": 5}], ids=["ssp", "k_sync"])
-def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, model, precision):
-    """Virtual time agrees too."""
+def test_ssp_0_and_k_sync_of_all_equal_the_synchronous_run_bit_for_bit(chosen, model, precision):
+    """The virtual times are equal, too."""
     changes = {
         "workers": 5,
         "rounds": 2,
@@ -178,15 +178,15 @@ def test_ssp_0_and_k_sync_of_all_are_the_synchronous_run_to_the_bit(chosen, mode
     assert torch.equal(together.global_row, apart.global_row)
     for key in ("test_loss", "test_accuracy", "samples", "cohort", "bytes_up", "bytes_down"):
         assert [record[key] for record in together.history] == [record[key] for record in apart.history], key
-    for one, other in zip(together.history, apart.history, strict=True):
-        assert one["virtual_seconds"] == pytest.approx(other["virtual_seconds"], rel=1e-12)
-        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
+    for sync_record, async_record in zip(together.history, apart.history, strict=True):
+        assert sync_record["virtual_seconds"] == pytest.approx(async_record["virtual_seconds"], rel=1e-12)
+        assert sync_record["train_loss"] == pytest.approx(async_record["train_loss"], rel=1e-12)
     assert apart.history[-1]["asynchronous"]["staleness"] == {"0": 10}
     assert apart.history[-1]["asynchronous"]["updates"] == 4
 
 
 def test_algorithm_state_is_that_of_the_synchronous_run():
-    """Policies with one state on the server, and policies with a state per worker, for one worker."""
+    """Policies with one state on the server and policies with one state per worker, for one worker."""
     local = {"batch_size": 7, "lr": 0.05, "algorithm": "adam"}
     for workers, policies in ((3, ({"name": "ssp", "s": 0},)), (1, ("asgd", "hogwild", "gossip"))):
         together = run(sync="gradients", aggregate="mean", workers=workers, local=local)
@@ -208,14 +208,14 @@ def test_fedbuff_of_all_at_equal_speeds_is_fedavg(server, model, precision):
     tolerance = {"float32": 1e-6, "float64": 1e-9}[precision]
     for name, value in together.model.state_dict().items():
         assert torch.allclose(value.double(), apart.model.state_dict()[name].double(), rtol=0, atol=tolerance), name
-    for one, other in zip(together.history, apart.history, strict=True):
+    for sync_record, async_record in zip(together.history, apart.history, strict=True):
         for key in ("virtual_seconds", "samples", "bytes_up", "cohort"):
-            assert one[key] == other[key]
-        assert one["test_loss"] == pytest.approx(other["test_loss"], abs=1e-4)
+            assert sync_record[key] == async_record[key]
+        assert sync_record["test_loss"] == pytest.approx(async_record["test_loss"], abs=1e-4)
 
 
 def test_a_straggler_delays_the_synchronous_run_only():
-    """Virtual times by hand."""
+    """The virtual times are computed by hand."""
     clock = {"slowdown": {"name": "list", "values": [1.0, 1.0, 1.0, 10.0]}}
     waits, goes_on = run(clock=clock), run("fedasync", clock=clock)
     assert [record["virtual_seconds"] for record in waits.history] == [40.0, 80.0, 120.0]
@@ -258,7 +258,7 @@ CASES = {
 
 @in_turn(("case", "engine"), CASES, ["spawn", "batched"])
 def test_engines_agree(case, engine, session):
-    """Serial runs and spawn agree to the bit, batched up to rounding."""
+    """`spawn` is bit-identical to `serial`; `batched` agrees up to rounding."""
     tables = {**SMALL, "rounds": 2, "clock": JITTER, "precision": "float64", **CASES[case]}
     serial = fedsim.run(tables)
     if engine == "spawn":
@@ -279,11 +279,11 @@ def test_engines_agree(case, engine, session):
 
 
 def test_the_records_of_a_run_by_hand():
-    """Two workers of 1 and 2 s and 2 steps a round, fedasync; a model of 21 float32 has 84 bytes."""
+    """FedAsync, two workers with 1 s and 2 s a step, 2 steps a round; a model of 21 float32 parameters has 84 bytes."""
     clock = {"slowdown": {"name": "list", "values": [1.0, 2.0]}}
     tables = {"workers": 2, "rounds": 2, "local": {"steps": 2, "batch_size": 4, "lr": 0.1}, "clock": clock}
     first, second = run("fedasync", **tables).history
-    # worker 0 arrives at 2, 4, 6, ... and worker 1 at 4, 8, ...; a round is two arrivals, or more with ties
+    # worker 0 arrives at 2, 4, 6, ... s and worker 1 at 4, 8, ... s; a round has two arrivals, or more with ties
     assert first["virtual_seconds"] == 4.0
     assert first["cohort"] == [0, 1]
     assert first["samples"] == [16, 8]
@@ -304,7 +304,9 @@ def test_the_records_of_a_run_by_hand():
 
 
 def test_an_overflowing_row_is_an_error():
-    with pytest.raises(fedsim.ExperimentError, match="round 1: (the global model has diverged|the work of worker \\d)"):
+    with pytest.raises(
+        fedsim.ExperimentError, match="round 1: (the global model has diverged|the result of worker \\d)"
+    ):
         run("asgd", local={"lr": 1e38, "batch_size": 4})
 
 
@@ -328,7 +330,7 @@ def test_workers_of_a_large_population_are_drawn_on_demand():
 # Buffers
 
 
-def test_averaged_buffers_are_those_of_the_synchronous_run():
+def test_averaged_buffers_equal_those_of_the_synchronous_run():
     changes = {"workers": 3, "rounds": 1, "model": f"{__name__}:normalised", "precision": "float64", "clock": JITTER}
     together = run(sync="gradients", aggregate="mean", **changes)
     apart = run({"name": "ssp", "s": 0}, **changes)

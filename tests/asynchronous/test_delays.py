@@ -1,4 +1,4 @@
-"""Slowdowns of workers, noise of work items, also from a trace file, and the delays made of them."""
+"""Slowdowns of workers, noise of work items (also from a trace file), and the delays computed from both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def delays_of(n_workers, name, seed=0, **params):
 
 
 def test_seconds_are_the_formula():
-    """Twice as slow, 10 steps of 0.25 s, latency 0.5 s, 3,000 bytes at 1,000 a second."""
+    """A worker is twice as slow: 10 steps of 0.25 s, latency 0.5 s, 3,000 bytes at 1,000 bytes per second."""
     delays = Delays(np.array([1.0, 2.0]), noise_of("constant"), base=0.25, latency=0.5, bandwidth=1000.0)
     assert delays.seconds(0, 0, 10) == 2.5  # nothing is sent
     assert delays.seconds(1, 0, 10, 0) == 5.0
@@ -97,7 +97,7 @@ def test_slowdowns_are_drawn_as_documented(name, params, factors):
 @pytest.mark.parametrize(
     ("of", "name", "params", "message"),
     [
-        (Slowdown, "list", {"values": [1.0, 2.0]}, r"clock.slowdown.values: 2 values for 3 workers; give one for each"),
+        (Slowdown, "list", {"values": [1.0, 2.0]}, r"clock.slowdown.values: contains 2 values for 3 workers"),
         (Slowdown, "list", {"values": [1.0, 0.0, 2.0]}, r"clock.slowdown.values\[1\] = 0.0: must be greater than 0"),
     ],
 )
@@ -129,7 +129,7 @@ def test_the_factors_of_imported_components_are_checked():
     with pytest.raises(ExperimentError, match=rf"one_too_many.: must return factors of shape \[{BLOCK}\], not \[257\]"):
         delays_of(2, f"{__name__}:one_too_many")
     delays = delays_of(2, f"{__name__}:negative")
-    with pytest.raises(ExperimentError, match=f"returned factor -1.0 for unit {BLOCK + 2} of worker 1"):
+    with pytest.raises(ExperimentError, match=f"returned factor -1.0 for work item {BLOCK + 2} of worker 1"):
         delays.seconds(1, BLOCK, 1)
     with pytest.raises(ExperimentError, match="returned a factor of 0; factors must be positive"):
         slowdowns_of(3, f"{__name__}:zero")
@@ -177,7 +177,7 @@ def test_a_trace_is_read_once(tmp_path, monkeypatch):
     assert delays_of(2, "trace", path="trace.txt").seconds(0, 1, 1) == 3
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    with pytest.raises(ExperimentError, match='clock.noise.path = "trace.txt": no such file'):
+    with pytest.raises(ExperimentError, match='clock.noise.path = "trace.txt": file not found'):
         delays_of(2, "trace", path="trace.txt")
 
 
@@ -186,8 +186,8 @@ def test_a_trace_is_read_once(tmp_path, monkeypatch):
     [
         ("1\nfast\n", "cannot be read: could not convert string 'fast' to float64"),
         ("1,2,3\n4,5\n", "cannot be read: the number of columns changed from 3 to 2"),
-        ("1\n\n-2\n", "must hold finite numbers of at least 0"),
-        ("1,2\n", "has 2 columns for 3 workers; give one for all workers, or one for each"),
+        ("1\n\n-2\n", "must contain at least one number, and only finite numbers of at least 0"),
+        ("1,2\n", "has 2 columns for 3 workers; must have one column for all workers, or one column"),
         (b"\xff\xfe\x00", "cannot be read: 'utf-8' codec can't decode"),
     ],
 )

@@ -29,21 +29,21 @@ RACING = [registration.name for registration in policy if not registration.targe
 
 @pytest.fixture(scope="module")
 def session():
-    """A session that keeps three processes, one for each of three workers."""
+    """Yield a session that keeps three processes, one for each of three workers."""
     with fedsim.Session() as session:
         yield session
 
 
 @pytest.fixture(scope="module")
 def session_of_one():
-    """A session that keeps one process."""
+    """Yield a session that keeps one process."""
     with fedsim.Session() as session:
         yield session
 
 
 def race(session, name, out=None, **changes):
-    """A short race of three workers."""
-    given = PARAMETERS.get(name, {})
+    """Run a short race of three workers and return the result."""
+    parameters = PARAMETERS.get(name, {})
     tables = {
         "mode": "race",
         "workers": 3,
@@ -52,7 +52,7 @@ def race(session, name, out=None, **changes):
         "data": "tests.components:tiny",
         "local": {"batch_size": 16, "lr": 0.05},
         "race": {"runs": 1},
-        "policy": {"name": name, **given},
+        "policy": {"name": name, **parameters},
     }
     return fedsim.run({**tables, **changes}, out, session=session)
 
@@ -68,7 +68,7 @@ def test_every_policy_learns(session, name):
     for record in result.history:
         measured, asynchronous = record["race"], record["asynchronous"]
         assert measured["updates"] == sum(asynchronous["staleness"].values()) or name in ("easgd", "eamsgd")
-        if not policy.get(name).target.cancels:  # a worker whose work is always cancelled is not in the cohort
+        if not policy.get(name).target.cancels:  # a worker whose work is always cancelled is in no cohort
             assert record["cohort"] == [0, 1, 2]
         assert all(value > 0 for value in measured["samples_per_second"])
         if name != "hogwild":
@@ -97,11 +97,11 @@ def test_records_are_means_over_runs_and_the_model_is_of_the_first_run(session, 
     inputs, targets = test.gather(torch.arange(len(test)))
     accuracy = (result.model(inputs).argmax(1) == targets).float().mean().item()
     assert accuracy == pytest.approx(result.history[-1]["race"]["test_accuracies"][0])
-    assert not (tmp_path / "run" / "race.csv").exists()  # without locks no order is known
+    assert not (tmp_path / "run" / "race.csv").exists()  # without locks the order of updates is unknown
 
 
 def test_each_run_continues_from_its_own_state(session):
-    """The result of fedbuff with all workers does not depend on the order, so both runs have the same losses."""
+    """The result of FedBuff with all workers does not depend on their order, so both runs have the same losses."""
     result = race(session, "fedbuff", race={"runs": 2}, rounds=3)
     for record in result.history:
         first, second = record["race"]["test_losses"]
@@ -145,7 +145,7 @@ def test_buffered_results_stay_for_the_next_round(session, rounds, buffered, upd
 
 @pytest.mark.parametrize("name", ["k_sync", "k_async"])
 def test_a_held_back_worker_catches_up_in_the_next_round(session, name):
-    """A round has 15 steps, an odd number, and an update takes two gradients."""
+    """A round has 15 steps, which is odd, and an update takes two gradients."""
     history = race(session, name, rounds=3).history
     done = 0
     for round, record in enumerate(history, 1):
@@ -157,21 +157,21 @@ def test_a_held_back_worker_catches_up_in_the_next_round(session, name):
 
 def test_workers_with_fewer_steps_do_not_block_others(session):
     tables = {"partition": "tests.components:uneven", "local": {"batch_size": 8, "lr": 0.05}}
-    for given in ({"name": "ssp", "s": 0}, {"name": "easgd", "synchronous": True, "period": 1}):
-        record = race(session, given["name"], policy=given, **tables).history[0]
+    for chosen_policy in ({"name": "ssp", "s": 0}, {"name": "easgd", "synchronous": True, "period": 1}):
+        record = race(session, chosen_policy["name"], policy=chosen_policy, **tables).history[0]
         assert record["samples"] == [33, 68, 102]
         assert record["race"]["held_back"] == record["asynchronous"]["buffered"] == 0
 
 
 ALONE = [
     *(("hogwild", "tests.models:Normalised", buffers) for buffers in ("average", "local", "frozen")),
-    *((name, "net", "average") for name in ("hogwild", "gossip", "ad_psgd")),  # with dropout
+    *((name, "net", "average") for name in ("hogwild", "gossip", "ad_psgd")),  # the model has dropout
 ]
 
 
 @pytest.mark.parametrize(("name", "model", "buffers"), ALONE)
-def test_one_worker_alone_has_the_bits_of_the_clock(session_of_one, name, model, buffers):
-    """Of policies that do not lock the server; the clock repeats the races of the others."""
+def test_one_worker_alone_is_bit_identical_to_the_clock(session_of_one, name, model, buffers):
+    """Policies without server locks are bit-identical to the clock; the clock replays the races of all others."""
     tables = {"workers": 1, "model": model, "buffers": buffers, "policy": name, "rounds": 2}
     tables = {**tables, "data": "tests.components:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
     on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
@@ -197,7 +197,7 @@ def test_lost_updates_are_counted():
         assert race_state.lost() == 0
         assert float(race_state.loss_counters[0, 0]) == 2000
         assert all(taken == 1000 >= waited for taken, waited in counts)
-        for _ in range(200):  # once is nearly always enough
+        for _ in range(200):  # a single attempt nearly always suffices
             pool.call(race_components.count_updates, race_state, 5000, False)
             if race_state.lost():
                 break
@@ -223,5 +223,5 @@ def test_the_first_line_of_output_warns_that_a_race_is_not_repeatable(cli):
     done = cli("run", *words, "race.runs=2", "--out", "here")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0] == (
-        "a race is not repeatable: it is run 2 times, numbers are means, and the model kept is the first run's"
+        "a race is not repeatable: numbers are means over 2 repetitions, and the model is that of the first one"
     )

@@ -15,11 +15,11 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
     [
         (
             {"policy": f"{COMPONENTS}:FailingLocked"},
-            KILLED + " while it held a lock: what that protects may be half written",
+            KILLED + " while it held a lock; the data that this lock protects may be half written",
         ),
         (
             {"policy": f"{COMPONENTS}:FailingHogwild"},
-            KILLED + " in the middle of a write to the shared model, which may be half written",
+            KILLED + " during a write to the shared model, which may be half written",
         ),
         pytest.param(
             {"policy": "hogwild", "model": {"name": "tests.models:Fails", "how": "kill"}},
@@ -28,7 +28,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
         ),
         (
             {"policy": {"name": f"{COMPONENTS}:FailingLocked", "how": "stop"}, "timeout": 1.0},
-            r"process [01] has given no sign of life for 1 s \(worker 1 in round 1\); a step that takes .*",
+            r"process [01] has given no sign of life for 1 s \(worker 1 in round 1\); if a step takes .*",
         ),
     ],
     ids=["with the lock", "in a write", "in a step", "stopped with the lock"],

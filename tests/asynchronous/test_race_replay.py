@@ -30,7 +30,7 @@ TABLES = {
 
 @pytest.fixture(scope="module")
 def session():
-    """A session that keeps three processes."""
+    """Yield a session that keeps three processes."""
     with fedsim.Session() as session:
         yield session
 
@@ -40,13 +40,13 @@ def race(session, out, policy):
 
 
 def again(log, on_start=None, **changes):
-    """The race on the clock, in one process."""
+    """Replay a logged race on the virtual clock in one process."""
     tables = {**TABLES, "mode": "clock", "policy": "asgd", "engine": "serial", "clock": {"replay_log": str(log)}}
     return fedsim.run({**tables, **changes}, on_start=on_start)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
+def test_the_clock_repeats_a_race_bit_for_bit(session, tmp_path, name):
     policy = {"name": name, **POLICIES[name]}
     raced = race(session, tmp_path / "run", policy)
     replayed = again(tmp_path / "run", policy=policy)
@@ -60,7 +60,7 @@ def test_the_clock_repeats_a_race_to_the_bit(session, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def logged(session, tmp_path_factory):
-    """The run folder of a race of asgd."""
+    """Return the run folder of an `asgd` race."""
     folder = tmp_path_factory.mktemp("races") / "run"
     race(session, folder, "asgd")
     return folder
@@ -76,15 +76,18 @@ def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_tim
     assert "virtual s" not in heads
 
 
-RACED = "is the log of a race with "
+RACED, EQUAL = "the race was run with ", "both must be equal"
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"rounds": 3}, "has 2 rounds, so not round 3"),
-        ({"policy": "dc_asgd"}, RACED + "policy.adaptive = left out; in this experiment it is false"),
-        ({"workers": 8}, RACED + "workers = 3; in this experiment it is 8"),
+        ({"rounds": 3}, "round 3 is not in the log, which has 2 rounds; lower `rounds`"),
+        (
+            {"policy": "dc_asgd"},
+            RACED + "policy.adaptive not set, but this experiment has policy.adaptive = false; " + EQUAL,
+        ),
+        ({"workers": 8}, RACED + "workers = 3, but this experiment has workers = 8; " + EQUAL),
     ],
 )
 def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):
@@ -104,11 +107,11 @@ def altered(logged, tmp_path, change):
     [
         (
             lambda text: text + "1,2,0,7,0,9999,10000,0,0\n",
-            "does not fit this experiment: at event 9999 there is no worker 7",
+            "at event 9999, there is no worker 7",
         ),
         (
             lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+),(\d+),", r"\1,33,", text, count=1),
-            r"does not fit this experiment: at event \d+ worker \d reads version 33, and here it is \d+",
+            r"at event \d+, worker \d reads version 33 in the log, but version \d+ now",
         ),
     ],
 )
@@ -116,13 +119,14 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     path = altered(logged, tmp_path, change)
     with pytest.raises(fedsim.ExperimentError) as caught:
         again(path)
-    (found,) = caught.value.lines
-    assert re.fullmatch(f"clock.replay_log = {re.escape(show(str(path)))}: {line}", found), found
+    (error_line,) = caught.value.lines
+    place = f"clock.replay_log = {re.escape(show(str(path)))}: the log does not match this experiment"
+    assert re.fullmatch(f"{place}: {line}", error_line), error_line
 
 
 @pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])
 def test_keys_that_do_not_go_with_a_log_are_refused(name):
-    line = f'clock.replay_log = "x": needs a policy with a server lock, unlike policy.name = "{name}"'
+    line = f'clock.replay_log = "x": needs a policy with a lock on the server, unlike policy.name = "{name}"'
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.Experiment(mode="clock", policy=name, clock={"replay_log": "x"})
     assert caught.value.lines == (line,)

@@ -32,13 +32,14 @@ def test_delays_of_an_experiment():
 
 
 def test_a_round_takes_as_long_as_its_slowest_worker():
-    """Workers of 1, 2 and 3 s a step with 3, 1 and 2 steps; then without the first."""
+    """Workers of 1, 2 and 3 s a step take 3, 1 and 2 steps; then the same round without the first worker."""
     clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]))
     clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=False)
     assert clock.now == 6
     clock.pass_round({0: 3, 1: 1}, update_bytes=0, in_step=False)
     assert clock.now == 9
-    clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=True)  # worker 2 twice, then worker 0 alone
+    # worker 2 is the slowest of two common steps, then worker 0 is alone
+    clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=True)
     assert clock.now == 9 + 3 + 3 + 1
 
 
@@ -53,13 +54,13 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
 
 @pytest.mark.parametrize("policy", ["sync", "fedbuff"])
 def test_the_messages_of_a_client_algorithm_travel_with_its_model(policy, tiny_experiment):
-    """Each way the model and a message of a row and a number, at one number in a second."""
+    """In each direction the model and a message (one row and one number) are sent at one number per second."""
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "policy": policy}
     tables |= {"local": {"algorithm": "tests.components:Counting", "steps": 2}, "clock": {"bandwidth": 4.0}}
     assert fedsim.run(tables).history[0]["virtual_seconds"] == 2 + 2 * (2 * 7850 + 1)
 
 
-FURTHER = {  # and all client algorithms with their defaults
+FURTHER = {  # in addition to all client algorithms with their defaults
     "ditto of few steps": {"algorithm": "ditto", "personal_steps": 2},
     "fedsam with rho = 0": {"algorithm": "fedsam", "rho": 0.0},
     "pfedme of three inner steps": {"algorithm": "pfedme", "inner_steps": 3},
@@ -77,13 +78,13 @@ ASYNCHRONOUS = ("sgd", "fedsam", "ditto of few steps", "mimelite", "scaffold wit
     ("policy", "case"), [*(("sync", case) for case in LOCAL), *(("fedbuff", case) for case in ASYNCHRONOUS)]
 )
 def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch):
-    """One worker with 8 samples in batches of 3: an epoch has 3 batches, or 2 without the smaller one."""
+    """One worker has 8 samples in batches of 3: an epoch has 3 batches, or 2 without the incomplete one."""
     passes, backward = [], torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda *args, **more: (passes.append(1), backward(*args, **more)))
     local = {"epochs": 2, "batch_size": 3, **LOCAL[case]}
     if "personal" in client_algorithm.get(local["algorithm"]).parameters.model_fields:
         local["personal"] = ["*.bias"]
-    # The statistics of pfedme's personal model take one more pass, which is not one of the algorithm.
+    # The statistics of pFedMe's personal model take one more forward pass, which the clock does not charge.
     model = "2nn" if local["algorithm"] == "pfedme" else "tests.models:Normalised"
     result = fedsim.run(
         **{"engine": "serial", "workers": 1, "rounds": 2, "mode": "clock", "policy": policy, "local": local},
@@ -93,7 +94,7 @@ def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch)
 
 
 def test_a_gradient_that_is_sent_takes_the_time_of_one_gradient(tiny_experiment):
-    """Whatever the algorithm declares, which is for its own steps."""
+    """The cost that the algorithm declares concerns its own local steps and is ignored here."""
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "clock": {"step_seconds": 0.5}}
     tables |= {"local": {"algorithm": "tests.components:Costly", "steps": 4}, "workers": 2}
     seconds = [
@@ -105,7 +106,7 @@ def test_a_gradient_that_is_sent_takes_the_time_of_one_gradient(tiny_experiment)
 
 @pytest.mark.parametrize("in_step", [False, True])
 def test_each_worker_counts_its_own_units(in_step):
-    """So its delays are those of any other policy, and do not depend on the cohorts."""
+    """The delays are those of any other policy and do not depend on the cohorts."""
     asked = []
 
     def seconds(worker, unit, steps, bytes):

@@ -5,7 +5,7 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
 
-SIZES = [10, 4, 1, 7]  # 3, 1, 1 and 2 steps in batches of 4
+SIZES = [10, 4, 1, 7]  # 3, 1, 1 and 2 steps with batch size 4
 
 
 def scheduler(work, *, slots=4, workers=4, seed=0):
@@ -24,7 +24,7 @@ def test_steps_and_samples_of_an_item():
 
 
 def test_draws_are_as_documented():
-    """A free worker is drawn uniformly, by (seed, number of earlier draws); each worker counts its own rounds."""
+    """A free worker is drawn uniformly from (seed, number of earlier draws), and each worker counts its own rounds."""
     who, busy, rounds = scheduler("model", slots=3, workers=7, seed=8), {}, [0] * 7
     for count in range(100):
         slot = count % 3

@@ -1,4 +1,4 @@
-"""The server of an asynchronous run: buffers, and steps of embedding rows that a batch uses."""
+"""The server of an asynchronous run: model buffers, and updates of the embedding rows that a batch uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def server_of(**options):
 
 
 def test_buffers_move_by_the_fraction_of_the_workers():
-    """One of four workers is a quarter, and a third of the three that are alive at the end."""
+    """One of four workers moves the buffers by a quarter, and by a third when three workers are alive at the end."""
     server = server_of(global_buffers=[8.0])
     server.shared.cohort.buffers[:] = torch.tensor([[0.0], [4.0], [16.0], [24.0]])
     server.mix_buffers([0])
@@ -45,8 +45,8 @@ def test_work_starts_with_the_buffers_of_the_buffer_policy(policy, began_with, g
     server.end(0, 2)
     server.mix_buffers([0])
     assert server.shared.server.buffers.item() == globally
-    kept = server.worker_states.tensors()
-    assert [tensor.flatten().tolist() for tensor in kept.values()] == ([[2], [0.0]] if policy == "local" else [])
+    saved = server.worker_states.tensors()
+    assert [tensor.flatten().tolist() for tensor in saved.values()] == ([[2], [0.0]] if policy == "local" else [])
 
 
 def module(*, sparse=False):
@@ -60,7 +60,7 @@ def module(*, sparse=False):
     )
 
 
-def test_a_sparse_step_has_the_bits_of_a_dense_step_and_writes_no_unused_row():
+def test_a_sparse_step_is_bit_identical_to_a_dense_step_and_writes_no_unused_row():
     made = module()
     d = Layout.of(made).d
     tables = tables_of(made, SGD(lr=0.1))
@@ -68,12 +68,12 @@ def test_a_sparse_step_has_the_bits_of_a_dense_step_and_writes_no_unused_row():
     gradient = torch.randn(d, generator=torch.Generator().manual_seed(1))
     words, bags = gradient[8:28].view(5, 4), gradient[43:].view(6, 2)
     words[[0, 3]] = 0
-    words[2, 1:] = 0  # row 2 is still used
+    words[2, 1:] = 0  # row 2 remains in use
     bags[:] = 0
     row = torch.randn(d, generator=torch.Generator().manual_seed(2))
     dense = row.clone()
     SGD(lr=0.1).step(dense, gradient, {})
-    row[8:28].view(5, 4)[[0, 3]] = float("nan")  # as if another process were writing these rows
+    row[8:28].view(5, 4)[[0, 3]] = float("nan")  # as if another process were writing these rows at this moment
     before = row.clone()
     step_where_touched(SGD(lr=0.1), row, gradient, tables)
     assert torch.equal(row[8:28].view(5, 4)[[0, 3]].isnan(), torch.ones(2, 4, dtype=torch.bool))
@@ -84,5 +84,5 @@ def test_a_sparse_step_has_the_bits_of_a_dense_step_and_writes_no_unused_row():
 @pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"weight_decay": 0.01}])
 def test_steps_with_momentum_or_weight_decay_are_dense_and_refuse_sparse_embeddings(changes):
     assert tables_of(module(), SGD(lr=0.1, **changes)) == ()
-    with pytest.raises(ExperimentError, match=r"local: words\.weight is a sparse embedding, .* leave out local\."):
+    with pytest.raises(ExperimentError, match=r"local: words\.weight is a sparse embedding .* remove local\."):
         tables_of(module(sparse=True), SGD(lr=0.1, **changes))

@@ -1,4 +1,4 @@
-"""The GPU check: how it goes on after tests that fail, how it reports, and what it measures, on the CPU."""
+"""The GPU check on the CPU: how it continues after failed tests, what it reports, and what it measures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_last():
 
 
 def results_of(tmp_path, text, seconds, test_seconds):
-    """The results of a file of tests, of which each may take `test_seconds`."""
+    """Return the check's results for a test file with this text, in which each test may take `test_seconds`."""
     (tmp_path / "test_some.py").write_text(text)
     part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull, "test_some.py"), 1, test_seconds)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -71,7 +71,7 @@ def test_a_test_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
     child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 5
     while (running := lives(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running, "it is killed with its process group"
+    assert not running, "the child is killed with its process group"
     assert not results.complete
 
 
@@ -84,7 +84,7 @@ def test_tests_without_time_are_reported(tmp_path, monkeypatch):
 
 @pytest.fixture
 def results(tmp_path):
-    """Results of a check of which many tests failed, and that measured a workload."""
+    """Return the results of a check in which many tests failed and one workload was measured."""
     lines = [{"test": f"tests/a.py::test_{k}", "outcome": "failed", "error": "long " * 99} for k in range(99)]
     lines += [{"warning": f"{k} " * 99, "test": "a"} for k in range(99)]
     ms = {"batched": 10.0, "serial": 300.0, "bare loop": 150.0}

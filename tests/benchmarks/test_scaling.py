@@ -1,4 +1,4 @@
-"""benchmarks/scaling.py at a small scale."""
+"""benchmarks/scaling.py with few workers and rounds."""
 
 from __future__ import annotations
 

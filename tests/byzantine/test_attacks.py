@@ -1,4 +1,4 @@
-"""Attacks on rows and on data are their definitions."""
+"""Attacks on rows and on data, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def own_updates():
 
 def test_none_sends_the_trained_rows(honest, own_updates):
     assert torch.equal(attack(honest, 3, "none", own_updates=own_updates), own_updates)
-    assert torch.equal(attack(honest[:3], 5, "none"), honest[[0, 1, 2, 0, 1]])  # own_updates default to honest rows
+    assert torch.equal(attack(honest[:3], 5, "none"), honest[[0, 1, 2, 0, 1]])  # own_updates defaults to honest rows
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
@@ -81,17 +81,17 @@ def bound(name, **params):
 def rounds_of_rows(count, h=6, d=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     spread = torch.tensor([4.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.double)
-    own = torch.randn(h, d, dtype=torch.double, generator=generator) * spread
-    return [own + 0.1 * torch.randn(h, d, dtype=torch.double, generator=generator) for _ in range(count)]
+    base_rows = torch.randn(h, d, dtype=torch.double, generator=generator) * spread
+    return [base_rows + 0.1 * torch.randn(h, d, dtype=torch.double, generator=generator) for _ in range(count)]
 
 
 def rows_in_turn(attack_of, rounds, workers=None):
-    """The first attacker's row of each round, and the state at the end."""
+    """Return the first attacker's row in each round, and the attack's final state."""
     state, sent = {}, []
     for round, honest in enumerate(rounds, 1):
-        own = honest.new_zeros(2, honest.shape[1])
+        own_rows = honest.new_zeros(2, honest.shape[1])
         of_round = list(range(len(honest))) if workers is None else workers[round - 1]
-        rows, state = attack_of(honest, own, seed=3, moment=(round,), workers=of_round, state=state)
+        rows, state = attack_of(honest, own_rows, seed=3, moment=(round,), workers=of_round, state=state)
         assert torch.equal(rows[0], rows[1])
         sent.append(rows[0])
     return sent, state
@@ -100,7 +100,7 @@ def rows_in_turn(attack_of, rounds, workers=None):
 def test_mimic_copies_one_honest_row(honest):
     assert torch.equal(attack(honest, 3, "mimic"), honest[[0, 0, 0]])
     assert torch.equal(attack(honest, 2, "mimic", epsilon=6), honest[[6, 6]])
-    with pytest.raises(ExperimentError, match="attack.epsilon = 7: must be below the number of honest rows, 7"):
+    with pytest.raises(ExperimentError, match="attack.epsilon = 7: must be less than 7, the number of honest workers"):
         attack(honest, 3, "mimic", epsilon=7)
 
 
@@ -128,7 +128,7 @@ def test_mimic_remembers_workers_and_not_rows():
     sent, state = rows_in_turn(bound("mimic", warmup=1), turned, numbers)
     assert torch.equal(sent[0], sent[1])
     assert state["t"] == 1
-    absent = [numbers[0], [1, 2, 3, 4, 5, 99]]  # none of them is known
+    absent = [numbers[0], [1, 2, 3, 4, 5, 99]]  # none of these workers has sent an earlier row
     assert torch.equal(rows_in_turn(bound("mimic", warmup=1), turned, absent)[0][1], turned[1][0])
 
 
@@ -152,7 +152,7 @@ def rows_of(*values):
 
 
 def column_moments(honest, ddof=1):
-    """Mean and standard deviation of each column, by exact sums."""
+    """Return the mean and the standard deviation of each column, computed from exact sums."""
     columns = [[float(x) for x in column] for column in honest.T]
     means = [math.fsum(column) / len(column) for column in columns]
     stds = [
@@ -163,7 +163,7 @@ def column_moments(honest, ddof=1):
 
 
 def bisected(name, honest, dev, bound="max"):
-    """min_max or min_sum with the largest factor, found by bisection."""
+    """Return the row of min_max or min_sum with the largest admissible factor, found by bisection."""
     honest = honest.double().numpy()
     mean, worst = honest.mean(0), {"min_max": np.max, "min_sum": np.sum}[name]
     deviation = {
@@ -197,7 +197,7 @@ def test_z_max_is_a_normal_quantile(n, f, share):
 
 @pytest.mark.parametrize(("n", "f", "s"), [(10, 6, 0), (2, 1, 1)])
 def test_z_max_names_n_f_and_s_in_its_error(n, f, s):
-    with pytest.raises(ExperimentError, match=rf"n = {n} and f = {f} make s = {s} and n - f = {n - f}; choose z"):
+    with pytest.raises(ExperimentError, match=rf"n = {n} and f = {f} make s = {s} and n - f = {n - f}; set attack.z"):
         z_max(n, f)
 
 
@@ -218,11 +218,11 @@ def test_alie_warns_if_z_is_0(n, f):
     with pytest.warns(SettingWarning, match=line):
         rows = attack(honest, f, "alie")
     assert torch.allclose(rows, honest.mean(0).expand(f, -1))
-    attack(honest, f, "alie", z=1.5)  # without a warning, which would be an error here
+    attack(honest, f, "alie", z=1.5)  # raises no warning (a warning is an error in these tests)
 
 
 def test_one_honest_row_has_no_standard_deviation(honest):
-    with pytest.raises(ExperimentError, match="attack.ddof = 1: .* needs more than 1 of them, not 1"):
+    with pytest.raises(ExperimentError, match="attack.ddof = 1: .* needs at least 2 honest workers, not 1"):
         attack(honest[:1], 1, "alie", z=1.0)
     assert torch.allclose(attack(honest[:1], 1, "alie", z=1.0, ddof=0), honest[:1])
 
@@ -244,7 +244,7 @@ def test_min_max_and_min_sum_find_the_largest_factor(name, dev, bound, seed, h, 
     generator = torch.Generator().manual_seed(seed)
     honest = torch.randn(h, d, dtype=torch.double, generator=generator) + torch.randn(d, generator=generator)
     honest[0] *= 1 + seed  # rows at different distances from their mean
-    for rows in (honest, honest / 1024 + 1000):  # a large common part costs no digits
+    for rows in (honest, honest / 1024 + 1000):  # a large common offset costs no digits
         row = attack(rows, 1, name, dev=dev, bound=bound)[0]
         assert torch.allclose(row, bisected(name, rows, dev, bound), rtol=0, atol=1e-9)
 
@@ -266,7 +266,7 @@ def test_float32_rows_give_the_rounded_float64_result(name, params):
     if name in BOUNDED:
         assert torch.allclose(rounded[0], bisected(name, honest, params["dev"]).float(), rtol=0, atol=1e-6)
     else:
-        columns = honest[:, -7:]  # from two blocks
+        columns = honest[:, -7:]  # columns from two blocks
         assert torch.allclose(rounded[:, -7:], attack(columns, 1, name, **params), rtol=0, atol=1e-6)
 
 
@@ -274,17 +274,17 @@ OPTIMAL = ["opt_alie", "opt_ipm"]
 
 
 def trimmed(matrix):
-    """The mean without the three largest and the three smallest of each column."""
+    """Return the mean of each column without its three largest and three smallest values."""
     return matrix.sort(dim=0).values[3:-3].mean(0)
 
 
 def nearest_to_all(matrix):
-    """The row with the least sum of squared distances: a discontinuous rule."""
+    """Return the row with the smallest sum of squared distances to all rows (a discontinuous rule)."""
     return matrix[torch.cdist(matrix, matrix).square().sum(1).argmin()]
 
 
 def filtered(matrix):
-    """The mean of the rows whose norm is at most 1.1 times the median norm."""
+    """Return the mean of the rows whose norm is at most 1.1 times the median norm."""
     norms = matrix.norm(dim=1)
     return matrix[norms <= 1.1 * norms.median()].mean(0)
 
@@ -294,14 +294,14 @@ def damage(honest, rows, aggregate):
 
 
 def row_at(name, x, honest, sign=-1):
-    """The attack's row for one factor."""
+    """Return the attack's row for the factor `x`."""
     if name == "opt_ipm":
         return -x * honest.mean(0)
     return honest.mean(0) + sign * x * honest.std(0)
 
 
 def most_damage_on_a_grid(name, honest, aggregate, limit):
-    """The most damage that factors from 0 to `limit` do."""
+    """Return the largest damage of all factors on a grid from 0 to `limit`."""
     factors = torch.linspace(0, limit, 2001).tolist()
     return max(damage(honest, row_at(name, x, honest).expand(3, -1), aggregate) for x in factors)
 
@@ -353,16 +353,16 @@ def test_half_precision_never_ends_in_infinity(name, honest):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
-        ({}, "aggregate: the attack opt_ipm needs the rule"),
+        ({}, "aggregate: is required, because the attack opt_ipm"),
         ({"aggregate": trimmed, "evaluations": 1}, "evaluations = 1: must be greater than or equal to 2"),
         ({"aggregate": lambda matrix: matrix}, r"aggregate: must return shape \(33,\), not \(10, 33\)"),
     ],
 )
-def test_a_rule_and_two_evaluations_are_required(given, message, honest):
+def test_a_rule_and_two_evaluations_are_required(arguments, message, honest):
     with pytest.raises(ExperimentError, match=message):
-        attack(honest, 3, "opt_ipm", **given)
+        attack(honest, 3, "opt_ipm", **arguments)
 
 
 @pytest.mark.parametrize("top", [0.01, 0.3, 0.999, 1.0, 1.5, 2.0, 7.3, 100.0])
@@ -441,8 +441,8 @@ def test_the_share_of_poisoned_samples_is_right_on_average(batch, draws):
 def test_poisoning_keeps_the_batch_and_its_memory_format(name, memory_format, batch):
     inputs, targets = batch[0].contiguous(memory_format=memory_format), batch[1]
     before = inputs.clone(), targets.clone()
-    given = {"draws": Draws.of(0, "poison")} if name == "backdoor" else {}
-    poisoned, _ = bound(name).poison(inputs, targets, 10, **given)
+    arguments = {"draws": Draws.of(0, "poison")} if name == "backdoor" else {}
+    poisoned, _ = bound(name).poison(inputs, targets, 10, **arguments)
     shown, _ = bound(name).goal(inputs, targets, 10)
     assert poisoned.is_contiguous(memory_format=memory_format)
     assert poisoned.dtype == shown.dtype == inputs.dtype
@@ -461,9 +461,9 @@ def test_a_backdoor_scales_its_rows_and_label_flipping_does_not(name, params, sc
 @pytest.mark.parametrize(
     ("params", "shape", "message"),
     [
-        ({"size": 8}, (4, 1, 9, 7), r"attack.size = 8: the trigger must fit into images of 9x7"),
-        ({}, (4, 10), r"a backdoor's trigger needs images .* not samples of shape \(10,\)"),
-        ({"target": 10}, (4, 1, 9, 7), "attack.target = 10: must be below the number of classes, 10"),
+        ({"size": 8}, (4, 1, 9, 7), r"attack.size = 8: the patch must fit into images of 9x7"),
+        ({}, (4, 10), r"the patch of a backdoor needs images .* not samples of shape \(10,\)"),
+        ({"target": 10}, (4, 1, 9, 7), "attack.target = 10: must be a class, 0 to 9"),
     ],
 )
 def test_an_impossible_backdoor_is_refused(params, shape, message, draws):
@@ -490,7 +490,7 @@ def median(matrix):
 
 
 def backwards(honest: Tensor, own_updates: Tensor, *, scale: float = 1.0) -> Tensor:
-    """A user's own attack on rows."""
+    """A user-defined attack on rows."""
     return own_updates.flip(1) * scale
 
 
@@ -500,7 +500,7 @@ def misshapen(honest: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blank:
-    """A user's own attack on data, without a goal."""
+    """A user-defined attack on data that has no goal."""
 
     times: float = 2.0
 
@@ -527,8 +527,8 @@ def test_every_attack_returns_a_new_tensor(name, dtype, honest, own_updates):
 @EVERY
 def test_every_attack_is_a_pure_function(name, honest):
     global_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    one, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
-    assert torch.equal(one.nan_to_num(1.5), again.nan_to_num(1.5))
+    first, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
+    assert torch.equal(first.nan_to_num(1.5), again.nan_to_num(1.5))
     assert torch.equal(torch.get_rng_state(), global_state[0])
     assert np.array_equal(np.random.get_state()[1], global_state[1])
 
@@ -548,18 +548,18 @@ def test_without_attackers_or_honest_rows(name, honest, own_updates):
     assert attack(honest[:1], 0, name).shape == (0, 33)
     registration = attack_strategy.get(name)
     bound = attack_strategy.bind(registration, registration.check({}))
-    given = {"aggregate": lambda rows: rows[0]}
+    arguments = {"aggregate": lambda rows: rows[0]}
     if "honest" in bound.accepts and name != "sign_flipping":
-        with pytest.raises(ExperimentError, match=r"at least 1 honest row, there are 0|number of honest rows, 0"):
-            bound(own_updates[:0], own_updates, **given)
+        with pytest.raises(ExperimentError, match="at least 1 honest worker, but|less than 0, the number of honest"):
+            bound(own_updates[:0], own_updates, **arguments)
     else:
-        assert bound(own_updates[:0], own_updates, **given)[0].shape == (3, 33)
+        assert bound(own_updates[:0], own_updates, **arguments)[0].shape == (3, 33)
 
 
 def test_an_attack_can_be_an_import_path(honest, own_updates):
     rows = attack(honest, 3, "tests.byzantine.test_attacks:backwards", own_updates=own_updates, scale=2.0)
     assert torch.equal(rows, own_updates.flip(1) * 2)
-    with pytest.raises(ExperimentError, match=r"must give rows of shape \(3, 33\) or \(33,\), not \(7, 33\)"):
+    with pytest.raises(ExperimentError, match=r"must return shape \(3, 33\) or \(33,\), not \(7, 33\)"):
         attack(honest, 3, "tests.byzantine.test_attacks:misshapen")
 
 
@@ -575,19 +575,19 @@ HONEST = torch.zeros(7, 33)
 
 
 @pytest.mark.parametrize(
-    ("honest", "n_byzantine", "given", "message"),
+    ("honest", "n_byzantine", "arguments", "message"),
     [
-        *((bad, 2, {}, r"honest: must be a floating tensor \[n, d\] with n >= 1, not a list") for bad in ([[1.0]], [])),
+        *((bad, 2, {}, r"honest: must be a floating-point tensor .* n >= 1, not a list") for bad in ([[1.0]], [])),
         (torch.zeros(3), 2, {}, r"honest: .*, not torch.float32 \(3,\)"),
         *((HONEST, bad, {}, "n_byzantine = .*: must be a whole number >= 0") for bad in (-1, 1.0, True, "2")),
         (HONEST, 3, {"own_updates": torch.zeros(2, 33)}, r"own_updates: must be torch.float32 \(3, 33\) .*\(2, 33\)"),
         (HONEST, 3, {"last": torch.zeros(1, 33)}, r"last: must be torch.float32 \(33,\) .*\(1, 33\)"),
-        (HONEST, 3, {"aggregate": 3}, "aggregate = 3: must be a callable of the matrix of all rows"),
+        (HONEST, 3, {"aggregate": 3}, "aggregate = 3: must be a function of the updates .* of all workers"),
         (HONEST, 3, {"name": "aile"}, 'attack.name = "aile": no such attack; did you mean "alie"'),
         (HONEST, 3, {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); did you mean \"z\""),
     ],
 )
-def test_a_wrong_argument_is_an_error(honest, n_byzantine, given, message):
+def test_a_wrong_argument_is_an_error(honest, n_byzantine, arguments, message):
     with pytest.raises(ExperimentError, match=f"^{message}") as caught:
-        attack(honest, n_byzantine, **given)
+        attack(honest, n_byzantine, **arguments)
     assert len(caught.value.lines) == 1

@@ -1,4 +1,4 @@
-"""Attacks, robust rules and screening in whole experiments."""
+"""Attacks, robust rules and the exclusion of non-finite updates in whole experiments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tables(tiny_experiment):
 
 
 def updates_of(tables):
-    """The global row, and each worker's update [workers, d] in the first round without an attack."""
+    """Return the initial global row, and each worker's first update without an attack [workers, d]."""
     run = finished({**tables, "rounds": 1})
     return run.start, run.updates
 
@@ -79,12 +79,12 @@ def test_attackers_are_drawn_anew_in_each_round(engine, tables):
 
 
 def test_attackers_are_those_who_hold_a_class(tables):
-    found = []
+    start_facts = []
     changes = {"partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
     attack = {"name": "sign_flipping", "fraction": 0.3, "by_class": 3}
-    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: found.append(facts))
-    held = found[0].label_counts[:, 3]
-    assert sorted(held[found[0].byzantine]) == sorted(held)[-2:]
+    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: start_facts.append(facts))
+    held = start_facts[0].label_counts[:, 3]
+    assert sorted(held[start_facts[0].byzantine]) == sorted(held)[-2:]
     with pytest.raises(ExperimentError, match=r"attack.by_class = 10: must be the label of a training sample"):
         fedsim.run({**tables, **changes, "attack": {**attack, "by_class": 10}})
 
@@ -105,7 +105,7 @@ DRAWN = {
     ],
 )
 def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sync, engine, tables):
-    """The model has several blocks of columns, which processes share."""
+    """The model's columns form several blocks that are divided among the processes."""
     tables = {**tables, "workers": 3, "model": "2nn", "local": {"steps": 1, "batch_size": 16, "lr": 0.1}}
     start, updates = updates_of({**tables, "precision": "float64", "sync": sync})
     updates = updates if sync == "parameters" else -0.1 * updates
@@ -120,14 +120,14 @@ def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sy
 
 
 def test_rows_of_noise_are_a_function_of_seed_and_round(tables):
-    """Worker 1 has weight 0, so the global row moves by the mean of two rows of noise in each round."""
+    """Worker 1 has weight 0, so in each round the global row moves by the mean of two rows of noise."""
     tables = {**tables, "workers": 3, "precision": "float64", "seed": 5}
     start = fedsim.run({**tables, "local": {"lr": 0.0}}).global_row
     noise = {"attack": {"name": "gaussian", "workers": [0, 2], "std": 0.5}}
     noise["aggregate"] = {"rule": "mean", "weights": [1.0, 0.0, 1.0]}
-    found = fedsim.run({**tables, **noise, "rounds": 2}).global_row
+    global_row = fedsim.run({**tables, **noise, "rounds": 2}).global_row
     rows = [Draws.of(5, "attack", round).normal(2, len(start), dtype=torch.double) for round in (1, 2)]
-    assert torch.allclose(found, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
+    assert torch.allclose(global_row, start + 0.5 * sum(rows).mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -142,21 +142,21 @@ def test_rows_of_noise_are_a_function_of_seed_and_round(tables):
     ],
 )
 def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
-    """Attacks on own rows have an effect; attacks that need honest rows have none."""
+    """Attacks on the attackers' own rows have an effect; attacks that need honest rows have none."""
     tables = {**tables, "precision": "float64"}
     start, updates = updates_of(tables)
     cohort = sample_cohort(0, 1, 7, 2).tolist()
     change = {"cohort": 2, "attack": {**attack, "workers": cohort}, "aggregate": {"rule": "mean", "f": 0}}
     needs_honest = attack["name"] in ("alie", "opt_ipm") or attack.get("of") == "mean"
     with pytest.warns(FedsimWarning, match="round 1: no honest") if needs_honest else contextlib.nullcontext():
-        found = fedsim.run({**tables, **change}).global_row
-    assert torch.allclose(found, start + expected(updates[cohort]), rtol=0, atol=1e-12)
+        global_row = fedsim.run({**tables, **change}).global_row
+    assert torch.allclose(global_row, start + expected(updates[cohort]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:round 1. no honest")
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
 def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(engine, tables):
-    """At the last steps no honest worker takes part."""
+    """No honest worker takes part in the last steps."""
     tables = {
         **tables,
         "workers": 3,
@@ -187,7 +187,8 @@ def test_a_rule_with_too_few_workers_with_data_is_an_error_before_the_start(tabl
     assert not started
     fedsim.run({**tables, "sync": "gradients", "local": {"steps": 3}})
     fedsim.run(tables)
-    with pytest.raises(ExperimentError, match=r"krum: needs n >= 2f \+ 3"):  # of a drawn cohort, in its round
+    # depends on the drawn cohort, so raised in its round
+    with pytest.raises(ExperimentError, match=r"krum: needs n >= 2f \+ 3"):
         fedsim.run({**tables, "cohort": 4, "sync": "gradients"})
 
 
@@ -206,7 +207,7 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
 
 def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
     for place, table in component_tables().items():
-        own_keys = set(table.keys) - {table.named_by, "f"}  # f is meant to be both
+        own_keys = set(table.keys) - {table.named_by, "f"}  # f may be used by both
         for registration in source_components(table.kind).values():
             assert not own_keys & set(registration.parameter_names), (place, registration.name)
 
@@ -227,12 +228,12 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
         ),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon is a parameter of mimic"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
-        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": a pre-aggregator returns rows'),
+        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": is a pre-aggregator; put a rule after it'),
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
         ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
     ],
 )
-def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):
+def test_a_wrong_attack_or_rule_gives_a_one_line_error(change, message, tables):
     with pytest.raises(ExperimentError, match=message):
         fedsim.Experiment(**{**tables, **change})
 
@@ -241,7 +242,7 @@ def test_a_wrong_attack_or_rule_is_one_line(change, message, tables):
     ("rule", "line"),
     [
         (["nnm", {"rule": "krum", "fe": 2}], r'rule\[1\].fe = 2: unknown key \(.* krum\); did you mean "f"\?'),
-        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: a stage is a name or a table with the key rule'),
+        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: must be a name, or a table with the key rule'),
         (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
     ],
 )

@@ -1,4 +1,4 @@
-"""The callbacks of users: when they are called, how they end a run, and what their exceptions leave."""
+"""User-defined callbacks: when they are called, how they end a run, and what a run leaves if they raise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.errors import ExperimentError
 
 
 class Noting(fedsim.Callback):
-    """Notes its calls; it ends the run, or fails, in a round."""
+    """A callback that records its calls. It can end the run or raise an exception in a given round."""
 
     def __init__(self, *, ends=None, fails=None, calls=None, reason="enough"):
         self.ends, self.fails, self.reason, self.calls = ends, fails, reason, [] if calls is None else calls
@@ -64,7 +64,7 @@ def test_an_exception_of_a_callback_leaves_a_run_that_can_be_resumed(tiny_experi
     tables, failing = {**tiny_experiment, "rounds": 4, "checkpoint.every": 1}, Noting(fails=3)
     with pytest.raises(ZeroDivisionError):
         fedsim.run(tables, tmp_path / "run", callbacks=[failing])
-    assert failing.calls[-1] == 3, "a run that fails has no end"
+    assert failing.calls[-1] == 3, "on_end is not called if the run fails"
     resumed = Noting()
     result = fedsim.run(tables, tmp_path / "run", resume=True, callbacks=[resumed])
     assert resumed.calls[-4:] == [("start", 2, 2), 3, 4, ("end", 4, None)]
@@ -84,6 +84,8 @@ def test_a_callback_sees_the_current_model(tiny_experiment):
     assert losses[0][0] != losses[1][0]
 
 
-def test_a_reason_that_is_no_text_is_an_error(tiny_experiment):
-    with pytest.raises(ExperimentError, match=r"^callbacks: Noting.on_round returned 1; return a text to end the run"):
+def test_a_reason_that_is_not_text_is_an_error(tiny_experiment):
+    with pytest.raises(
+        ExperimentError, match=r"^callbacks: Noting.on_round returned 1; return a string to end the run"
+    ):
         fedsim.run(tiny_experiment, callbacks=[Noting(ends=1, reason=1)])

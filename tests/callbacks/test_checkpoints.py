@@ -1,4 +1,4 @@
-"""Checkpoints as files: when they are written, that they are whole, and how many stay."""
+"""Checkpoint files: when they are written, that they are complete, and how many are kept."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_checkpoints_are_due_every_few_rounds_and_after_the_last(tmp_path):
 
 
 def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, monkeypatch):
-    clock = [100.0]  # seconds that pass where the test says so
+    clock = [100.0]  # seconds; advances only where the test says so
     monkeypatch.setattr(checkpoints.time, "perf_counter", lambda: clock[0])
     folder = CheckpointFolder(tmp_path, every=None, keep=1)
 
     def slow():
-        clock[0] += 2.0  # seconds that it takes to write
+        clock[0] += 2.0  # seconds that writing takes
         return state()
 
     spent, begun = 0.0, clock[0]
@@ -74,13 +74,13 @@ def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, m
         if folder.due(round, 2_000):
             folder.write(round, slow)
             spent += 2.0
-            if round > FIRST_COST / SHARE + 1:  # the first one's cost is not known before
+            if round > FIRST_COST / SHARE + 1:  # the cost of the first checkpoint is unknown before
                 assert spent - 2.0 <= SHARE * (clock[0] - begun)
     assert spent == 2.0 * (1 + 1_994 // 200)
 
 
 def test_a_checkpoint_without_its_json_file_is_ignored(tmp_path, monkeypatch):
-    """The head is written last, so what a death has left half done is not taken for one."""
+    """The JSON file is written last, so a checkpoint that was interrupted by a crash has none."""
     folder = CheckpointFolder(tmp_path, every=1, keep=2)
     folder.write(1, state)
     written = checkpoints.write_atomically

@@ -1,4 +1,4 @@
-"""What runs and comparisons print on the terminal."""
+"""Terminal output of runs and comparisons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON_CLOCK = "round  accuracy  test loss  train loss  virtual s"
 
 
 def watched(monkeypatch):
-    """Put a terminal in the place of stderr: here and not in a fixture, after which pytest would replace it."""
+    """Replace stderr by a terminal and return it. (Pytest would replace stderr again after a fixture.)"""
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -43,7 +43,7 @@ def test_the_time_left_of_a_resumed_run_does_not_count_earlier_rounds(monkeypatc
 
 
 def test_the_rounds_that_a_failed_run_has_left_are_not_counted_as_done(monkeypatch):
-    """They need no time, so as done rounds they would make those to come look faster than they are."""
+    """These rounds take no time, so counting them would make the remaining rounds look too fast."""
     watched(monkeypatch)
     display = of_comparisons.ComparisonDisplay(None, quiet=False)
     runs = [SimpleNamespace(id=name, experiment=SimpleNamespace(rounds=10)) for name in ("a", "b")]

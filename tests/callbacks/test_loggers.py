@@ -1,4 +1,4 @@
-"""Loggers: when they begin and end, what they are told, what happens if they fail; and those of W&B and MLflow."""
+"""Loggers: when they begin and end, what they receive, and what happens if they fail; also W&B and MLflow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINTS = [(0.1, 0), (0.1, 1), (0.2, 0), (0.2, 1)]
 
 @contextlib.contextmanager
 def noted(run, *, fails_in: int = -1):
-    """Notes its calls. It fails in a round, at its end (99), or as it begins (0)."""
+    """A logger that records its calls. It fails in round `fails_in`, at its end (99) or at its start (0)."""
     if fails_in == 0:
         raise OSError("no connection\nto the server")
     CALLS.append(run)
@@ -46,7 +46,7 @@ def logging(tables, *loggers, **changes):
     return {**tables, "records.loggers": list(loggers), "checkpoint.every": 1, **changes}
 
 
-def test_a_logger_is_told_of_the_run_and_of_each_round(tiny_experiment, tmp_path):
+def test_a_logger_receives_the_run_and_each_round(tiny_experiment, tmp_path):
     result = fedsim.run(logging(tiny_experiment, noted), tmp_path / "run")
     run, *rounds, last = CALLS
     assert (run.name, run.group, run.folder) == ("run", result.experiment.name, tmp_path / "run")
@@ -60,7 +60,7 @@ def test_a_logger_is_told_of_the_run_and_of_each_round(tiny_experiment, tmp_path
 def test_a_logger_stays_in_the_process_that_writes_the_records(tiny_experiment):
     class Connected:
         def __init__(self):
-            self.lock, self.rounds = threading.Lock(), []  # a lock can neither be copied nor sent
+            self.lock, self.rounds = threading.Lock(), []  # a lock can be neither copied nor sent to another process
 
         @contextlib.contextmanager
         def __call__(self, run):
@@ -78,7 +78,7 @@ def test_a_logger_has_parameters_and_needs_no_folder(tiny_experiment):
         fedsim.Experiment(**{"records": {"loggers": [{"name": noted, "fails": 1}]}})
 
 
-def test_two_loggers_of_one_name_are_both_told(tiny_experiment):
+def test_two_loggers_of_one_name_both_receive_the_rounds(tiny_experiment):
     name = "tests.callbacks.test_loggers:noted"
     fedsim.run(logging(tiny_experiment, name, {"name": name, "fails_in": 7}))
     assert [type(each) for each in CALLS[:2]] == [LoggedRun, LoggedRun]
@@ -101,21 +101,21 @@ def test_a_resumed_run_has_the_id_of_its_first_part_with_loggers(tiny_experiment
 
 def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 0}
-    line = r'^records.loggers: "tests.\S+:noted" cannot begin: OSError: no connection to the server$'
+    line = r'^records.loggers: "tests.\S+:noted" cannot start: OSError: no connection to the server$'
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 7}, failing), tmp_path / "run")
-    assert isinstance(CALLS[-1], ExperimentError), "the logger before it has ended"
+    assert isinstance(CALLS[-1], ExperimentError), "the previous logger has ended"
     assert not (tmp_path / "run").exists()
 
 
 def test_a_logger_that_fails_later_is_left_out_with_a_warning(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 2}
-    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: ZeroDivisionError: .*without it$'):
+    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed in round 2: Zero.*without this logger$'):
         result = fedsim.run(logging(tiny_experiment, failing, rounds=3), tmp_path / "run")
     assert len(result.history) == 3
     assert isinstance(CALLS[-1], ZeroDivisionError)
     CALLS.clear()
-    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed at its end: OSError: no connection'):
+    with pytest.warns(FedsimWarning, match=r'the logger "\S+" failed at the end of the run: OSError: no connection'):
         assert len(fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 99})).history) == 2
 
 
@@ -152,7 +152,7 @@ def test_scalars_has_the_numbers_of_a_record():
 
 
 def board_of(folder):
-    """What TensorBoard reads from the event files of a folder."""
+    """Return what TensorBoard reads from the event files of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(folder)).Reload()
@@ -180,12 +180,12 @@ def test_the_event_file_holds_each_round_as_soon_as_it_is_over_and_the_settings(
     settings = parse_session_start_info_plugin_data(content).hparams
     assert (settings["workers"].number_value, settings["engine"].string_value) == (3, "serial")
     assert settings["aggregate.rule"].string_value == "nnm + median"
-    assert "cohort" not in settings, "it is not set"
+    assert "cohort" not in settings, "an unset key is not logged"
 
 
 @pytest.mark.parametrize(("every", "stops_after"), [(0, 2), (None, 1)])
 def test_the_rounds_of_a_resumed_run_are_shown_once(every, stops_after, tiny_experiment, tmp_path, monkeypatch):
-    """Of a run that starts again, and of one that is resumed in the same second, which has a file of its own."""
+    """The run starts again, or it is resumed within the same second and writes a second event file."""
 
     def stop(record):
         if record.round == stops_after:
@@ -231,14 +231,14 @@ if __name__ == "__main__":
 
 
 def run_program(folder, name):
-    """Three runs: one that is resumed, and a comparison of four in two processes."""
+    """Run a program that resumes a run and then makes a comparison of four runs in two processes."""
     (folder / "program.py").write_text(PROGRAM)
     done = run_python(folder / "program.py", name, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
 def records_in(log):
-    """The records of a log of LevelDB: in blocks of 32 KiB, parts with checksum, length, kind (1: whole, 4: last)."""
+    """Yield the records of a LevelDB log: 32 KiB blocks of parts with checksum, length and kind (1: whole, 4: last)."""
     place, record = 7, b""
     while place + 7 < len(log):
         left = 2**15 - place % 2**15
@@ -259,22 +259,22 @@ def test_wandb_has_the_rounds_of_all_runs(tmp_path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     run_program(tmp_path, "wandb")
-    found, points = {}, {}
+    steps_of_runs, points = {}, {}
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for data in records_in(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("run") and record.run.display_name:
                 config = {each.key: json.loads(each.value_json) for each in record.run.config.update}
-                steps = found.setdefault((record.run.display_name, record.run.run_id), [])
+                steps = steps_of_runs.setdefault((record.run.display_name, record.run.run_id), [])
                 points[record.run.display_name] = (config["local.lr"], config["seed"])
             if record.HasField("history"):
                 items = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in record.history.item}
                 assert 0 < items["test/accuracy"] <= 1
                 steps.append(items["_step"])
-    assert [steps for (name, _), steps in found.items() if name == "first"] == [[1, 2, 3]]
+    assert [steps for (name, _), steps in steps_of_runs.items() if name == "first"] == [[1, 2, 3]]
     del points["first"]
     assert sorted(points.values()) == POINTS
-    assert [steps for (name, _), steps in found.items() if name != "first"] == [[1, 2]] * 4
+    assert [steps for (name, _), steps in steps_of_runs.items() if name != "first"] == [[1, 2]] * 4
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""What a notebook shows, and the notebooks of the documentation in a real kernel."""
+"""What a notebook shows, and the documentation notebooks in a real kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ip
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is shown in a cell of a notebook: the last HTML of each output."""
+    """Return a list with the last HTML of each output that a notebook cell shows."""
     outputs = []
 
     class Handle:
@@ -35,7 +35,7 @@ def shown(monkeypatch):
         return Handle()
 
     shell = SimpleNamespace(kernel=None)
-    kernel = SimpleNamespace(get_ipython=lambda: shell, version_info=(9, 0))  # which matplotlib reads
+    kernel = SimpleNamespace(get_ipython=lambda: shell, version_info=(9, 0))  # matplotlib reads the version
     assert not in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", kernel)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))
@@ -48,7 +48,7 @@ def test_a_run_shows_what_is_run_a_curve_and_its_end(shown, tiny_experiment):
     first = []
     fedsim.run(tiny_experiment, on_round=lambda record: first.extend(shown[:1]))
     (page,) = shown
-    assert "1 of 2 rounds" in first[0], "callbacks of the user come after the display"
+    assert "1 of 2 rounds" in first[0], "the user's callbacks run after the display"
     assert "<progress" in first[0]
     assert "<progress" not in page
     assert "<img" in page
@@ -70,7 +70,7 @@ def test_a_comparison_shows_a_bar_and_its_table(shown, tiny_experiment):
 
 
 def test_a_display_that_fails_does_not_end_the_run(shown, tiny_experiment, monkeypatch):
-    """IPython is there, but cannot show anything."""
+    """IPython is installed but cannot display anything."""
     monkeypatch.setitem(sys.modules, "IPython.display", None)
     assert len(fedsim.run(tiny_experiment, rounds=2).history) == 2
     assert len(fedsim.compare(tiny_experiment, {"seed": [0, 1]}, rounds=1, jobs=1).runs) == 2
@@ -80,7 +80,7 @@ def test_a_display_that_fails_does_not_end_the_run(shown, tiny_experiment, monke
     find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs fedsim-sgd[notebook]"
 )
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of the kernel
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # raised by the kernel
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_runs(path, tmp_path):
     import nbclient

@@ -40,14 +40,14 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert (quiet.stdout, quiet.stderr) == ("here\n", "")
 
 
-QUICKLY = {  # words, exit code, and what the output contains
+QUICKLY = {  # command-line words, exit code and expected output
     "--help": (0, "Usage: "),
     "--version": (0, f"fedsim {fedsim.__version__}"),
     "list": (0, "krum"),
     "list experiments": (0, "mnist_sync_sgd"),
     "new my_study": (0, "next: cd my_study"),
     "list my_study/my_study.py": (0, "softmedian"),
-    "": (0, "mnist_sync_sgd\n"),  # completed by a shell
+    "": (0, "mnist_sync_sgd\n"),  # shell completion
     "run roundz=3": (2, "unknown key"),
     "run model=mlp": (2, "no such model"),
     "run absent.toml": (2, "no such file"),
@@ -115,7 +115,7 @@ def test_a_failed_worker_is_exit_code_1_with_its_traceback(cli):
     assert done.stderr.startswith("error: worker 0 in round 1 failed: ZeroDivisionError: this model divides by zero")
     files = re.findall(r'^  File "(.+)", line', done.stderr, re.M)
     assert files
-    assert all(file.endswith("/tests/models.py") for file in files), "frames of fedsim and PyTorch are left out"
+    assert all(file.endswith("/tests/models.py") for file in files), "frames of fedsim and PyTorch are omitted"
 
 
 @pytest.mark.parametrize("words", ["aggregate=mine:fail", "attack=mine:fail attack.workers=[0]", "partition=mine:fail"])
@@ -158,8 +158,8 @@ def test_list_shows_every_component_of_a_kind_with_parameters_and_description(cl
 
 def test_list_takes_one_component_and_shows_its_parameters_and_all_of_its_docstring(cli):
     done = cli("list", "krum")
-    assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  The row with the least sum")
-    assert "f: number of Byzantine rows, n >= 2f + 3." in done.stdout
+    assert done.stdout.startswith("krum (aggregate.rule)\n  f (required)\n\n  Select the update with")
+    assert "f: number of Byzantine workers, n >= 2f + 3." in done.stdout
     both = cli("list", "adam").stdout
     assert "adam (local.algorithm)" in both
     assert "adam (server.name)" in both
@@ -168,7 +168,7 @@ def test_list_takes_one_component_and_shows_its_parameters_and_all_of_its_docstr
     assert 'did you mean "krum"?' in wrong.stderr
     unknown = cli("list", "xyzxyz").stderr
     assert "policies" in unknown
-    assert "krum" not in unknown, "the names of all components would be no hint"
+    assert "krum" not in unknown, "a list of all components would not help"
 
 
 def test_list_imports_a_component_by_its_path(cli):
@@ -184,15 +184,15 @@ def test_list_searches_names_and_documentation(cli):
     done = cli("list", "--search", "median CLIPPED").stdout
     assert "signguard" in done
     assert "krum" not in done
-    assert "partitions" not in done, "kinds without such a component are left out"
-    found = cli("list", "--search", "counts as lost").stdout.splitlines()
-    assert any(line.startswith("  timeout = ") for line in found)
+    assert "partitions" not in done, "kinds without a match are omitted"
+    lines = cli("list", "--search", "counts as lost").stdout.splitlines()
+    assert any(line.startswith("  timeout = ") for line in lines)
     assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
     assert "  staleness " in cli("list", "experiments", "--search", "staleness").stdout
 
 
 @pytest.mark.parametrize("words", [["--search", "xyzxyz"], ["krum", "--search", "mean"], ["absent.py"], ["broken.py"]])
-def test_a_list_that_has_nothing_to_show_is_one_line(cli, tmp_path, words):
+def test_a_list_that_has_nothing_to_show_gives_a_one_line_error(cli, tmp_path, words):
     (tmp_path / "broken.py").write_text("def (:\n")
     done = cli("list", *words)
     assert (done.exit_code in (1, 2), done.stdout, done.stderr.count("\n")) == (True, "", 1)
@@ -215,7 +215,7 @@ def test_every_command_has_a_short_option_for_help(cli):
 
 
 def test_all_entry_points_are_one_program(tmp_path):
-    installed = tmp_path / "fedsim"  # as pip writes it
+    installed = tmp_path / "fedsim"  # the script in the form that pip writes
     installed.write_text("from fedsim_main import main\nmain()\n")
     doors = [ROOT / "run_experiment.py"], ["-m", "fedsim", "run"], [installed, "run"]
     codes, outs, errors = ended([start(*door, "rounds=3", "--dry-run", cwd=tmp_path) for door in doors])
@@ -226,7 +226,7 @@ def test_all_entry_points_are_one_program(tmp_path):
 def test_on_a_terminal_a_bar_shows_rounds_accuracy_and_time_left(tmp_path):
     words = [*QUICK, "model=logistic", "rounds=40", "records.curve=false"]
     out, shown = run_on_a_terminal(str(ROOT / "run_experiment.py"), *words, cwd=tmp_path)
-    assert len(out.splitlines()) == 3 + 40 + 2, "the table goes to stdout, whole"
+    assert len(out.splitlines()) == 3 + 40 + 2, "stdout has the whole table"
     assert re.search(r"\d+ of 40 rounds, \d\d:\d\d left, accuracy 0\.\d{4}", shown)
 
 
@@ -240,7 +240,7 @@ def test_ctrl_c_during_imports_prints_one_word(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["run", *QUICK], ["--version"]], ids=" ".join)
-def test_a_stdout_that_cannot_be_written_is_one_line(words, tmp_path):
+def test_a_stdout_that_cannot_be_written_gives_a_one_line_error(words, tmp_path):
     with Path("/dev/full").open("w") as full:
         process = start("-m", "fedsim", *words, cwd=tmp_path, stdout=full)
     _, error = process.communicate(timeout=60)
@@ -271,7 +271,7 @@ def test_a_closed_pipe_ends_the_program_without_a_message(tmp_path):
 
 def test_ctrl_c_while_processes_start_leaves_none(tmp_path):
     process = start_python(*ENDLESS, cwd=tmp_path)
-    while len(processes_of_group(process.pid)) < 3:  # parent, and children that import PyTorch
+    while len(processes_of_group(process.pid)) < 3:  # the parent, and children that import PyTorch
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=20)
@@ -293,7 +293,7 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
     temporary.mkdir()
     process = begin(*ENDLESS, cwd=tmp_path, TMPDIR=str(temporary))
     read_until(process, "    3")
-    if number == signal.SIGINT:  # a terminal sends it to the whole group
+    if number == signal.SIGINT:  # a terminal sends SIGINT to the whole group
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""What shells offer at TAB."""
+"""Shell completion (what a shell offers at TAB)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.cli.main import app
 
 @pytest.fixture
 def complete(tmp_path, monkeypatch):
-    """The words that a shell is offered, in an empty folder."""
+    """Return a function that returns the words that a shell offers, called in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def completed(*words):

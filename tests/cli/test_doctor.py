@@ -1,4 +1,4 @@
-"""`fedsim doctor`: what it reports, and the problems that it finds."""
+"""`fedsim doctor`: what it reports, and the problems that it detects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.data import sources
+from fedsim.data import images
 from fedsim.engines import engine
 from fedsim.errors import ExperimentError
 from fedsim.runs import checkup
@@ -31,14 +31,14 @@ def test_the_report_fits_a_screen_and_says_what_each_engine_would_do(cli):
     assert len(done.stdout.splitlines()) < 30
     for registration in engine:
         assert (f"\nengine={registration.name} " in done.stdout) == (not registration.target.traits.ranks)
-    assert re.search(r"^engine=serial +1 process, one row at a time$", done.stdout, re.M)
+    assert re.search(r"^engine=serial +1 process, one worker at a time$", done.stdout, re.M)
 
 
 def test_auto_chooses_what_a_run_chooses(session, tmp_path):
     lines = {finding.about: finding.found for finding in checkup.findings()}
     fedsim.run({"rounds": 10, "stop": {"metric": "test_accuracy", "target": 0.01}}, tmp_path / "x", session=session)
     chosen = json.loads((tmp_path / "x" / "environment.json").read_text())["reason"]
-    assert lines["engine=auto"].endswith(f"since {chosen}")
+    assert lines["engine=auto"].endswith(f"because {chosen}")
 
 
 def problems_of(look):
@@ -49,7 +49,7 @@ def test_too_few_open_files_are_a_problem_with_the_number_that_is_needed(monkeyp
     monkeypatch.setattr(limits, "limits_of_files", lambda: (20, 20))
     monkeypatch.setattr(devices, "usable_cores", lambda: 64)
     [problem] = problems_of(checkup._open_files)
-    assert re.search(r"64 processes takes about (\d{3}) open files: ulimit -n \1", problem)
+    assert re.search(r"64 processes need about (\d{3}) open files: run ulimit -n \1", problem)
 
 
 def test_little_shared_memory_is_a_problem_only_where_it_is_used(monkeypatch, tmp_path):
@@ -88,7 +88,7 @@ def test_data_sets_that_cannot_be_downloaded_are_a_problem(monkeypatch, tmp_path
     assert "set FEDSIM_DATA" in problems_of(checkup._data)[0]
     monkeypatch.setattr(checkup, "lacks_files", lambda name, root: False)
     assert problems_of(checkup._data) == []
-    assert set(sources.CLASS_NAMES) == set(re.findall(r"(\w+) is there", checkup._data().found))
+    assert set(images.CLASS_NAMES) == set(re.findall(r"(\w+) is there", checkup._data().found))
 
 
 def test_a_default_experiment_that_cannot_run_is_exit_code_1(cli, monkeypatch):
@@ -112,5 +112,5 @@ def test_without_pytorch_the_report_says_so(tmp_path):
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_the_packages_of_an_extra_are_those_that_pip_installs(extra):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    given = [re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"][extra]]
-    assert tuple(given) == EXTRAS[extra]
+    packages = [re.match(r"[\w-]+", each)[0] for each in project["optional-dependencies"][extra]]
+    assert tuple(packages) == EXTRAS[extra]

@@ -1,4 +1,4 @@
-"""The check before PyTorch is imported: what it finds has the words of the later check, and it refuses nothing else."""
+"""The check before PyTorch is imported reports errors in the words of the later check and refuses nothing else."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_keys_and_axes_of_a_file_are_checked(tmp_path):
     file.write_text("[local]\nmomentun = 0.9\n")
     assert lines_of(check_names_of_run, str(file), []) == lines_of(fedsim.load_experiment, file)
     assert lines_of(check_names_of_run, str(file), ["local=adam"]) == set(), (
-        "another client algorithm drops its parameters"
+        "changing the client algorithm drops the old one's parameters"
     )
     (tmp_path / "mine.yaml").write_text("local.momentun: 0.9\n")
     assert len(lines_of(check_names_of_run, str(tmp_path / "mine.yaml"), [])) == 1

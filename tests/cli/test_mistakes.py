@@ -1,21 +1,14 @@
-"""Mistakes that newcomers make, and the one line that each of them gets."""
+"""Typical beginners' mistakes, and the one-line error for each of them."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
-
-import fedsim
-from fedsim import ExperimentError
-from fedsim.config.load import load_experiment
-from fedsim.system.packages import import_torchvision
 
 ALLOWED = "allowed: "
 QUICK = ["engine=serial", "model=logistic", "data=tests.components:tiny", "rounds=1"]
 
 WORDS = [
-    # keys, by the names that other libraries have for them
+    # keys under the names of other libraries
     ("roundz=3", 'roundz = 3: unknown key; did you mean "rounds"?'),
     ("wandb=true", """unknown key; write records.loggers='["wandb"]'"""),
     ("nnm=true", """unknown key; write aggregate.rule='["nnm","mean"]'"""),
@@ -30,12 +23,12 @@ WORDS = [
     ("aggregate=fedbuff", "no such aggregation rule; write policy.name=fedbuff"),
     ("partition=noniid", 'did you mean "dirichlet"?'),
     ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or the import path of your own, "package.module:name"'),
-    # options that are keys
+    # keys written as command-line options
     ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),
     ("--lr=0.1", "--lr: no such option; did you mean local.lr=0.1 or server.lr=0.1?"),
     ("--dryrun", 'did you mean "--dry-run"?'),
     ("-v", f"{ALLOWED}--out, --resume"),
-    # what a shell takes apart
+    # words that a shell splits or expands
     ("rounds 3", '"rounds 3": write rounds=3, without spaces'),
     ("rounds = 3", '"rounds = 3": write rounds=3, without spaces'),
     ("rounds", "this key needs a value"),
@@ -50,7 +43,7 @@ WORDS = [
     ("mode=hogwild", "mode=race policy=hogwild"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare; for a list write ["nnm","median"]'),
     ("data.augment=flip,shift", 'must be a list; write ["flip","shift"]'),
-    # components of one's own
+    # user-defined components
     ("model=./my_model.py:Net", "write my_model:Net (without slashes and .py)"),
     ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add this folder to PYTHONPATH"),
     ("model=my_model.Net", "write my_model:Net (with a colon)"),
@@ -100,7 +93,7 @@ def line_of(done, code=2):
 def test_a_mistake_on_the_command_line_is_one_line_that_helps(cli, words, hint):
     line = line_of(cli("run", *words.split(), "--dry-run"))
     assert hint in line
-    assert ALLOWED in hint or ALLOWED not in line, "a list only where there is no better hint"
+    assert ALLOWED in hint or ALLOWED not in line, "the allowed values are listed only if there is no better hint"
 
 
 @pytest.mark.parametrize(("text", "hint"), FILES, ids=lambda value: value[:40])
@@ -126,7 +119,7 @@ def test_a_mistake_in_what_to_compare_is_one_line_that_helps(cli, words, hint):
         ("xyzxyz", f"{ALLOWED}run, compare"),
     ],
 )
-def test_a_word_that_is_no_command_is_one_line_that_helps(cli, words, hint):
+def test_a_word_that_is_not_a_command_is_one_line_that_helps(cli, words, hint):
     assert hint in line_of(cli(*words.split()))
 
 
@@ -134,20 +127,3 @@ def test_a_word_that_is_no_command_is_one_line_that_helps(cli, words, hint):
 def test_a_mistake_in_a_folder_is_one_line_that_helps(cli, tmp_path, words, hint):
     (tmp_path / "afile").write_text("")
     assert hint in line_of(cli("run", *QUICK, *words.split()))
-
-
-@pytest.mark.slow
-def test_the_recipe_for_cifar10_and_resnet18_works(tmp_path, monkeypatch):
-    import_torchvision()
-    datasets = pytest.importorskip("torchvision.datasets", exc_type=ImportError)
-    with pytest.raises(ExperimentError) as caught:
-        fedsim.Experiment(data="cifar10")
-    (line,) = caught.value.lines
-    (tmp_path / "my_data.py").write_text("\n".join(re.findall(r'"((?:from|def) .*?)"', line)))
-    words = re.search("then (data=.*)$", line)[1].split()
-    with pytest.raises(ExperimentError, match=" ".join(words[1:])):
-        fedsim.Experiment(model="resnet18")
-    monkeypatch.setattr(datasets, "CIFAR10", lambda root, train, download: datasets.FakeData(8, (3, 32, 32), 10))
-    monkeypatch.syspath_prepend(tmp_path)
-    result = fedsim.run(load_experiment(None, [*words, "rounds=1", "workers=2", "engine=serial"]))
-    assert result.history[-1].samples == [4, 4]

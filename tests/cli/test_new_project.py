@@ -1,4 +1,4 @@
-"""`fedsim new`: the folder that it makes runs as its README says."""
+"""`fedsim new`: the created folder runs as its README says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = re.search(r"```bash\n(.*?)```", README, re.DOTALL)[1].splitlines()
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A new project, which is the working directory."""
+    """Create a new project and make it the working directory."""
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["new", "my-study"])
     assert done.exit_code == 0, done.output
@@ -84,7 +84,7 @@ def test_its_readme_is_short_and_names_every_component():
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused_in_one_line(cli, tmp_path, name, message, monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the program `fedsim`
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in the `fedsim` program
     (tmp_path / "taken").mkdir()
     done = cli("new", name)
     assert (done.exit_code, done.stdout) == (2, "")

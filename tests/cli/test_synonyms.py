@@ -1,4 +1,4 @@
-"""The hints for what other libraries call keys and names: each leads to a key and a name that exist."""
+"""Hints for keys and names of other libraries: each hint names a key and a component that exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kin
 
 
 def line_of(*words):
-    """The first error line of an experiment with these words; "" if it is valid."""
+    """Return the first error line of an experiment with these words, or "" if it is valid."""
     try:
         load_experiment(None, words)
     except ExperimentError as error:
@@ -24,12 +24,12 @@ def line_of(*words):
 
 
 def settings_in(hint):
-    """The `key=value` words of a hint."""
+    """Return the `key=value` words of a hint."""
     return re.findall(r"(?<![\w.])([a-z][\w.]*=(?:'[^']*'|[^\s,;']+))", hint)
 
 
 def problems_of(settings):
-    """Error lines that say that a key does not exist, or that its value is no name for it."""
+    """Return the error lines that report an unknown key or an unknown component name, by setting."""
     lines = {setting: line_of(setting.replace("'", "")) for setting in settings}
     wrong = {key: line for key, line in lines.items() if "unknown key" in line and "is a parameter of" not in line}
     return {**wrong, **{key: line for key, line in lines.items() if "no such" in line}}
@@ -41,7 +41,7 @@ def test_the_name_of_a_component_in_a_wrong_place_is_answered_with_its_own_key()
         for word in [elsewhere, *([] if keys_called(name) else [f"{name}=true"])]:
             line = line_of(word)
             if not re.search("unknown key|no such", line):
-                continue  # it is a component of that kind too
+                continue  # this kind has a component of the same name
             settings = settings_in(line.partition("; ")[2])
             assert any(re.search(rf"\b{name}\b", each) for each in settings) or name in NAMES, line
             assert not problems_of(settings), line
@@ -58,9 +58,10 @@ def test_words_for_names_lead_to_names_that_exist():
 
 def test_notes_lead_to_keys_and_names_that_exist():
     for word, note in NOTES.items():
-        text = re.sub(r'"(from|def) [^"]*"', "", note).replace("=N", "=1")  # without the code of a recipe
+        text = re.sub(r'"(from|def) [^"]*"', "", note).replace("=N", "=1")  # without example code
         settings = [] if note.startswith("in Python") else settings_in(text)
-        imported = {setting.partition("=")[0] for setting in settings if ":" in setting}  # with parameters of their own
+        # imported components may have any parameters
+        imported = {setting.partition("=")[0] for setting in settings if ":" in setting}
         settings = [setting for setting in settings if setting.partition(".")[0] not in imported]
         assert not problems_of(settings), note
         assert set(re.findall(r"fedsim list (\w+)", note)) <= COMPONENTS.keys()

@@ -1,4 +1,4 @@
-"""Client algorithms as plain loops over float64 rows, written from their definitions alone."""
+"""Client algorithms as plain loops over float64 rows, written from the published definitions alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES = {
 
 
 class Workers(Federation):
-    """The workers of `TABLES`."""
+    """The workers of the experiment `TABLES`."""
 
     def __init__(self):
         super().__init__(partial(models.sized, hidden=(6,)), components.tiny, WORKERS, BATCH, "tests.components:uneven")
@@ -30,7 +30,7 @@ class Workers(Federation):
         return [sample_cohort(0, round, WORKERS, COHORT).tolist() for round in range(1, ROUNDS + 1)]
 
     def batches(self, round, worker):
-        """Those of two epochs."""
+        """Return the batches of two epochs."""
         return [*self.epoch(round, worker), *self.epoch(round, worker, 1)]
 
     def full_gradient(self, row, worker):
@@ -38,9 +38,9 @@ class Workers(Federation):
 
 
 def averaged(train):
-    """The loop of an algorithm that averages the rows that `train(fed, worker, batches, **params)` returns.
+    """Turn `train(fed, worker, batches, **params)`, which returns a trained row, into a loop that averages these rows.
 
-    The loop returns what each worker keeps, its personal model.
+    The loop returns the workers' personal models.
     """
 
     def loop(fed, *, beta=1, **params):
@@ -93,22 +93,22 @@ def pfedme(fed, k, batches, lr, eta, lam, inner_steps):
 
 
 def apfl(fed, lr, alpha, adaptive=False):
-    own, alphas = dict.fromkeys(range(WORKERS), fed.row), dict.fromkeys(range(WORKERS), alpha)
+    personal, alphas = dict.fromkeys(range(WORKERS), fed.row), dict.fromkeys(range(WORKERS), alpha)
 
     @averaged
     def mixed(fed, k, batches):
-        x, v, share = fed.row, own[k], alphas[k]
+        x, v, share = fed.row, personal[k], alphas[k]
         for batch in batches:
             g = fed.gradient(share * v + (1 - share) * x, batch)
             change = (v - x) @ g
             x, v = x - lr * fed.gradient(x, batch), v - lr * share * g
             if adaptive:
                 share = float((share - lr * change).clamp(0, 1))
-        own[k], alphas[k] = v, share
+        personal[k], alphas[k] = v, share
         return x
 
     mixed(fed)
-    return {k: alphas[k] * own[k] + (1 - alphas[k]) * fed.row for k in range(WORKERS)}
+    return {k: alphas[k] * personal[k] + (1 - alphas[k]) * fed.row for k in range(WORKERS)}
 
 
 @averaged
@@ -161,17 +161,19 @@ def scaffold(fed, lr, option=2, weight_decay=0.0):
 
 
 def fednova(fed, lr, momentum=0.0, nesterov=False, weight_decay=0.0, weighted=True):
-    """The vector a of each worker has one element for each of its steps."""
+    """FedNova, where the vector a of each worker has one element per local step."""
     for round, cohort in enumerate(fed.cohorts(), 1):
         normalised, norms, x = [], [], fed.row
         for k in cohort:
             y, v, a, a_of_v = x, 0, *torch.zeros(2, 200).double()
             for step, batch in enumerate(fed.batches(round, k)):
-                one = F.one_hot(torch.tensor(step), 200)
+                one_hot = F.one_hot(torch.tensor(step), 200)
                 g = fed.gradient(y, batch) + weight_decay * y
-                v, a_of_v = momentum * v + g, momentum * a_of_v + one
+                v, a_of_v = momentum * v + g, momentum * a_of_v + one_hot
                 y, a = (
-                    (y - lr * (g + momentum * v), a + one + momentum * a_of_v) if nesterov else (y - lr * v, a + a_of_v)
+                    (y - lr * (g + momentum * v), a + one_hot + momentum * a_of_v)
+                    if nesterov
+                    else (y - lr * v, a + a_of_v)
                 )
             norms.append(a.norm(1))
             normalised.append((y - x) / norms[-1])

@@ -1,4 +1,4 @@
-"""Client algorithms in whole runs: against plain loops and a known optimum, in simple forms, resumed, and refused."""
+"""Client algorithms in whole runs: plain loops, a known optimum, special cases, resumed runs and refusals."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ VARIANTS = {
     "feddyn": ("feddyn", {"lr": 0.05, "alpha": 0.3}),
     "feddyn with all": ("feddyn", {"lr": 0.05, "alpha": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
 }
-PLAIN_MEAN = {"scaffold", "feddyn"}  # what these algorithms need
+PLAIN_MEAN = {"scaffold", "feddyn"}  # algorithms that require the unweighted mean
 NAMES = tuple(dict.fromkeys(name for name, _ in VARIANTS.values()))
 
 
 def tables_of(name, params, **changes):
-    """The experiment; `weighted` of the parameters chooses the mean of rows."""
+    """Return the tables of an experiment with this client algorithm; `params["weighted"]` selects the weighted mean."""
     local = {key: value for key, value in params.items() if key != "weighted"}
     plain = name in PLAIN_MEAN or not params.get("weighted", True)
     tables = {**TABLES, "engine": "serial", "local": {"algorithm": name, "epochs": 2, "batch_size": BATCH, **local}}
@@ -54,8 +54,8 @@ def tables_of(name, params, **changes):
     VARIANTS,
     [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"max_rows": 2}}],
 )
-def test_the_rows_are_those_of_a_plain_loop(variant, engine):
-    """In rounds of partial cohorts and uneven shards, so that some workers take more steps, and an odd number."""
+def test_the_rows_equal_those_of_a_plain_loop(variant, engine):
+    """The cohorts are partial and the shards uneven, so some workers take more steps, also an odd number of steps."""
     name, params = VARIANTS[variant]
     federation = Workers()
     personal = getattr(plain_loops, name)(federation, **params)
@@ -68,16 +68,16 @@ def test_the_rows_are_those_of_a_plain_loop(variant, engine):
 
 
 def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
-    """On whole batches and without momentum: its mean gradient is of the row that is fine-tuned."""
-    one = {"workers": 1, "cohort": None, "partition": "iid", "rounds": 2, "engine": "serial"}
-    one |= {
+    """With whole batches and no momentum, Mime's mean gradient is the gradient at the fine-tuned row."""
+    one_worker = {"workers": 1, "cohort": None, "partition": "iid", "rounds": 2, "engine": "serial"}
+    one_worker |= {
         "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
         "worker_evaluation": {"fine_tune": 3},
     }
     losses = []
     for local in ({"algorithm": "mime", "beta": 0.0}, {"algorithm": "sgd"}):
         out = tmp_path / local["algorithm"]
-        fedsim.run({**TABLES, **one, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
+        fedsim.run({**TABLES, **one_worker, "local": {"lr": 0.5, "batch_size": 1000, **local}}, out)
         losses.append(Run.read(out).workers.loss["fine_tuned"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
@@ -95,7 +95,7 @@ def test_the_list_shows_the_gradients_of_a_step(name, gradients):
     assert f"gradients per step: {gradients}" in describe_component(name)
 
 
-ROWS_SENT = {"mimelite": (1, 1), "mime": (2, 1), "scaffold": (1, 1)}  # received and sent, besides the row itself
+ROWS_SENT = {"mimelite": (1, 1), "mime": (2, 1), "scaffold": (1, 1)}  # rows received and sent besides the model itself
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +116,7 @@ def test_an_algorithm_without_a_cohort_runs_on_the_virtual_clock(name):
 
 @pytest.mark.parametrize("work", [{"epochs": 1}, {"steps": {"uniform": [1, 3]}, "epochs": None}])
 def test_per_fedavg_refuses_a_worker_with_short_rounds_before_the_first_one(work):
-    """Worker 0 has 13 samples, and is not in the first cohort."""
+    """Worker 0 has 13 samples and is not in the first cohort."""
     tables = {**TABLES, "engine": "serial", "cohort": 1, "seed": 1}
     assert sample_cohort(1, 1, WORKERS, 1).tolist() != [0]
     with pytest.raises(fedsim.ExperimentError, match="worker 0 has 1;") as caught:
@@ -125,10 +125,10 @@ def test_per_fedavg_refuses_a_worker_with_short_rounds_before_the_first_one(work
 
 
 def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
-    """Before the run each worker has two steps; with dylu the slow workers take one."""
+    """Before the run each worker has two steps; dylu leaves the slow workers one."""
     policy, clock = {"name": "async_local_sgd", "dylu": True}, {"slowdown": "linear"}
     tables = tables_of("per_fedavg", {}, mode="clock", policy=policy, clock=clock, cohort=None)
-    with pytest.raises(fedsim.ExperimentError, match="needs two local steps .* has 1;"):
+    with pytest.raises(fedsim.ExperimentError, match="needs two local steps per round, .* has 1;"):
         fedsim.run({**tables, "local": {"algorithm": "per_fedavg", "steps": 2, "batch_size": BATCH}})
 
 
@@ -137,11 +137,11 @@ def test_a_race_trains_rows_by_whole_row_steps():
     assert fedsim.run(tables).global_row.isfinite().all()
 
 
-N, SAMPLES, D = 4, 6, 3  # workers, samples of each, inputs
+N, SAMPLES, D = 4, 6, 3  # workers, samples per worker, input features
 
 
 def data(root):
-    """Samples of four workers, one worker after another; their inputs and their targets differ."""
+    """Return the samples of four workers, one worker after another. Their inputs and targets differ."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(N, SAMPLES, D, generator=generator, dtype=torch.double)
     inputs *= torch.tensor([0.5, 1.0, 1.5, 2.0]).view(-1, 1, 1)
@@ -151,14 +151,14 @@ def data(root):
 
 
 class Line(nn.Linear):
-    """A linear function that is 0 at first."""
+    """A linear model without bias whose weights are initially 0."""
 
     def __init__(self) -> None:
         super().__init__(D, 1, bias=False)
         nn.init.zeros_(self.weight)
 
 
-REGRESSIONS = {  # half of the squared error; in each step a worker uses all its samples
+REGRESSIONS = {  # loss: half the squared error; each step uses all samples of a worker
     **{"task": {"name": "regression", "loss": "huber", "delta": 1e9}, "model": f"{__name__}:Line"},
     **{"data": f"{__name__}:data", "partition": "tests.components:in_blocks", "workers": N, "aggregate": "mean"},
     **{"precision": "float64", "engine": "serial"},
@@ -166,7 +166,7 @@ REGRESSIONS = {  # half of the squared error; in each step a worker uses all its
 
 
 def distance(local, **changes):
-    """How far the final row is from the minimum of the mean of the workers' losses."""
+    """Return the distance of the final row from the minimum of the workers' mean loss."""
     train, _ = data(None)
     inputs, targets = train.inputs.double(), train.targets.double()
     optimum = torch.linalg.lstsq(inputs, targets.unsqueeze(1)).solution.squeeze(1)

@@ -1,4 +1,4 @@
-"""What each client algorithm computes, against PyTorch's optimizers and by hand."""
+"""What each client algorithm computes, compared with PyTorch's optimizers and with values computed by hand."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SGDS = [
 
 
 def paths(method, theirs, dtype):
-    """For each step the row of a client algorithm, and of a PyTorch optimizer that is given the same gradients."""
+    """Yield the row of a client algorithm and that of a PyTorch optimizer after each step with the same gradients."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(D, generator=generator, dtype=dtype)
     parameter, gradient = torch.nn.Parameter(row.clone()), torch.zeros_like(row)
     ours, theirs = RowOptimizer(method, row, gradient), theirs([parameter])
     for _ in range(STEPS):
-        scale = torch.randn(D, generator=generator, dtype=dtype).exp()  # so that no two parameters are alike
+        scale = torch.randn(D, generator=generator, dtype=dtype).exp()  # gives each parameter its own scale
         drawn = scale * torch.randn(D, generator=generator, dtype=dtype)
         ours.zero_grad()
         gradient.add_(drawn)
@@ -76,7 +76,7 @@ ADAPTIVE = [
 
 
 def in_pytorch(optimizer, params):
-    """A function of parameters that makes PyTorch's optimizer with our parameters."""
+    """Return a function that creates PyTorch's optimizer with fedsim's parameters."""
     same = {name: value for name, value in params.items() if name not in ("beta1", "beta2")}
     if optimizer is not torch.optim.Adagrad:
         same["betas"] = params.get("beta1", 0.9), params.get("beta2", 0.999)
@@ -85,21 +85,21 @@ def in_pytorch(optimizer, params):
 
 @pytest.mark.parametrize(("algorithm", "theirs", "params"), ADAPTIVE)
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_adaptive_algorithms_are_those_of_pytorch(algorithm, theirs, params, dtype):
+def test_adaptive_algorithms_equal_those_of_pytorch(algorithm, theirs, params, dtype):
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
     for ours, expected in paths(algorithm(**params), in_pytorch(theirs, params), dtype):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_the_first_steps_of_adam_are_accurate_in_float32():
-    """1 - 0.999^t cancels in float32: to five digits at t = 1, which a step of lr would show."""
+    """In float32, 1 - 0.999^t loses digits to cancellation at t = 1, which would show in the first step."""
     params = {"lr": 1.0, "eps": 1e-30}
     for ours, theirs in paths(Adam(**params), in_pytorch(torch.optim.Adam, params), torch.float32):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=3e-6)
 
 
 def test_the_late_steps_of_adam_are_accurate_in_float32():
-    """After 3,000 steps it is about as far from PyTorch's in float64 as PyTorch's in float32 is."""
+    """After 3,000 steps, fedsim in float32 is about as far from PyTorch in float64 as PyTorch in float32 is."""
     generator, row = torch.Generator().manual_seed(0), torch.zeros(100)
     exact, rounded = (torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for dtype in (torch.float64, torch.float32))
     method, optimizers = Adam(lr=1e-3), [torch.optim.Adam([parameter], lr=1e-3) for parameter in (exact, rounded)]
@@ -117,7 +117,7 @@ def test_the_late_steps_of_adam_are_accurate_in_float32():
 @pytest.mark.parametrize("params", SGDS)
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
-    """mu / 2 |w - w_start|^2, differentiated by PyTorch."""
+    """PyTorch differentiates the proximal term mu / 2 |w - w_start|^2."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(D, generator=generator, dtype=dtype)
     start, parameter = row.clone(), torch.nn.Parameter(row.clone())
@@ -135,15 +135,15 @@ def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
 
 
 def test_a_worker_that_takes_no_step_keeps_its_control_variate():
-    """With option 2, whose (x - y) / (K lr) is 0 / 0 then; so does a worker whose learning rate is 0."""
-    kept, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
+    """With option 2, (x - y) / (K lr) would be 0 / 0 for this worker, as it is for a learning rate of 0."""
+    worker_states, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
     facts = [WorkerFacts(worker=k, round=1, steps=k, steps_per_epoch=k, samples=k, weight=1.0) for k in (0, 2)]
     algorithm, rows = Scaffold(lr=0.5), torch.zeros(2, 3)
-    worker = WorkerRound({"c": control}, kept, facts, rows)
+    worker = WorkerRound({"c": control}, worker_states, facts, rows)
     state = algorithm.start_round(rows, worker)
     rows[1] -= 4
     assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
-    assert kept["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
+    assert worker_states["c_k"].tolist() == [[5, 5, 5], [8, 8, 8]]
     state = algorithm.start_round(torch.zeros(2, 3), worker)
     unmoved = replace(algorithm, lr=0.0).finish(torch.zeros(2, 3), state, worker)
     assert not unmoved["change"].any()

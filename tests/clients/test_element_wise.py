@@ -1,4 +1,4 @@
-"""What engines and experiments rely on, whichever the client algorithm."""
+"""Properties of every client algorithm on which engines and experiments rely."""
 
 from __future__ import annotations
 

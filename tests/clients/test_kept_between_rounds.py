@@ -1,4 +1,4 @@
-"""What workers keep between their rounds: momentum, optimizer states, residuals, personal models."""
+"""Worker state that persists between rounds: momentum, optimizer states, residuals and personal models."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def run(case, out=None, engine="serial", session=None, **changes):
     return fedsim.run(tables, out, session=session, **resume).global_row
 
 
-@pytest.mark.parametrize("case", list(CASES)[:4])  # `engines/test_contract.py` has the others
-def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(case, session):
+@pytest.mark.parametrize("case", list(CASES)[:4])  # the other cases are in engines/test_contract.py
+def test_spawn_is_bit_identical_to_serial_and_stacks_agree(case, session):
     serial = run(case)
     assert torch.equal(serial, run(case, engine="spawn", processes=2, session=session))
     stacked = run(case, engine="batched", processes=1, batched={"max_rows": 2})
@@ -59,7 +59,7 @@ def test_spawn_gives_the_bits_of_serial_and_stacks_its_numbers(case, session):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_has_bitwise_the_same_result(case, tmp_path):
-    """With another limit of memory, if workers keep anything."""
+    """The resumed part has another memory limit for worker state."""
     limit = {} if case in ("mime", "learning rates") else {"worker_state_memory": 1}
     for rounds, changes in ((2, {}), (4, limit)):
         row = run(case, tmp_path / "run", rounds=rounds, checkpoint={"every": 1}, **changes)
@@ -97,7 +97,7 @@ def with_kept_state(algorithm="adam", **changes):
 
 @pytest.mark.parametrize("algorithm", OPTIMIZERS)
 def test_each_worker_s_optimizer_lives_on_between_its_rounds(algorithm):
-    """Plain PyTorch: one model and one optimizer for each worker, of which only the model begins again."""
+    """Compare with plain PyTorch: one model and one optimizer per worker, where only the model restarts each round."""
     result = fedsim.run(with_kept_state(algorithm, rounds=6))
     federation = Federation(logistic, components.tiny, 5, 16)
     models = [logistic().double() for _ in range(5)]
@@ -118,7 +118,7 @@ def test_each_worker_s_optimizer_lives_on_between_its_rounds(algorithm):
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
-def test_a_run_on_the_clock_is_resumed_to_the_bit(tmp_path):
+def test_a_run_on_the_clock_is_resumed_bit_for_bit(tmp_path):
     changes = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}, "checkpoint": {"every": 1}}
     whole = fedsim.run(with_kept_state(**changes))
     fedsim.run(with_kept_state(**changes, rounds=2), tmp_path / "run")
@@ -133,7 +133,7 @@ def with_momentum(engine="serial", local=(), **changes):
 
 @pytest.mark.parametrize("dampening", [0.0, 0.9])
 def test_partial_cohorts_follow_a_loop_in_plain_pytorch(dampening):
-    """Workers that are not in the cohort keep their momentum, and their batches go on by their own shard."""
+    """Workers outside the cohort keep their momentum; each worker continues with the batches of its own shard."""
     local = {"momentum": 0.9, "dampening": dampening, "weight_decay": 0.01}
     result = fedsim.run(with_momentum(workers=6, cohort=2, rounds=6, aggregate="mean", local=local))
     federation, momenta = Federation(logistic, components.tiny, 6, 16), {}
@@ -164,7 +164,7 @@ def test_only_with_a_linear_rule_is_it_the_momentum_of_the_server(dampening):
 
 
 def test_dampened_momentum_begins_at_zero():
-    """Unlike PyTorch's, whose first step is not dampened; from equal states the steps are the same."""
+    """PyTorch does not dampen the first step; from equal states both take the same steps."""
     algorithm, row = SGD(lr=1.0, momentum=0.9, dampening=0.5), torch.zeros(1)
     state = algorithm.start(row)
     for expected in (-0.5, -1.45):
@@ -181,7 +181,7 @@ def test_dampened_momentum_begins_at_zero():
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_an_excluded_worker_keeps_the_momentum_of_before(engine):
-    """Worker 2 has one sample. Its gradient is not finite, so the worker is always excluded."""
+    """Worker 2 has one sample, for which its gradient is not finite, so it is excluded in every round."""
     changes = {"model": "tests.models:OneIsTooFew", "partition": "tests.components:ending_in_one", "workers": 3}
     aggregate = {"rule": "median", "nonfinite": "exclude"}
     run = finished(with_momentum(engine, aggregate=aggregate, processes=1, rounds=2, **changes))

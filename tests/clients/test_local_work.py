@@ -1,4 +1,4 @@
-"""Local work that differs between workers and rounds, and epochs of whole batches, against plain PyTorch loops."""
+"""Local work that differs between workers and rounds, and epochs of full batches only, against plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def zero() -> nn.Module:
 
 EXPERIMENT = {
     "rounds": ROUNDS,
-    "workers": WORKERS,  # of 15 samples each, so batches of 4, 4, 4 and 3
+    "workers": WORKERS,  # 15 samples each, so batches of 4, 4, 4 and 3
     "engine": "serial",
     "precision": "float64",
     "model": {"name": "tests.clients.test_local_work:zero"},
@@ -43,7 +43,7 @@ def of_local(**local):
 
 
 def averaged(steps_of, train_round):
-    """The global row of federated averaging, where `train_round(model, batches, round)` is a worker's round."""
+    """Return the global row of federated averaging, where `train_round(model, batches, round)` trains one worker."""
     federation = Federation(zero, points, WORKERS, BATCH)
     model = federation.model
     for round in range(1, ROUNDS + 1):
@@ -57,7 +57,7 @@ def averaged(steps_of, train_round):
 
 
 def round_of(*, accumulate=1, clip_norm=None, gamma=1.0, per="step", **of_sgd):
-    """A worker's round by PyTorch: `gamma` is the factor of its learning rate after each step, or after each round."""
+    """Return a function that trains a worker for one round in PyTorch; `gamma` decays its rate per step or round."""
 
     def train(model, batches, round):
         lr = LR * gamma ** (round - 1) if per == "round" else LR
@@ -114,7 +114,7 @@ def test_gradients_are_clipped_as_by_pytorch(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_gradients_of_workers_are_clipped_before_they_are_averaged(engine):
-    """With one worker, averaged gradients are local steps; with several, each gradient is clipped."""
+    """With one worker, averaged gradients equal local steps; with several, each worker's gradient is clipped."""
     alone = {**CLIPPED, "workers": 1, "rounds": 1, **ENGINES[engine]}
     rows = [fedsim.run({**alone, "sync": sync}).global_row for sync in ("parameters", "gradients")]
     assert torch.allclose(*rows, rtol=0, atol=1e-12)
@@ -156,7 +156,7 @@ def test_amounts_are_drawn_uniformly_for_each_worker_and_round():
 
 
 def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
-    """The last steps of a round average the gradients of the workers that have steps left."""
+    """In the last steps of a round, only the gradients of workers that have steps left are averaged."""
     result = fedsim.run({**of_local(steps=[1, 2, 2, 2]), "sync": "gradients", "rounds": 1})
     federation = Federation(zero, points, WORKERS, BATCH)
     sources = [federation.batches(1, worker) for worker in range(WORKERS)]
@@ -182,7 +182,7 @@ MODES = {
 
 
 def expected_row(workers, *, each_step):
-    """The global row of federated averaging, or of synchronous SGD, on the full batches of two epochs."""
+    """Return the global row of FedAvg, or of synchronous SGD if `each_step`, on the full batches of two epochs."""
     federation = Federation(zero, points, workers, BATCH)
     for round in range(1, ROUNDS + 1):
         epochs = [[*federation.epoch(round, k), *federation.epoch(round, k, 1)] for k in range(workers)]
@@ -223,7 +223,7 @@ def test_a_shard_smaller_than_a_batch_is_one_batch():
 
 @pytest.fixture
 def normalised(tiny_experiment):
-    """Worker 0 has 65 samples, so one more than four batches of 16."""
+    """Return an experiment with BatchNorm in which worker 0 has 65 samples, one more than four batches of 16."""
     partition = {"name": "tests.components:same_last", "first": 65}
     return {**tiny_experiment, "model": "tests.models:Normalised", "partition": partition, "rounds": 1}
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: PyTorch's numbers, in every engine, without state."""
+"""Learning-rate schedules equal PyTorch's in every engine and keep no state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rates_of_torch(make, lr, count):
 
 
 @pytest.mark.parametrize("case", SCHEDULES)
-def test_the_rates_are_those_of_pytorch(case):
+def test_the_rates_equal_those_of_pytorch(case):
     table, make = SCHEDULES[case]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,7 +86,7 @@ def test_training_equals_a_loop_of_pytorch(per, engine):
 
 @pytest.mark.parametrize("per", ["round", "step"])
 def test_averaged_gradients_step_by_the_rate_of_their_round_or_step(per):
-    """One worker of synchronous SGD is one worker of federated averaging."""
+    """With one worker, synchronous SGD equals federated averaging."""
     local = {"batch_size": BATCH, "lr": LR, "schedule": {"name": "exponential", "gamma": 0.5, "per": per}}
     tables = {**EXPERIMENT, "workers": 1, "local": local}
     rows = [fedsim.run({**tables, "sync": sync}).global_row for sync in ("parameters", "gradients")]
@@ -102,5 +102,5 @@ def ended(optimizer, *, rounds: int = 2):
 @pytest.mark.parametrize("per", ["round", "step"])
 def test_a_schedule_that_ends_before_the_run_is_refused_before_the_first_round(per):
     tables = of_local(steps=3, schedule={"name": f"{__name__}:ended", "per": per})
-    with pytest.raises(ExperimentError, match=r"local.schedule.name: has no learning rate 4"):
+    with pytest.raises(ExperimentError, match=f"local.schedule.name: cannot compute the learning rate of {per} 4"):
         fedsim.run({**tables, "rounds": 4 if per == "round" else 1, "local": {**tables["local"], "steps": 4}})

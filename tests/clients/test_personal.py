@@ -1,4 +1,4 @@
-"""Personal parameters and models against plain PyTorch loops, what is not sent of them, and MOON."""
+"""Personal parameters and models against plain PyTorch loops, which parts are not sent, and MOON."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def tables():
 
 
 def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(names, steps)], epochs=1):
-    """Federated averaging by hand: the parameters and buffers that are `personal` (by name) stay with the workers.
+    """Compute federated averaging by hand. Parameters and buffers whose name is `personal` stay with the workers.
 
-    `phases` gives the names that move and for how many steps, one after another.
+    `phases` returns pairs of (names of the trained parameters, number of steps), applied in order.
     """
     federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, shards = federation.model, federation.shards
     shared = copy.deepcopy(model.state_dict())
-    own = {}
+    personal_states = {}
     for round in range(1, ROUNDS + 1):
         cohort, trained = sample_cohort(0, round, WORKERS, COHORT).tolist(), []
         for worker in cohort:
-            model.load_state_dict({**shared, **own.get(worker, {})})
+            model.load_state_dict({**shared, **personal_states.get(worker, {})})
             model.train()
             batches = [batch for epoch in range(epochs) for batch in federation.epoch(round, worker, epoch)]
             names, todo = [name for name, _ in model.named_parameters()], iter(batches)
@@ -59,7 +59,7 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
                     F.cross_entropy(model(x), y).backward()
                     optimizer.step()
             state = copy.deepcopy(model.state_dict())
-            own[worker] = {name: value for name, value in state.items() if personal(name)}
+            personal_states[worker] = {name: value for name, value in state.items() if personal(name)}
             trained.append(state)
         sizes = torch.tensor([len(shards[worker]) for worker in cohort], dtype=torch.double)
         for name in shared:
@@ -68,16 +68,20 @@ def reference(factory, personal, phases=lambda names, epoch_steps, steps: [(name
                 shared[name] = torch.tensordot(sizes / sizes.sum(), stacked, 1)
     row = torch.cat([shared[name].flatten() for name, _ in model.named_parameters()])
     names = [entry.name for entry in Layout.of(model).parameters if personal(entry.name)]
-    return row, {worker: torch.cat([state[name].flatten() for name in names]) for worker, state in own.items()}, own
+    return (
+        row,
+        {worker: torch.cat([state[name].flatten() for name in names]) for worker, state in personal_states.items()},
+        personal_states,
+    )
 
 
 def assert_is(reference_of, tables):
-    """The run has the reference's global row and personal parameters."""
+    """Check the global row and the personal parameters of a run against the reference, and return the run."""
     run = finished(tables)
-    expected, own, _ = reference_of
+    expected, personal_rows, _ = reference_of
     assert torch.allclose(run.row, expected, rtol=0, atol=1e-12)
-    assert run.states.keys() == own.keys()
-    for worker, personal in own.items():
+    assert run.states.keys() == personal_rows.keys()
+    for worker, personal in personal_rows.items():
         assert torch.allclose(run.states[worker]["personal"], personal, rtol=0, atol=1e-12), worker
     return run
 
@@ -100,14 +104,14 @@ def test_fedrep_trains_the_head_and_then_the_rest(params, epochs, first, tables)
 
 
 def test_fedrep_by_steps_is_fedrep_by_epochs_of_as_many_steps(tables):
-    """Three batches are an epoch of each worker."""
+    """An epoch of each worker has three batches."""
     by_epochs = {**tables["local"], "algorithm": "fedrep", **HEAD, "epochs": 2}
     by_steps = {**tables["local"], "algorithm": "fedrep", **HEAD, "steps": 6, "head_steps": 3}
     rows = [finished({**tables, "local": local}).row for local in (by_epochs, by_steps)]
     assert torch.equal(*rows)
 
 
-NORMALISED = {  # what is personal; the first two have the same meaning
+NORMALISED = {  # local settings and personal layers; the first two entries mean the same
     "fedbn": ({"algorithm": "fedbn"}, ("layers.2.",)),
     "fedper": ({"algorithm": "fedper", "personal": ["layers.2.weight", "layers.2.bias"]}, ("layers.2.",)),
     "lg_fedavg": ({"algorithm": "lg_fedavg", "personal": ["layers.[12].*"]}, ("layers.1.", "layers.2.")),
@@ -123,8 +127,8 @@ def test_the_statistics_of_personal_normalisation_layers_are_personal(name, buff
     run = assert_is(by_hand, tables)
     width = run.algorithm.personal_columns.others(len(run.row)).width
     assert {record.bytes_up for record in run.records} == {COHORT * 8 * width}
-    for worker, own in by_hand[2].items():
-        buffers = [own[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
+    for worker, personal_state in by_hand[2].items():
+        buffers = [personal_state[f"layers.2.{name}"].flatten().double() for name in ("running_mean", "running_var")]
         assert torch.allclose(run.states[worker]["personal.buffers"][:32], torch.cat(buffers), rtol=0, atol=1e-12)
 
 
@@ -156,7 +160,8 @@ def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_th
     plain = finished({**tables, "local": {"batch_size": BATCH, **SGD}}).records
     saved = COHORT * 90 * 8
     assert [record.bytes_down for record in run.records] == [record.bytes_down - saved for record in plain]
-    assert [record.bytes_up for record in run.records] == [record.bytes_up for record in plain]  # 50 values and places
+    # 50 values and their positions
+    assert [record.bytes_up for record in run.records] == [record.bytes_up for record in plain]
     without = finished({**tables, "processors": []}).records
     assert {record.bytes_up for record in without} == {COHORT * 8 * others.width}
 
@@ -177,9 +182,9 @@ def test_columns_of_entries_join_neighbours_and_have_others():
         ({"algorithm": "fedper"}, 'local.personal: is required, such as personal = ["fc2.*"]'),
         ({"algorithm": "fedper", "personal": []}, "use local.algorithm=sgd"),
         ({"algorithm": "fedrep", "personal": ["*"]}, "use local.algorithm=local_only"),
-        ({"algorithm": "fedrep", **HEAD, "head_epochs": 1}, "leaves nothing of local.epochs = 1 for the other"),
-        ({"algorithm": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2 for"),
-        ({"algorithm": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "leaves nothing of local.steps = 5"),
+        ({"algorithm": "fedrep", **HEAD, "head_epochs": 1}, "must be less than local.epochs = 1, so that"),
+        ({"algorithm": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2, so that"),
+        ({"algorithm": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "must be less than local.steps = 5"),
         ({"algorithm": "fedrep", **HEAD, "epochs": 2, "head_steps": 5}, "use local.head_epochs"),
         ({"algorithm": "fedbn"}, "has no normalisation layers"),
     ],
@@ -201,7 +206,7 @@ def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables)
         fedsim.run({**tables, **changes})
 
 
-PAIR, SHORT, LR = 2, 3, 0.1  # workers of a cohort, rounds
+PAIR, SHORT, LR = 2, 3, 0.1  # cohort size, rounds, learning rate
 TABLES = {
     **{"workers": WORKERS, "cohort": PAIR, "rounds": SHORT, "model": "tests.models:Normalised"},
     **{
@@ -219,7 +224,7 @@ ENGINES = {
 
 
 class Workers(Federation):
-    """The workers of `TABLES`: their batches, their test samples, and their cohorts."""
+    """The workers of the experiment `TABLES`: their batches, test samples and cohorts."""
 
     def __init__(self):
         super().__init__(models.Normalised, components.tiny, WORKERS, BATCH, "shards")
@@ -239,12 +244,12 @@ def workers():
 
 
 def losses_of(local, out, session=None, **changes):
-    """The test losses of the workers' personal models, and of those after local training."""
+    """Return the test losses of the personal models, and those after fine-tuning (one loss per worker)."""
     local = {"batch_size": BATCH, "lr": LR, **local}
     fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
-    found = Run.read(out).workers
-    assert found.workers == list(range(WORKERS))
-    return [found.loss["personal"], found.loss["fine_tuned"]]
+    evaluation = Run.read(out).workers
+    assert evaluation.workers == list(range(WORKERS))
+    return [evaluation.loss["personal"], evaluation.loss["fine_tuned"]]
 
 
 def sgd_step(model, batch):
@@ -256,7 +261,7 @@ def sgd_step(model, batch):
 
 
 def alone(workers):
-    """The losses of one model for each worker, which nothing but the worker's batches changes."""
+    """Return the test losses of workers that train alone, and those after fine-tuning."""
     personal = [start_of(models.Normalised) for _ in range(WORKERS)]
     for round, cohort in enumerate(workers.cohorts, 1):
         for k in cohort:
@@ -281,19 +286,19 @@ ALONE = {
 def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
     name, engine, buffers, workers, tmp_path, session
 ):
-    found = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
-    assert found == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
+    losses = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
+    assert losses == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
 
 
 def pfedme(workers, eta, lam, inner_steps):
-    """Each theta has statistics of its own, from all of its passes; that of a new worker begins as the global model."""
+    """Return the losses of pFedMe. Each theta has its own BatchNorm statistics, initially those of the global model."""
     server, thetas = start_of(models.Normalised), {}
 
     def train(k, theta, batches):
         x = deepcopy(server).train()
         for batch in batches:
             with torch.no_grad():
-                x(batch[0])  # changes the statistics of x
+                x(batch[0])  # updates the BatchNorm statistics of x
                 for ours, start in zip(theta.parameters(), x.parameters(), strict=True):
                     ours.copy_(start)
             for _ in range(inner_steps):
@@ -325,8 +330,8 @@ def pfedme(workers, eta, lam, inner_steps):
 @in_turn(("inner_steps", "engine"), [1, 3], list(ENGINES)[:2])
 def test_theta_of_pfedme_is_tested_with_its_own_statistics(inner_steps, engine, workers, tmp_path):
     params = {"eta": 0.1, "lam": 2.0, "inner_steps": inner_steps}
-    found = losses_of({"algorithm": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
-    assert found == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
+    losses = losses_of({"algorithm": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
+    assert losses == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
 
 
 MU, T = 2.0, 0.5
@@ -342,7 +347,7 @@ def moon_tables():
 
 
 def moon_reference(factory, features):
-    """The global row after a run of MOON by hand; `features(model, inputs)` are those of a model."""
+    """Return the global row of MOON computed by hand; `features(model, inputs)` returns a model's features."""
     federation = Federation(factory, components.tiny, WORKERS, BATCH)
     model, at_start, before = all_three = [federation.model, *(factory().double() for _ in range(2))]
     layout = Layout.of(model)
@@ -391,7 +396,7 @@ def test_a_model_without_features_is_an_error_in_one_line(engine, moon_tables):
     assert len(caught.value.lines) == 1
 
 
-def test_features_are_those_of_a_module_of_this_name():
+def test_features_equal_those_of_a_module_of_this_name():
     model = nn.Sequential()
     model.features, model.last = nn.Conv2d(1, 2, 3), nn.Flatten()
     with recorded_features(model) as recorded:

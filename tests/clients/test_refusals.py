@@ -1,4 +1,4 @@
-"""Keys of [local] and of schedules that have no meaning in an experiment are refused by one line."""
+"""Keys of [local] and of schedules that have no meaning in an experiment give a one-line error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ REFUSED = [
         of_local(algorithm="fedprox", keep_state=True),
         "local.keep_state = true: is for client algorithms such as sgd and adam only",
     ),
-    # momentum at the workers
+    # momentum of the workers
     (of_local(**AT_WORKER), 'local.momentum_at = "worker": is only used with sync=gradients, not with sync=parameters'),
     ({**of_local(**AT_WORKER), **CLOCK}, 'needs sync=gradients, which policy.name = "asgd" does not support'),
     (
@@ -71,7 +71,7 @@ REFUSED = [
     # learning rates
     (scheduled({"name": "constant", "factor": 0.5}), "local.schedule.total_iters = 0: "),
     ({"server": {"schedule": {"factor": 0.5, "warmup": 2}}}, "server.schedule.total_iters = 0: "),
-    (scheduled({"name": "one_cycle", "total_steps": 5}), "local.schedule.total_steps = 5: must be at least 6, or the"),
+    (scheduled({"name": "one_cycle", "total_steps": 5}), "local.schedule.total_steps = 5: must be at least 6, so that"),
     (scheduled({"name": "one_cycle", "warmup": 2}), "local.schedule.warmup = 2: one_cycle begins"),
     (scheduled({"warmup": 6}), "local.schedule.warmup = 6: must be less than 6, the number of rounds"),
     (scheduled(BY_STEP), "local.schedule.T_max: is required"),

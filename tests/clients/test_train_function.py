@@ -1,4 +1,4 @@
-"""Functions `train(model, batches, ...)` as client algorithms."""
+"""User-defined functions `train(model, batches, ...)` as client algorithms."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WORK = {"epochs": 2, "batch_size": 16, "lr": 0.1}
 
 
 class Dropping(Normalised):
-    """A network with BatchNorm and dropout, which draws for each worker, round and step."""
+    """A network with BatchNorm and dropout."""
 
     def forward(self, images):
         return self.layers(F.dropout(images, 0.2, self.training))
 
 
 def by_optimizer(model, batches, lr, worker):
-    """As users of other simulators write their clients."""
+    """Train with a torch optimizer and return the mean loss, as in clients written for other simulators."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     total, samples = 0.0, 0
     for inputs, targets in batches:
@@ -44,7 +44,7 @@ def by_optimizer(model, batches, lr, worker):
 
 
 def by_a_copy(model, batches, lr):
-    """Train a copy of the model, catch an error in its last forward pass, and return the parameters of the copy."""
+    """Train a copy of the model, catch an error in its forward pass, load its parameters and return the loss."""
     copied = copy.deepcopy(model)
     loss = by_optimizer(copied, batches, lr, None)
     with pytest.raises(RuntimeError):
@@ -62,7 +62,7 @@ def by_replaced_data(model, batches, *, lr: float = 0.1):
 
 
 def careless(model, batches, lr):
-    """Expects a model as new, and leaves it otherwise."""
+    """Require a freshly prepared model, train it, then freeze it and leave it in evaluation mode."""
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     by_optimizer(model, batches, lr, None)
@@ -70,7 +70,7 @@ def careless(model, batches, lr):
 
 
 def marking(model, batches, lr):
-    """Leaves an attribute, which no row holds."""
+    """Set an attribute on the model, which must be gone in the next round."""
     assert not hasattr(model, "seen")
     by_optimizer(model, batches, lr, None)
     model.seen = True
@@ -81,7 +81,7 @@ def worker_as_loss(model, batches, worker):
 
 
 def silent(model, batches):
-    """Does nothing."""
+    """Do not train."""
 
 
 def talkative(model, batches):
@@ -98,11 +98,11 @@ def growing(model, batches):
 
 
 def of_other_names(net, loader):
-    """Has neither `model` nor `batches`."""
+    """A function without the parameters `model` and `batches`."""
 
 
 def costly(model, batches):
-    """Counts as three gradients a batch."""
+    """A function that declares three gradients per batch."""
 
 
 costly.gradients_per_step = 3
@@ -110,7 +110,7 @@ costly.gradients_per_step = 3
 
 def costing(gradients):
     def function(model, batches):
-        """Declares this number of gradients."""
+        """A function that declares `gradients` gradients per batch."""
 
     function.gradients_per_step = gradients
     return function
@@ -125,9 +125,9 @@ def without_lr(algorithm, **changes):
     return fedsim.run({**TABLES, "rounds": 1, **changes, "local": {**local, **changes.get("local", {})}})
 
 
-def assert_same(one, other):
-    torch.testing.assert_close(one.global_row, other.global_row, rtol=0, atol=1e-12)
-    assert one.test_loss == pytest.approx(other.test_loss, rel=1e-12)  # of the BatchNorm statistics too
+def assert_same(first, second):
+    torch.testing.assert_close(first.global_row, second.global_row, rtol=0, atol=1e-12)
+    assert first.test_loss == pytest.approx(second.test_loss, rel=1e-12)  # also depends on the BatchNorm statistics
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def assert_same(one, other):
     ],
 )
 def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes):
-    """With its batches, its dropout masks, its BatchNorm statistics and its training loss."""
+    """Both use the same batches, dropout masks and BatchNorm statistics and report the same training loss."""
     mine, sgd = run(by_optimizer, **changes), run("sgd", **changes)
     assert_same(mine, sgd)
     losses = [[record["train_loss"] for record in result.history] for result in (mine, sgd)]
@@ -149,7 +149,7 @@ def test_a_function_that_takes_the_steps_of_sgd_is_sgd(changes):
 
 @pytest.mark.parametrize("function", [by_optimizer, by_a_copy])
 def test_in_bfloat16_each_step_has_the_weights_of_the_step_before(function):
-    """And the loss is that of outputs in float32."""
+    """The loss is computed from float32 outputs."""
     tables = {"precision": "bf16", "model": "2nn", "rounds": 1, "local": {"lr": 0.3}}
     mine, sgd = run(function, **tables), run("sgd", **tables)
     torch.testing.assert_close(mine.global_row, sgd.global_row, rtol=0, atol=1e-6)
@@ -184,7 +184,7 @@ def test_the_training_loss_is_the_mean_of_what_the_function_returns():
 
 @pytest.mark.parametrize("stop", [{"patience": 1}, {"target": 0.1}])
 @pytest.mark.parametrize("mode", [{}, {"mode": "clock", "policy": "fedbuff"}])
-def test_a_stop_by_a_loss_that_a_function_does_not_return_is_one_line(mode, stop):
+def test_a_stop_by_a_loss_that_a_function_does_not_return_gives_a_one_line_error(mode, stop):
     with pytest.raises(fedsim.ExperimentError, match=r"^stop\.metric = .* NaN in round 1; return .*loss") as caught:
         without_lr(silent, rounds=3, stop={"metric": "train_loss", **stop}, **mode)
     assert len(caught.value.lines) == 1
@@ -192,7 +192,7 @@ def test_a_stop_by_a_loss_that_a_function_does_not_return_is_one_line(mode, stop
 
 
 def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
-    """Two passes over 8 samples in batches of 3."""
+    """Each worker passes twice over 8 samples in batches of 3."""
     tables = {"mode": "clock", "data": {"name": "tests.components:tiny", "train": 8}, "workers": 1}
     for function, seconds in ((silent, 6), (costly, 18)):
         done = without_lr(function, local={"batch_size": 3}, **tables)
@@ -212,7 +212,7 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
         (growing, {}, r"local\.algorithm: .*names or shapes"),
     ],
 )  # fmt: skip
-def test_a_function_that_cannot_be_used_is_one_line(algorithm, local, line):
+def test_a_function_that_cannot_be_used_gives_a_one_line_error(algorithm, local, line):
     with pytest.raises(fedsim.ExperimentError, match=f"^{line}") as caught:
         fedsim.run({**TABLES, "local": {"algorithm": algorithm, **local}})
     assert len(caught.value.lines) == 1

@@ -1,4 +1,4 @@
-"""Every element-wise client algorithm, with parameters under which it does all that it can."""
+"""Every element-wise client algorithm, with parameters that switch on all of its terms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def made(variant, lr=0.1):
-    """The client algorithm of a variant."""
+    """Return the client algorithm of a variant."""
     name, params = VARIANTS[variant]
     registration = client_algorithm.get(name)
     return registration.bind(registration.check({"lr": lr, **params}))

@@ -16,11 +16,11 @@ def quick_tables():
 
 @pytest.fixture
 def quick():
-    """A quick experiment that leaves open with which engine it runs, as nested tables."""
+    """Return a quick experiment as nested tables, without an engine."""
     return quick_tables()
 
 
 @pytest.fixture
 def serial(quick):
-    """The same in this process, one run after another."""
+    """Return a quick experiment as nested tables, to be run one run after another in this process."""
     return {**quick, "engine": "serial"}

@@ -13,11 +13,11 @@ from fedsim.records.reader import places_in
 from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.records.rows import canonical
 
-EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # which asks for no files
+EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # writes no files
 
 
 def comparison_of(axes: dict, target: float | None = None, **settings: Any) -> Comparison:
-    """Return a comparison with these axes and default experiments, of which no run has begun."""
+    """Return a comparison over these axes with default experiments, before any run has begun."""
     places, runs = places_in(axes), []
     for index, values in enumerate(itertools.product(*axes.values())):
         point = dict(zip(axes, values, strict=True))
@@ -27,7 +27,7 @@ def comparison_of(axes: dict, target: float | None = None, **settings: Any) -> C
 
 
 def results_of(plan: Comparison, accuracies: Callable[[dict], list[float] | None]) -> list[Run]:
-    """Return results with the accuracies of each round that `accuracies(point)` gives; None: the run failed."""
+    """Return runs whose test accuracies per round are `accuracies(point)`; None makes a failed run."""
     results = []
     for run in plan.runs:
         values = accuracies(run.point)
@@ -39,21 +39,21 @@ def results_of(plan: Comparison, accuracies: Callable[[dict], list[float] | None
 
 
 def compared(axes: dict, accuracies: Callable[[dict], list[float] | None], **settings: Any) -> Comparison:
-    """Return a comparison with these axes, results and settings."""
+    """Return a comparison with these axes, settings and invented accuracies."""
     plan = comparison_of(axes, **settings)
     return replace(plan, runs=results_of(plan, accuracies))
 
 
 def on_the_clock(results: list[Run], seconds: Callable[[dict], float]) -> list[Run]:
-    """Return the results of runs on a virtual clock, on which each round took `seconds(point)`.
+    """Return the results as runs on the virtual clock, in which each round took `seconds(point)`.
 
     Every round has two updates of staleness 1 and four arrivals.
     """
     for run in results:
-        for index, each in enumerate(run.history):
-            work = AsyncRecord(updates=2 * each.round, arrivals=4 * each.round, staleness={"1": 2})
-            virtual_seconds = each.round * seconds(run.point)
-            run.history[index] = replace(each, virtual_seconds=virtual_seconds, asynchronous=work)
+        for index, round_record in enumerate(run.history):
+            work = AsyncRecord(updates=2 * round_record.round, arrivals=4 * round_record.round, staleness={"1": 2})
+            virtual_seconds = round_record.round * seconds(run.point)
+            run.history[index] = replace(round_record, virtual_seconds=virtual_seconds, asynchronous=work)
     return results
 
 

@@ -61,8 +61,8 @@ def test_words_with_commas_become_axes_and_of_equal_keys_the_last_counts(words, 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("seed=0,", '"seed=0,": a value is missing'),
-        ("seed=0,,1", '"seed=0,,1": a value is missing'),
+        ("seed=0,", '"seed=0,": a value before or after a comma is missing'),
+        ("seed=0,,1", '"seed=0,,1": a value before or after a comma is missing'),
         ("seed=0,1,0", "seed: 0 is repeated"),
         ("=1,2", '"=1,2": expected key=value'),
     ],
@@ -91,12 +91,12 @@ def test_values_become_json_values():
     ("tables", "message"),
     [
         ([1], r"comparison = \[1\]: must be a table of lists"),
-        ({"seed": 3}, "comparison.seed = 3: must be a list of one or more values"),
-        ({"seed": []}, r"comparison.seed = \[\]: must be a list of one or more values"),
+        ({"seed": 3}, "comparison.seed = 3: must be a list with at least one value"),
+        ({"seed": []}, r"comparison.seed = \[\]: must be a list with at least one value"),
         ({"seed": "012"}, 'comparison.seed = "012": must be a list'),
         ({"seed": [0, 0]}, "comparison.seed: 0 is repeated"),
-        ({"a..b": [0]}, "comparison.a..b: is not a key of an experiment"),
-        ({"a.b": [0], "a": {"b": [1]}}, "comparison.a.b: is given twice"),
+        ({"a..b": [0]}, "comparison.a..b: has an empty name before or after a dot"),
+        ({"a.b": [0], "a": {"b": [1]}}, "comparison.a.b: is set twice"),
         ({"seed": [None]}, r"comparison.seed\[0\] = None: must be a string, a number, a list or a table"),
         (
             {"variant": ["asgd"]},
@@ -107,8 +107,8 @@ def test_values_become_json_values():
             r"comparison.variant\[1\] = {sync .*: must be a table with a lab",
         ),
         ({"variant": [{"label": "a\nb"}]}, r"comparison.variant.label = .*: contains unprintable characters"),
-        ({"variant": [{"label": 3}]}, r"comparison.variant\[0\].label = 3: must be a string"),
-        ({"local": [{"label": " ", "lr": 1.0}]}, r'comparison.local\[0\].label = " ": must be a string'),
+        ({"variant": [{"label": 3}]}, r"comparison.variant\[0\].label = 3: must be a non-empty string"),
+        ({"local": [{"label": " ", "lr": 1.0}]}, r'comparison.local\[0\].label = " ": must be a non-empty string'),
         ({"local": [{"label": "a", "lr": 1.0}, {"label": "a"}]}, 'comparison.local: the label "a" is repeated'),
     ],
 )
@@ -166,5 +166,5 @@ def test_ids_are_readable_folder_names(point, name):
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", "", ".hidden", "a\n", "/etc"])
-def test_a_path_to_another_folder_is_no_id(name):
+def test_a_path_to_another_folder_is_not_an_id(name):
     assert not re.fullmatch(ID, name)

@@ -16,7 +16,7 @@ from tests.comparison.made_up import compared
 from tests.report.folders import invent_run, write_points
 
 AXES = {"aggregate.rule": ["mean", "krum", "median", "caf", "rfa"], "attack.scale": [10, 1, 0.5, 2], "seed": [0, 1]}
-FINAL = {  # by rule: the mean accuracies of the scales 0.5, 1, 2, 10; None: a run failed
+FINAL = {  # mean accuracies at the scales 0.5, 1, 2, 10, by rule; None: a run failed
     "mean": [0.9, 0.6, 0.5, 0.1],
     "krum": [0.3, 0.7, 0.4, 0.4],
     "median": [0.9, 0.3, 0.7, 0.6],
@@ -33,7 +33,7 @@ TEXTS = {
 
 
 def accuracies(point):
-    """Each seed is 0.25 above or below the mean. Where a mean is None, the run of seed 1 fails."""
+    """Return accuracies that differ by ±0.25 between the seeds. Where the mean is None, the run of seed 1 fails."""
     mean = FINAL[point["aggregate.rule"]][[0.5, 1, 2, 10].index(point["attack.scale"])]
     if mean is None:
         return None if point["seed"] else [0.9, 0.1]
@@ -41,10 +41,10 @@ def accuracies(point):
 
 
 def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_target():
-    ((key, found),) = breaking_points(compared(AXES, accuracies, target=0.6)).items()
+    ((key, points),) = breaking_points(compared(AXES, accuracies, target=0.6)).items()
     assert key == "attack.scale"
-    assert {others["aggregate.rule"]: point.text for others, point in found} == TEXTS
-    assert {others["aggregate.rule"]: tuple(point) for others, point in found} == {
+    assert {others["aggregate.rule"]: point.text for others, point in points} == TEXTS
+    assert {others["aggregate.rule"]: tuple(point) for others, point in points} == {
         "mean": (2, 1, [], []),
         "krum": (2, 1, [0.5], []),
         "median": (None, 10, [1], []),
@@ -54,7 +54,7 @@ def test_a_line_breaks_at_the_smallest_value_from_which_on_no_mean_reaches_the_t
 
 
 def points_of(accuracies, change=None, **axes):
-    """The breaking points of a comparison of three scales, of whose last run the last record is changed."""
+    """Return the breaking-point text of a comparison of three scales; `change` alters its last run's last record."""
     comparison = compared({"attack.scale": [1, 2, 5], **axes}, accuracies, target=0.6)
     if change:
         history = comparison.runs[-1].history
@@ -73,7 +73,7 @@ def test_a_loss_reaches_the_target_from_below():
 
 @pytest.mark.parametrize("change", [{"diverged": "NaN"}, {"test_accuracy": math.nan}])
 def test_a_value_of_which_a_run_diverged_misses_the_target(change):
-    """Though the last finite model reaches it, as that of the other seed."""
+    """The value misses the target although the last finite model and the other seed reach it."""
     assert points_of(lambda point: [0.9], change, seed=[0, 1]) == "5"
 
 
@@ -83,7 +83,7 @@ def test_of_failed_runs_alone_nothing_is_known():
 
 def test_the_table_has_the_first_breaking_points_below_it():
     lines = summary_text(compared(AXES, accuracies, target=0.6)).splitlines()
-    assert [line for line in lines if line.startswith("attack.scale from which on")]
+    assert [line for line in lines if line.startswith("attack.scale: smallest value from which on")]
     assert all(f"  {rule}: {text}" in lines for rule, text in TEXTS.items())
     rules = [f"rule{number}" for number in range(MOST_LINES + 3)]
     many = summary_text(compared({"aggregate.rule": rules, "workers": [5, 6, 7]}, lambda point: [0.5], target=0.6))

@@ -1,4 +1,4 @@
-"""Comparisons that choose one value of an axis: --tune by validation results, --worst by the worst test result."""
+"""Comparisons that choose a value of an axis: --tune by validation results, --worst by the worst test result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ AXES = {
     "local.lr": [0.1, 0.2],
     "seed": [0, 1],
 }
-TESTED = {  # by rule and rate: the test accuracy under each attack
+TESTED = {  # test accuracy under each attack, by (rule, learning rate)
     ("mean", 0.1): [0.9, 0.3, 0.5],
     ("mean", 0.2): [0.8, 0.4, 0.35],
     ("median", 0.1): [0.7, 0.6, 0.65],
     ("median", 0.2): [0.9, 0.8, 0.1],
 }
-VALIDATED = {  # the order of the rates by the worst case differs from that on test samples
+# validation accuracies, whose worst cases order the learning rates differently than the test accuracies do
+VALIDATED = {
     ("mean", 0.1): [0.9, 0.5, 0.4],
     ("mean", 0.2): [0.8, 0.3, 0.6],
     ("median", 0.1): [0.7, 0.5, 0.6],
@@ -39,7 +40,7 @@ VALIDATED = {  # the order of the rates by the worst case differs from that on t
 
 
 def made_up(failed=(), **settings):
-    """Results whose seeds differ by 0.02 in both accuracies."""
+    """Return results in which both accuracies differ by 0.02 between the seeds."""
 
     def read(table, point):
         of_attacks = table[point["aggregate.rule"], point["local.lr"]]
@@ -76,7 +77,7 @@ def test_the_worst_case_has_the_lowest_test_accuracy_of_the_axis():
 def test_a_value_is_tuned_on_validation_samples_alone():
     assert chosen_in(made_up(tune="local.lr")) == {
         ("mean", "none"): (0.1, 0.91),
-        ("mean", "ipm"): (0.1, 0.31),  # though 0.2 is better on test samples
+        ("mean", "ipm"): (0.1, 0.31),  # although 0.2 has the higher test accuracy
         ("mean", "alie"): (0.2, 0.36),
         ("median", "none"): (0.2, 0.91),
         ("median", "ipm"): (0.2, 0.81),
@@ -119,11 +120,11 @@ def test_losses_are_tuned_to_the_lowest_and_the_worst_is_the_highest():
     assert chosen_in(worst) == {(0.1,): ("ipm", 3.0), (0.2,): ("ipm", 4.0)}
 
 
-LOSSES = {0.1: 2.0, 0.05: 1.0}  # of the seeds that have one; 0.05 is better where it does not fail
+LOSSES = {0.1: 2.0, 0.05: 1.0}  # finite losses; 0.05 is better, but one of its seeds has no result
 
 
 def incomplete(how, **settings):
-    """Runs of two learning rates and seeds, of which that of 0.05 and seed 1 failed, diverged or has no finite loss."""
+    """Return a comparison in which one run (learning rate 0.05, seed 1) failed, diverged or has a non-finite loss."""
     comparison = compared({"local.lr": [0.05, 0.1], "seed": [0, 1]}, lambda point: [0.5], **settings)
     for index, run in enumerate(comparison.runs):
         loss, bad = LOSSES[run.point["local.lr"]], run.point == {"local.lr": 0.05, "seed": 1}
@@ -150,7 +151,7 @@ def test_a_value_without_a_result_of_every_seed_is_never_the_best_and_always_the
 
 
 def test_tuning_does_not_see_the_test_set(serial):
-    """With other test labels the same values are chosen."""
+    """Other test labels do not change the chosen values."""
     chosen = []
     for data in ("tests.components:tiny", "tests.components:tiny_with_other_test_labels"):
         tables = {**serial, "rounds": 2, "data": {"name": data, "validation_fraction": 0.2}}
@@ -163,7 +164,7 @@ def test_tuning_does_not_see_the_test_set(serial):
 
 @pytest.mark.parametrize("algorithm", [{"algorithm": "local_only"}, {"algorithm": "fedper", "personal": ["*.weight"]}])
 def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(algorithm, serial):
-    """Its validation result is the same for all learning rates; what the error names compares them."""
+    """The validation result of that model is equal for all learning rates; the error names a metric that differs."""
     tables = {
         **serial,
         "rounds": 4,
@@ -207,22 +208,27 @@ def test_a_setting_names_an_axis_by_either_key_of_its_component(setting, name, s
     value = ", ".join(keys) if setting == "heatmap" else keys[0]
     tables = {**serial, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
     axes = {"local.lr": [0.1, 0.2], "local.algorithm": ["sgd", "adam"], "partition.name": ["iid", "shards"]}
-    found = plan_comparison(tables, axes, (), ComparisonSettings(**{setting: value})).settings
+    planned = plan_comparison(tables, axes, (), ComparisonSettings(**{setting: value})).settings
     expected = {"heatmap": "local.algorithm,partition.name"}.get(setting, "local.algorithm")
     assert (
-        found == plan_comparison(tables, {**axes, setting: value}).settings == ComparisonSettings(**{setting: expected})
+        planned
+        == plan_comparison(tables, {**axes, setting: value}).settings
+        == ComparisonSettings(**{setting: expected})
     )
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"tune": "local.lrs"}, r'tune = "local.lrs": is not an axis that varies; did you mean "local.lr"'),
-        ({"worst": "seed"}, 'worst = "seed": is not an axis that varies'),
-        ({"tune": "local.lr", "worst": "local.lr"}, 'worst = "local.lr": is tuned; choose another axis'),
+        ({"tune": "local.lrs"}, r'tune = "local.lrs": is not a comparison axis; did you mean "local.lr"'),
+        ({"worst": "seed"}, 'worst = "seed": is not a comparison axis'),
+        (
+            {"tune": "local.lr", "worst": "local.lr"},
+            'worst = "local.lr": is also the axis of tune; choose another axis',
+        ),
         (
             {"tune": "local.lr"},
-            'tune = "local.lr": values are chosen by validation results; add data.validation_fraction=0.1',
+            'tune = "local.lr": needs validation samples to choose values; add data.validation_fraction=0.1',
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Comparisons by another number than the test accuracy."""
+"""Comparisons by a metric other than the test accuracy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DRIFT = {("mean", "none"): 3.0, ("mean", "ipm"): 5.0, ("median", "none"): 2.0, (
 
 
 def made_up(**choices):
-    """Runs of equal accuracy, with a metric `drift`, and bytes in proportion to it."""
+    """Return runs of equal accuracy with a metric `drift` and a number of bytes proportional to it."""
     comparison = compared(AXES, lambda point: [0.1, 0.8], **choices)
     for run in comparison.runs:
         drift = DRIFT[run.point["aggregate.rule"], run.point["attack.name"]] + run.point["seed"] / 10
-        for place, each in enumerate(run.history):
-            run.history[place] = replace(each, metrics={"drift": drift}, bytes_up=round(20 * drift))
+        for place, record in enumerate(run.history):
+            run.history[place] = replace(record, metrics={"drift": drift}, bytes_up=round(20 * drift))
     return comparison
 
 
@@ -84,10 +84,10 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("test_lost", 'metric = "test_lost": no such number of a round; did you mean "test_loss"'),
-        ("metrics", 'metric = "metrics": no such number of a round'),
-        (3, "metric = 3: must be the name of a number of a round"),
-        ("validation_loss", 'metric = "validation_loss": add data.validation_fraction=0.1'),
+        ("test_lost", 'metric = "test_lost": is not a recorded number; did you mean "test_loss"'),
+        ("metrics", 'metric = "metrics": is not a recorded number'),
+        (3, "metric = 3: must be the name of a recorded number"),
+        ("validation_loss", 'metric = "validation_loss": needs validation samples; add data.validation_fraction=0.1'),
     ],
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):
@@ -103,7 +103,7 @@ def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
         fedsim.compare(tables, {"seed": [0, 1]}, metric="metrics.macro_f2", jobs=1)
 
 
-HIGHER = {"test_accuracy", "validation_accuracy"}  # of all other numbers of a round but these a lower one is better
+HIGHER = {"test_accuracy", "validation_accuracy"}  # the other numbers of a round are better when lower
 NEITHER = {"asynchronous.updates", "asynchronous.arrivals", "asynchronous.buffered"}
 BETTER_OF_METRICS = {
     "top_k": "higher",
@@ -116,7 +116,7 @@ BETTER_OF_METRICS = {
 
 
 def test_every_number_of_a_round_says_which_value_is_better():
-    """Of the attack success a lower one: a defence is compared."""
+    """A lower attack success is better, because defences are compared."""
     keys = {metric.key.replace("seconds.{}", "seconds.train") for metric in METRICS} - {"metrics", "seconds"}
     keys |= {"seconds.train"}
     better = {key: metric_called(key).better for key in keys}
@@ -130,10 +130,11 @@ def test_every_number_of_a_component_says_which_value_is_better():
     sources = {path: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
     recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
     assert recorded == OF_COMPONENTS.keys()
-    unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'  # by the line above
-    found = [path.name for path, text in sources.items() if re.search(unseen, text)]
-    assert found == ["evaluation.py"], (
-        "components write metrics[NAME] = ...; only the metrics of tests are added together"
+    # writes to metrics that the pattern above misses
+    unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'
+    modules = [path.name for path, text in sources.items() if re.search(unseen, text)]
+    assert modules == ["evaluation.py"], (
+        "components write metrics[NAME] = ...; only evaluation.py merges dicts of metrics"
     )
     assert {name: metric_called(f"metrics.{name}").better for name in recorded} == OF_COMPONENTS
 
@@ -142,9 +143,9 @@ def test_every_metric_of_fedsim_says_which_value_is_better():
     assert {registration.name: registration.target.higher_is_better for registration in metric} == {
         name: better == "higher" for name, better in BETTER_OF_METRICS.items()
     }
-    for prefix in ("", "validation_"):  # the same without the experiment, as for a figure
-        found = {name: metric_called(f"metrics.{prefix}{name}").better for name in BETTER_OF_METRICS}
-        assert found == BETTER_OF_METRICS
+    for prefix in ("", "validation_"):  # independent of the experiment, as for a figure
+        directions = {name: metric_called(f"metrics.{prefix}{name}").better for name in BETTER_OF_METRICS}
+        assert directions == BETTER_OF_METRICS
 
 
 @pytest.mark.parametrize("score", ["accuracy", "loss"])
@@ -158,11 +159,11 @@ def test_every_number_of_single_workers_says_which_value_is_better(score):
 
 @pytest.mark.parametrize("key", sorted(NEITHER))
 def test_a_number_without_a_better_value_needs_a_sign(key, serial):
-    with pytest.raises(ExperimentError, match=rf'metric = "{key}": neither .* write \+{key} .* or -{key}'):
+    with pytest.raises(ExperimentError, match=rf'metric = "{key}": unknown whether .* write \+{key} .* or -{key}'):
         plan_comparison(serial, {"seed": [0, 1], "metric": key})
     for sign in "+-":
         assert plan_comparison(serial, {"seed": [0, 1], "metric": f"{sign}{key}"}).settings.metric == f"{sign}{key}"
-    assert {row.mark for row in made_up(metric=key).summary} == {""}  # of a folder that somebody else has written
+    assert {row.mark for row in made_up(metric=key).summary} == {""}  # a folder written by another program
 
 
 def test_the_best_defence_is_that_against_which_the_attack_succeeds_least():
@@ -208,10 +209,11 @@ class Distance:
     ],
 )
 def test_a_registered_metric_declares_only_what_it_is_told(name, options, target, better, serial, monkeypatch):
-    """Without a declaration the name decides: of an error a lower value is better."""
+    """Without a declaration, the name decides: lower is better for an error."""
     monkeypatch.setattr(metric, "_components", dict(metric._components))
     if target is undeclared:
-        target = FunctionType(target.__code__, target.__globals__)  # a copy, since the attribute stays with it
+        # a copy, because the declaration is an attribute of the function
+        target = FunctionType(target.__code__, target.__globals__)
     metric(name, **options)(target)
     by = plan_comparison({**serial, "metrics": [name]}, {"seed": [0, 1], "metric": f"metrics.{name}"}).settings.metric
     assert metric_called(by).better == better
@@ -238,6 +240,6 @@ def test_what_cannot_be_a_metric_is_refused_and_left_as_it_was(target, monkeypat
     ],
 )
 def test_a_metric_declares_which_value_is_better(metrics, by, stored, serial):
-    """The comparison keeps it, so that the folder is read without the metric."""
+    """The comparison stores the direction, so its folder can be read without the metric."""
     tables = {**serial, "metrics": metrics, "data": {"name": "tests.components:tiny", "validation_fraction": 0.2}}
     assert plan_comparison(tables, {"seed": [0, 1], "metric": by}).settings.metric == stored

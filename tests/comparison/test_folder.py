@@ -24,14 +24,14 @@ def plan(serial):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a comparison that is finished, which `finished` copies."""
+    """Return the folder of a finished comparison; the fixture `finished` copies it."""
     tables = {**quick_tables(), "engine": "serial"}
     return fedsim.compare(tables, AXES, tmp_path_factory.mktemp("made") / "comparison").folder
 
 
 @pytest.fixture
 def finished(made, tmp_path):
-    """The folder of a comparison that is finished."""
+    """Return a copy of the folder of a finished comparison."""
     return shutil.copytree(made, tmp_path / "comparison")
 
 
@@ -95,8 +95,12 @@ def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
         ({"rounds": 3}, {}, ["rounds: 2 there, 3 here"]),
         ({"local": {"batch_size": 16, "lr": 0.1}}, {}, ["local.lr: 0.05 there, 0.1 here"]),
         ({"records": {"model": True}}, {}, ["records.model: false there, true here"]),
-        ({}, {"seed": [1, 2]}, ["seed = 0: is there, and not here"]),
-        ({}, {"workers": [3, 4]}, ["workers: is an axis here, and not there"]),
+        ({}, {"seed": [1, 2]}, ["seed = 0: is in the stored comparison, but not in the new comparison"]),
+        (
+            {},
+            {"workers": [3, 4]},
+            ["workers: is an axis of the new comparison, but not of the stored comparison"],
+        ),
         ({"cohort": 2}, {}, ["cohort: not set there, 2 here"]),
         ({"aggregate": {"weights": "samples"}}, {}, ['aggregate.weights: not set there, "samples" here']),
     ],
@@ -105,7 +109,7 @@ def test_the_folder_of_another_comparison_is_refused_with_the_differences(serial
     before = (finished / "comparison.json").read_bytes()
     with pytest.raises(RecordError) as caught:
         fedsim.compare({**serial, **change}, {**AXES, **axes}, finished)
-    assert str(caught.value).splitlines() == [f"{finished}: holds another comparison; name a new folder", *lines]
+    assert str(caught.value).splitlines() == [f"{finished}: holds another comparison; choose a new folder", *lines]
     assert (finished / "comparison.json").read_bytes() == before
 
 
@@ -129,7 +133,7 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
         {"engine": "batched", "batched": {"max_rows": 2}},
     ],
 )
-def test_another_engine_is_no_difference(how, finished, quick, plan):
+def test_another_engine_is_not_a_difference(how, finished, quick, plan):
     with ComparisonFolder(finished, plan_comparison({**quick, **how}, AXES)) as folder:
         assert all(folder.is_finished(run) for run in plan.runs)
 
@@ -153,7 +157,7 @@ def test_a_comparison_that_was_killed_before_its_first_file_starts_again(plan, t
 
 def test_a_folder_with_other_files_is_refused_and_not_changed(serial, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(RecordError, match="is not empty, and not a comparison"):
+    with pytest.raises(RecordError, match="is not empty and has no comparison.json"):
         fedsim.compare(serial, AXES, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -171,7 +175,7 @@ def test_a_comparison_that_cannot_be_read_is_refused(serial, tmp_path, content):
 def test_a_folder_is_locked(plan, tmp_path):
     (tmp_path / "y").mkdir()
     with locked(tmp_path / "y", "another comparison"):
-        (tmp_path / "y" / "first").touch()  # as another comparison that has not written its comparison yet
+        (tmp_path / "y" / "first").touch()  # as left by another comparison that has not written comparison.json yet
         with pytest.raises(RecordError, match="another comparison is using this folder"):
             ComparisonFolder(tmp_path / "y", plan)
     with (
@@ -190,7 +194,7 @@ def test_a_file_in_place_of_the_folder_is_an_error(serial, tmp_path):
             fedsim.compare(serial, AXES, out)
 
 
-def test_another_target_is_no_other_comparison(serial, tmp_path):
+def test_another_target_is_the_same_comparison(serial, tmp_path):
     path = tmp_path / "comparison"
     first = fedsim.compare(serial, AXES, path)
     before = {run.id: (run.folder / "metrics.jsonl").stat().st_mtime_ns for run in first.runs}

@@ -1,4 +1,4 @@
-"""Heat maps over two named axes: the panels, `heatmap.csv`, and the axes that are refused."""
+"""Heat maps over two named axes: the panels, `heatmap.csv` and the axes that are refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AXES = {
     "attack.fraction": [0.2, 0.4],
     "seed": [0, 1, 2],
 }
-# By alpha and fraction, under the attack none: the accuracy of each seed. In the first cell the median leads the mean
-# by 0.0167 ± 0.0143, in the second all are tied.
+# Accuracy of each seed without an attack, by (alpha, fraction). In the first cell the median leads the mean by
+# 0.0167 ± 0.0143, in the second all rules are tied.
 FINAL = {
     (0.1, 0.2): {"mean": [0.5, 0.6, 0.7], "median": [0.51, 0.62, 0.72], "krum": [0.3, 0.3, 0.3]},
     (0.1, 0.4): {"mean": [0.4, 0.5, 0.6], "median": [0.39, 0.51, 0.60], "krum": [0.40, 0.49, 0.60]},
@@ -34,7 +34,7 @@ FINAL = {
 
 
 def made_up(failed=(), axes=AXES, **settings):
-    """Runs with these results; ipm takes 0.1 from each."""
+    """Return runs with these accuracies; the attack ipm lowers each by 0.1."""
     plan = replace(comparison_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER), **settings))
 
     def accuracies(point):
@@ -51,13 +51,13 @@ def rows_of(plan, runs):
 
 
 def panels_of(figure):
-    """The texts of the cells of each panel."""
+    """Return the cell texts of each panel."""
     panels = [axes for axes in figure.axes if axes.get_title()]
     return {axes.get_title(): [text.get_text() for text in axes.texts if text.get_text()] for axes in panels}
 
 
 def equal_runs(**axes):
-    """The figure of runs of one result on these axes."""
+    """Return the heat map of runs with equal results over these axes."""
     plan = comparison_of({**AXES, "seed": [0], **axes})
     return draw_heatmap(replace(plan, runs=results_of(plan, lambda point: [0.5])), over=OVER)
 
@@ -84,8 +84,8 @@ def test_a_row_of_the_file_has_the_best_of_a_cell_and_those_that_are_tied():
 
 def test_with_worst_only_the_worst_case_is_left():
     rows = rows_of(*made_up(worst="attack.name"))
-    found = [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows]
-    assert found == [("median", 0.5167), ("mean", 0.4), ("mean", 0.7), ("krum", 0.8)]
+    cells = [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows]
+    assert cells == [("median", 0.5167), ("mean", 0.4), ("mean", 0.7), ("krum", 0.8)]
 
 
 def test_a_cell_in_which_every_value_has_a_failed_run_has_no_best():
@@ -107,7 +107,7 @@ def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_e
     assert panels["best rule, attack: none"][:4] == ["median", "0.6167", "mean", "0.5000\n~ +2 tied"]
     assert panels["rule: krum, attack: ipm"][-2:] == ["0.8000", "± 0.0000"]
     images = [axes.images[0] for axes in figure.axes if axes.get_title()]
-    (limits,) = {image.get_clim() for image in images}  # one scale of colours
+    (limits,) = {image.get_clim() for image in images}  # a common colour scale
     assert limits == pytest.approx((0.1, 0.9))
     assert figure.get_suptitle().startswith("Test accuracy by partition alpha and attack fraction\n")
     assert (figure.axes[0].get_ylabel(), figure.axes[4].get_xlabel()) == ("partition alpha", "attack fraction")
@@ -120,8 +120,8 @@ def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
 
 def test_with_one_seed_only_equal_values_are_tied_and_there_is_no_interval():
     plan, runs = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
-    found = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(plan, runs)[:2]]
-    assert found == [("median", "", ""), ("mean", "krum", "")]
+    cells = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(plan, runs)[:2]]
+    assert cells == [("median", "", ""), ("mean", "krum", "")]
     panels = panels_of(draw_heatmap(replace(plan, runs=runs), over=OVER))
     assert panels["rule: mean, attack: none"] == ["0.5000", "0.4000", "0.8000", "0.2000"]
 
@@ -148,10 +148,13 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
         ("partition.alpha,partition.alpha", "must be two axes"),
         ("partition.alpha,workers,rounds", "must be two axes"),
         (["partition.alpha", "workers"], "must be two axes"),
-        ("partition.alpha,seed", '"seed" is not an axis that varies'),
-        ("partition.alpa,workers", r'"partition.alpa" is not an axis that varies; did you mean "partition.alpha"'),
-        ("aggregate.rule,workers", "aggregate.rule is the first axis, of which a cell has the best; name another"),
-        ("workers,local.lr", "worst local.lr is not compared; choose another axis"),
+        ("partition.alpha,seed", '"seed" is not a comparison axis'),
+        ("partition.alpa,workers", r'"partition.alpa" is not a comparison axis; did you mean "partition.alpha"'),
+        (
+            "aggregate.rule,workers",
+            "aggregate.rule is the first axis, whose best value each cell names; choose another axis",
+        ),
+        ("workers,local.lr", "local.lr is the axis of worst, which is not compared; choose another axis"),
     ],
 )
 def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):

@@ -1,4 +1,4 @@
-"""Comparisons that leave out the combinations that are invalid experiments: --skip-invalid."""
+"""Comparisons that skip invalid combinations of settings (--skip-invalid)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def comparison_of(axes=AXES, settings=SKIP):
 
 
 def made_up(accuracies):
-    """The comparison of this comparison with invented results."""
+    """Return the comparison of this file with invented results."""
     comparison = ComparisonRecords(Path("nowhere"), comparison_of()).comparison(keeps_folder=False)
     return replace(comparison, runs=results_of(comparison, accuracies))
 
@@ -59,10 +59,10 @@ def test_a_comparison_without_any_valid_combination_is_an_error():
 
 def test_no_difference_is_shown_where_the_first_value_is_left_out():
     rows = made_up(lambda point: [0.5, 0.6 if point["aggregate.rule"] == "krum" else 0.7]).summary
-    found = {(row.point["aggregate.rule"], len(row.point["attack.workers"])): row.difference for row in rows}
-    assert round(found["median", 1].mean, 6) == 0.1
-    assert found["krum", 1] is None
-    assert found["median", 2] is None
+    differences = {(row.point["aggregate.rule"], len(row.point["attack.workers"])): row.difference for row in rows}
+    assert round(differences["median", 1].mean, 6) == 0.1
+    assert differences["krum", 1] is None
+    assert differences["median", 2] is None
 
 
 def test_figures_show_each_line_as_in_the_legend_and_an_empty_cell():

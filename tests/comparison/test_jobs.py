@@ -24,13 +24,13 @@ def histories(comparison):
 
 
 def engines_of(comparison):
-    """The engine with which each run was done."""
+    """Return the set of engines that the runs used."""
     files = [run.folder / "experiment.toml" for run in comparison.runs]
     return {fedsim.load_experiment(file, allow_imports=True).engine for file in files}
 
 
 class Observer(Callback):
-    """Notes the child processes and the runs at each round, and the runs that are repeated."""
+    """A callback that records the child processes and runs at each round, and the repeated runs."""
 
     def __init__(self, act=lambda seen: None):
         self.processes, self.runs, self.retried, self._act = [], set(), [], act
@@ -48,19 +48,19 @@ class Observer(Callback):
 
 
 def never_report(*_):
-    """The main function of a process that never says that it has started."""
+    """Main function of a process that never reports that it has started."""
     signal.pause()
 
 
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):
     axes = {"model": ["logistic", "2nn"], "seed": [0, 1]}
     observer = Observer()
-    several = run_comparison(plan_comparison(quick, axes), tmp_path / "several", 2, observer)
-    one = fedsim.compare(serial, axes, tmp_path / "one")
-    assert histories(several) == histories(one)
+    several_jobs = run_comparison(plan_comparison(quick, axes), tmp_path / "several", 2, observer)
+    one_job = fedsim.compare(serial, axes, tmp_path / "one")
+    assert histories(several_jobs) == histories(one_job)
     assert observer.jobs == 2
     assert len(set.union(*observer.processes)) == 2
-    assert engines_of(several) == {"serial"}
+    assert engines_of(several_jobs) == {"serial"}
     tables = [(tmp_path / name / "summary.txt").read_text().splitlines()[:8] for name in ("several", "one")]
     assert tables[0] == tables[1]
 
@@ -89,7 +89,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
         )
     assert not comparison.failed
     assert 1 <= len(observer.retried) == len(warned) <= 2
-    assert not observer.processes[-1] & set(killed), "other processes take their place"
+    assert not observer.processes[-1] & set(killed), "other processes replace them"
     assert histories(comparison) == histories(fedsim.compare({**serial, "rounds": 20}, {"seed": [0, 1, 2]}))
 
 
@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
     def start_two_in_vain(serve, *arguments, **options):
         if len(killed) == 2:
             return start_process(serve, *arguments, **options)
-        child = start_process(never_report, *arguments, **options)  # it cannot have started when it is killed
+        child = start_process(never_report, *arguments, **options)  # so that it is killed before it has started
         killed.append(child.process.pid)
         child.process.kill()
         child.process.join(60)
@@ -139,13 +139,13 @@ def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, se
 
 
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
-    """The slow model takes longer than the timeout but gives signs of life: 15 steps, from the fourth on of 0.2 s."""
+    """The slow model takes longer than the timeout but reports progress: 15 steps, each 0.2 s from the fourth on."""
     tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
     tables["model"], tables["process_retries"] = {"name": "tests.models:Fails", "how": "never"}, 0
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
-    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); a step that")
+    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); if a step")
     assert kill.error == f"{process}was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs"
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None

@@ -23,7 +23,7 @@ from tests.comparison.made_up import compared
 
 RULES = ["mean", "median", "krum"]
 CELLS = ["none", "ipm", "alie", "gaussian", "min_max"]
-ACCURACY = {  # by attack: of mean, median and krum; None: failed
+ACCURACY = {  # accuracies of mean, median and krum, by attack; None: failed
     "none": [0.9, 0.8, 0.7],  # ranks 1, 2, 3
     "ipm": [0.2, 0.8, 0.8],  # 3, 1.5, 1.5
     "alie": [None, 0.6, 0.5],  # 3, 1, 2
@@ -42,9 +42,9 @@ def comparison_of(accuracy=ACCURACY, rules=RULES, seeds=(0, 1)):
 
 def test_mean_ranks_and_counts_are_those_computed_by_hand():
     board = comparison_of().leaderboard
-    found = {each.name: (each.mean_rank, each.best, each.tied, each.worst_cell) for each in board.standings}
+    standings = {each.name: (each.mean_rank, each.best, each.tied, each.worst_cell) for each in board.standings}
     assert board.cells == 5
-    assert found == {
+    assert standings == {
         "krum": (pytest.approx((3 + 1.5 + 2 + 1 + 1) / 5), 3, 3, "min_max"),
         "median": (pytest.approx((2 + 1.5 + 1 + 2 + 2.5) / 5), 2, 2, "min_max"),
         "mean": (pytest.approx((1 + 3 + 3 + 3 + 2.5) / 5), 1, 1, "alie"),
@@ -55,13 +55,13 @@ def test_mean_ranks_and_counts_are_those_computed_by_hand():
 
 @pytest.mark.parametrize(("cells", "candidates"), [(5, 3), (12, 4), (8, 10)])
 def test_the_tests_agree_with_scipy(cells, candidates):
-    values = np.random.default_rng(cells).integers(0, 6, (cells, candidates)).astype(float)  # with equal ones
+    values = np.random.default_rng(cells).integers(0, 6, (cells, candidates)).astype(float)  # with ties
     ranks = ranks_of(values)
     statistic, p, f, p_of_f = friedman(ranks)
     expected = stats.friedmanchisquare(*values.T)
     assert (statistic, p) == pytest.approx((expected.statistic, expected.pvalue))
     assert ranks == pytest.approx(stats.rankdata(-values, axis=1))
-    # the F of Iman and Davenport is that of an analysis of variance of the ranks with cells as blocks
+    # Iman and Davenport's F equals that of an analysis of variance of the ranks, with cells as blocks.
     between = cells * ((ranks.mean(0) - ranks.mean()) ** 2).sum() / (candidates - 1)
     residual = ranks - ranks.mean(0) - ranks.mean(1, keepdims=True) + ranks.mean()
     left = (residual**2).sum() / ((candidates - 1) * (cells - 1))
@@ -76,8 +76,8 @@ def test_equal_candidates_and_a_perfect_order():
 
 
 @pytest.mark.parametrize(("candidates", "q"), [(2, 1.960), (3, 2.343), (4, 2.569), (5, 2.728), (10, 3.164)])
-def test_critical_values_are_those_of_demsar(candidates, q):
-    """Demsar 2006, table 5 (a)."""
+def test_critical_values_equal_those_of_demsar(candidates, q):
+    """Compare with Demsar 2006, table 5 (a)."""
     assert nemenyi(7, candidates) / math.sqrt(candidates * (candidates + 1) / 42) == pytest.approx(q, abs=1e-3)
 
 
@@ -91,7 +91,7 @@ def test_groups_join_neighbours_within_the_critical_difference():
 
 
 def test_the_order_of_the_runs_does_not_matter():
-    """With an axis of chosen values in front, cells may have their candidates in different orders."""
+    """With a tuned axis in front, the order of the candidates may differ between cells."""
     comparison = comparison_of()
     backwards = comparison.runs[::2] + comparison.runs[1::2][::-1]
     mixed = [*backwards[3:], *backwards[:3]]
@@ -100,12 +100,12 @@ def test_the_order_of_the_runs_does_not_matter():
     assert {each.name: each.mean_rank for each in board.standings} == pytest.approx(expected)
 
 
-def test_a_cell_in_which_every_candidate_failed_is_no_tie_and_is_left_out():
+def test_a_cell_in_which_every_candidate_failed_is_not_a_tie_and_is_left_out():
     board = comparison_of({**ACCURACY, "inf": [None, None, None]}).leaderboard
     without = comparison_of().leaderboard
     assert (board.cells, board.left_out) == (5, 1)
     assert (board.standings, board.p) == (without.standings, without.p)
-    assert "not ranked: 1" in leaderboard_text(board, "aggregate.rule")
+    assert "1 cell is not ranked" in leaderboard_text(board, "aggregate.rule")
     four = {attack: ACCURACY[attack] for attack in CELLS[:4]}
     assert comparison_of({**four, "inf": [None, None, None]}).leaderboard is None
 

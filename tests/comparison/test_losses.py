@@ -1,4 +1,4 @@
-"""Comparisons of a task without accuracy: by its test loss, of which a lower one is better."""
+"""Comparisons of a task without accuracy, by its test loss (lower is better)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXES = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0
 
 
 def losses(point):
-    """The median is best with the smaller learning rate, in all seeds; losses differ more between seeds."""
+    """Return losses that are lowest for the median at the smaller learning rate, with larger seed differences."""
     start = 3.0 + point["seed"] + (point["aggregate.rule"] == "mean") * (0.5 - 2 * point["local.lr"])
     return [start, start / 2, start / 1000]
 
@@ -36,8 +36,8 @@ def made_up(axes=AXES, target=None):
 
 def test_the_lowest_loss_is_the_best():
     rows = {(row.point["aggregate.rule"], row.point["local.lr"]): row for row in made_up().summary}
-    best, other = rows["median", 0.1], rows["mean", 0.1]
-    assert (best.mark, other.mark) == ("*", "")
+    best, second = rows["median", 0.1], rows["mean", 0.1]
+    assert (best.mark, second.mark) == ("*", "")
     assert best.score.mean == pytest.approx(4e-3)
     assert best.accuracy is None
     assert best.difference.mean == pytest.approx(-0.3e-3)
@@ -50,7 +50,7 @@ def test_the_table_and_the_files_name_the_loss():
     comparison = made_up(target=2.0)
     table = summary_text(comparison)
     assert "accuracy" not in table
-    for words in ("test loss", "lowest", "rounds to 2", "-0.000300", "with that loss at most"):
+    for words in ("test loss", "lowest", "rounds to 2", "-0.000300", "with loss of at most 2"):
         assert words in table
     (row, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
     assert float(row["test_loss"]) == pytest.approx(4.3e-3)
@@ -73,7 +73,7 @@ def test_a_run_whose_loss_is_not_finite_has_no_mark():
 
 @pytest.mark.parametrize("target", [float("inf"), True])
 def test_a_target_of_a_loss_is_a_number(target):
-    with pytest.raises(fedsim.ExperimentError, match="must be a test loss, since a task has no accuracy"):
+    with pytest.raises(fedsim.ExperimentError, match="must be a number, the test loss"):
         plan_comparison(REGRESSION, AXES, (), ComparisonSettings(target=target))
 
 

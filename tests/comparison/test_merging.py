@@ -1,4 +1,4 @@
-"""A comparison that is split into shards gives the results of one that is not."""
+"""A comparison that is split into shards has the results of an unsplit one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_merged_shards_have_the_results_and_the_settings_of_one_comparison(cli, 
     page = (tmp_path / "sweep" / "report.html").read_text()
     assert "tuned variant" in page
     assert "Best rule by workers and learning rate" in page
-    again = cli(*compare, "sweep")  # all runs are finished
+    again = cli(*compare, "sweep")  # all runs are finished already
     assert (again.exit_code, again.stdout.split()) == (0, ["sweep"])
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_no_shard_has_finished_counts_as_failed(cli, tmp_path):
     words = [*WORDS, "seed=0,1"]
     assert cli("compare", *words, "--shard", "0/2", "--out", "sweep", "-q").exit_code == 0
     result = cli("compare", "sweep", "-q", "--allow-imports")
-    assert (result.exit_code, result.stderr) == (1, "error: seed1: its records are not complete\n")
+    assert (result.exit_code, result.stderr) == (1, "error: seed1: the records of the run are not complete\n")
     assert cli("compare", *words, "--shard", "1/2", "--out", "sweep", "-q").exit_code == 0
     assert cli("compare", "sweep", "-q", "--allow-imports").exit_code == 0
 
@@ -113,7 +113,7 @@ def test_shards_of_different_comparisons_are_not_merged(cli, tmp_path):
     for folder, rounds in (("a", 1), ("b", 2)):
         words = [*WORDS, f"rounds={rounds}", "seed=0,1"]
         assert cli("compare", *words, "--shard", "0/2", "--out", folder, "-q").exit_code == 0
-    with pytest.raises(fedsim.RecordError, match="holds another comparison than .*\nrounds: 1 there, 2 here"):
+    with pytest.raises(fedsim.RecordError, match="holds a different comparison than .*\nrounds: 1 there, 2 here"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     with pytest.raises(fedsim.RecordError, match="is not the folder of a comparison"):
         merge([tmp_path], tmp_path / "c")
@@ -123,7 +123,7 @@ def test_shards_of_different_comparisons_are_not_merged(cli, tmp_path):
     ("words", "message"),
     [
         *(
-            (["--out", "x", f"--shard={text}"], "must be i/n, from 0/n to n-1/n")
+            (["--out", "x", f"--shard={text}"], "must be i/n with i from 0 to n-1")
             for text in ("2/2", "1", "a/b", "-1/2", f"0/{'9' * 5000}")
         ),
         (["--shard", "0/2"], "needs --out FOLDER"),

@@ -1,4 +1,4 @@
-"""Figures of made-up run folders: `fedsim.plot` and `fedsim plot`."""
+"""Figures of made-up run folders with `fedsim.plot` and `fedsim plot`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTACKS = ["none", {"name": "alie", "z": 1.5}]
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """Two rules, two attacks and two seeds; the rules differ by 0.1, the seeds by 0.02."""
+    """Return a comparison of two rules, two attacks and two seeds. The rules differ by 0.1, the seeds by 0.02."""
 
     def make(path, point):
         base = 0.5 + 0.1 * RULES.index(point["aggregate.rule"]) + 0.02 * point["seed"]
@@ -31,7 +31,7 @@ def comparison(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strengths(tmp_path_factory):
-    """A comparison over an axis of three numbers."""
+    """Return a comparison over an axis of three numbers."""
     folder = tmp_path_factory.mktemp("figures") / "strengths"
     return write_points(
         folder, {"attack.scale": [0.5, 1, 5]}, lambda path, point: invent_run(path, [0.9 - 0.1 * point["attack.scale"]])
@@ -39,7 +39,7 @@ def strengths(tmp_path_factory):
 
 
 def runs(tmp_path, **settings):
-    """Run folders a, b, ... with these experiments."""
+    """Return run folders a, b, ... of experiments with these settings."""
     return [invent_run(tmp_path / name, [0.5, 0.6], **tables) for name, tables in settings.items()]
 
 
@@ -48,7 +48,7 @@ def legend_of(figure):
 
 
 def means_of(panel):
-    """The lines of means, without the thin lines of seeds."""
+    """Return the lines of means, without the thin lines of single seeds."""
     return [line for line in panel.lines if line.get_marker() != "None"]
 
 
@@ -97,8 +97,8 @@ def test_the_best_cell_is_that_of_the_comparison_unless_the_metric_has_a_sign(me
         ({"only": {"attack": "ipm"}}, 'attack = "ipm": is not in the comparison'),
         ({"y_range": (1, 0)}, r"y_range = \[1, 0\]: must be two numbers, the smaller one first"),
         ({"x_range": (0, float("nan"))}, "x_range = .*: must be two numbers"),
-        ({"x_range": (0, 1), "kind": "heatmap"}, "is for curves"),
-        ({"width": float("nan")}, "width = nan: must be from 1 to 30 inches"),
+        ({"x_range": (0, 1), "kind": "heatmap"}, "is only used with kind=curves"),
+        ({"width": float("nan")}, "width = nan: must be between 1 and 30 inches"),
         ({"width": 0}, "width = 0: must be"),
         ({"height": float("inf")}, "height = inf: must be"),
         ({"only": {"attak": "none"}}, 'did you mean "attack"'),
@@ -113,7 +113,7 @@ def test_folders_that_cannot_be_drawn_together_are_refused(comparison, tmp_path)
     (run,) = runs(tmp_path, a={})
     with pytest.raises(ExperimentError, match="is a comparison"):
         fedsim.plot([comparison, run])
-    with pytest.raises(ExperimentError, match="two keys or more"):
+    with pytest.raises(ExperimentError, match="at least two keys"):
         fedsim.plot(run, kind="heatmap")
     with pytest.raises(RecordError, match="no such folder"):
         fedsim.plot(tmp_path / "nothing")
@@ -171,13 +171,13 @@ def test_runs_are_named_by_what_distinguishes_them_or_their_folders_and_seeds_ar
     a, b, c, d = runs(tmp_path, **settings)
     figure = fedsim.plot([a, b, c])
     assert legend_of(figure) == ["mean", "krum, f=2"]
-    assert len(figure.axes[0].lines) == 4  # two means, and the two seeds of one
+    assert len(figure.axes[0].lines) == 4  # two means, and two seeds of one of them
     assert legend_of(fedsim.plot([a, d])) == ["a", "d"]
     assert legend_of(fedsim.plot(a)) == []
 
 
 @pytest.mark.parametrize("seed", [[1], "x", 0.5])
-def test_a_seed_that_is_no_number_and_a_run_that_is_not_finished_are_no_obstacles(tmp_path, seed):
+def test_a_seed_that_is_not_a_number_and_a_run_that_is_not_finished_are_no_obstacles(tmp_path, seed):
     (panel,) = fedsim.plot(runs(tmp_path, a={"seed": seed}, b={"seed": 0, "rounds": 5})).axes
     assert [list(line.get_xdata()) for line in panel.lines] == [[1, 2]] * 2
 
@@ -197,21 +197,21 @@ def test_a_figure_for_a_paper_has_the_width_of_its_columns_texts_of_8_points_and
 
 @pytest.mark.parametrize("suffix", ["png", "pdf"])
 def test_files_have_the_given_size_and_ranges_and_are_the_same_bytes_each_time(comparison, tmp_path, suffix):
-    one, two = tmp_path / f"one.{suffix}", tmp_path / f"two.{suffix}"
-    for out in (one, two):
+    first_file, second_file = tmp_path / f"one.{suffix}", tmp_path / f"two.{suffix}"
+    for out in (first_file, second_file):
         figure = fedsim.plot(comparison, width=4, height=2, x_range=(0, 3), y_range=(0.25, 0.5), out=out)
     assert {(panel.get_xlim(), panel.get_ylim()) for panel in figure.axes} == {((0, 3), (0.25, 0.5))}
-    content = one.read_bytes()
-    assert content == two.read_bytes()
+    content = first_file.read_bytes()
+    assert content == second_file.read_bytes()
     if suffix == "png":
         assert Image.open(io.BytesIO(content)).size == (1200, 600)
     if suffix == "pdf":
         assert b"/TrueType" in content or b"/CIDFontType2" in content
         assert b"/Type3" not in content
-    fedsim.plot(comparison, x_range=(-1e145, 1e145), y_range=(0, 1e-9), width=30, height=3, out=one)
+    fedsim.plot(comparison, x_range=(-1e145, 1e145), y_range=(0, 1e-9), width=30, height=3, out=first_file)
 
 
-def test_labels_of_a_stored_comparison_are_no_formulas(tmp_path):
+def test_labels_of_a_stored_comparison_are_not_shown_as_formulas(tmp_path):
     axes, out = {"aggregate.rule": ["$x^{$", "b"], "attack.scale": [1, 2, 3]}, tmp_path / "figure.svg"
     folder = write_points(tmp_path / "dollars", axes, lambda path, point: invent_run(path, [0.5]))
     for arguments in ({"x": "attack.scale"}, {"kind": "heatmap"}):

@@ -79,7 +79,7 @@ def test_words_and_axes_replace_those_of_the_source(file):
 
 @pytest.mark.parametrize("key", ["local.algorithm", "local.name"])
 def test_a_word_replaces_the_axis_of_the_component_that_it_names(key):
-    """Before PyTorch is imported, too; and so does a key given in Python."""
+    """Also before PyTorch is imported, and for a key given in Python."""
     tables = {"comparison": {key: ["sgd", "adamm"], "seed": [0, 1]}}
     for word in ("local.algorithm", "local.name"):
         by_word, by_change = (
@@ -161,7 +161,7 @@ def test_all_points_are_checked_and_each_problem_is_one_line_with_its_point():
 
 
 def test_each_run_is_the_experiment_that_its_point_describes():
-    """Although the runs of a combination are checked once."""
+    """The runs of a combination are checked only once."""
     base = {"data": "tests.components:tiny", "records": {"model": False, "curve": False}}
     for run in plan_comparison(
         base, {"seed": [3, 1, 2], "local.lr": [0.1, 0.2], "aggregate.rule": ["mean", "krum"]}
@@ -182,15 +182,18 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
     ("words", "message"),
     [
         (["rounds=0", "seed=0,1"], "rounds = 0: must be greater than 0"),
-        (["rounds=3"], "nothing to compare: every key has one value; write several with commas, such as seed=0,1,2"),
-        (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two axes"),
+        (["rounds=3"], "nothing to compare: every key has one value; write several values as in seed=0,1,2"),
+        (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two comparison axes"),
         (
             ["aggregate=mean", "aggregate.rule=mean,weighted_mean"],
             'aggregate.rule = "mean": is also set by a comparison axis; remove one of the two',
         ),
         (["server=sgd,{name='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
         (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
-        (["model=tests.models:Lazy,net"], 'model=tests.models:Lazy: model.name = "tests.models:Lazy": cannot be made'),
+        (
+            ["model=tests.models:Lazy,net"],
+            'model=tests.models:Lazy: model.name = "tests.models:Lazy": the model cannot be created',
+        ),
         (["device=cpu,cuda:99"], 'device=cuda:99: device = "cuda:99": PyTorch does not find this device'),
         (["rounds.x=1,2"], "rounds.x"),
     ],
@@ -256,7 +259,7 @@ def test_variants_differ_in_several_tables_at_once(variants):
         ),
         ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set epochs or steps, not both"),
         ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
-        ({"workers": 3}, "variant=b workers=2: workers: is set by two axes"),
+        ({"workers": 3}, "variant=b workers=2: workers: is set by two comparison axes"),
     ],
 )
 def test_a_wrong_variant_raises_an_error_of_one_line(variant, message):
@@ -278,7 +281,7 @@ def test_a_target_stands_in_the_comparison_or_is_given(variants):
 
 @pytest.mark.parametrize("target", [97, 0, -0.1, "high", True, [0.9]])
 def test_a_target_is_an_accuracy(target):
-    with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy, more than 0 and at most 1$"):
+    with pytest.raises(ExperimentError, match=r"^target = .*: must be a test accuracy greater than 0 and at most 1$"):
         plan_comparison({}, {"seed": [0], "target": target})
 
 
@@ -288,7 +291,7 @@ def test_dotted_keys_beside_a_comparison_are_kept_and_dotted_keys_of_a_compariso
     source = {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
     assert plan_comparison(source, words=["records.model=true"]).axes == {"local.lr": [0.1, 0.2], "seed": [0, 1]}
     assert source == {"comparison": {"seed": [0, 1]}, "comparison.local.lr": [0.1, 0.2]}
-    with pytest.raises(ExperimentError, match=r"^comparison.seed: is set twice$"):
+    with pytest.raises(ExperimentError, match=r"^comparison.seed: is set twice; remove one of the two$"):
         plan_comparison({"comparison": {"seed": [0, 1]}, "comparison.seed": [2, 3]})
 
 
@@ -309,7 +312,7 @@ def test_an_axis_can_be_a_tuple_of_objects():
     ],
 )
 def test_a_comparison_is_planned_again_from_its_base_and_axes(variants):
-    """Also if only some values of an axis set a key, or name another component."""
+    """Also if only some values of an axis set a key or name another component."""
     tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"name": "momentum"}}
     tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.components:tiny"}
     plan = plan_comparison(tables, {"variant": variants, "seed": [0, 1]})

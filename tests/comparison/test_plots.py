@@ -1,4 +1,4 @@
-"""Figures of made-up comparisons: curves, values of a setting, the heat map of two axes, and tests of workers."""
+"""Figures of made-up comparisons: curves, values of a setting, heat maps of two axes and tests of workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rising(point):
 
 
 def texts_of(figure):
-    """The texts in the first axes of a figure, without its labels."""
+    """Return the texts in the first axes of a figure, without axis labels."""
     return [text.get_text() for text in figure.axes[0].texts if text.get_text()]
 
 
@@ -63,8 +63,8 @@ def test_panels_grow_with_the_comparison_up_to_a_limit():
 DOLLARS = ["$x^{$", "$5 and $6", r"\alpha$"]
 
 
-def test_labels_and_names_are_no_formulas():
-    """Matplotlib raises an error for the first, and shows the second as one."""
+def test_labels_and_names_are_not_shown_as_formulas():
+    """Matplotlib would raise an error for the first name and show the second one as a formula."""
     plan = comparison_of(
         {"aggregate.rule": DOLLARS, "attack.name": DOLLARS, "local.lr": [0.1, 0.2, 0.3], "seed": [0, 1]}
     )
@@ -115,7 +115,7 @@ def test_a_run_that_failed_or_has_no_clock_has_no_line():
     runs = results_of(plan, lambda point: None if point["aggregate.rule"] == "krum" else rising(point))
     figure = draw_curves(replace(plan, runs=runs))
     assert texts_of(figure) == ["failed: krum (2 of 2)"]
-    assert len(figure.axes[0].lines) == 2 * 3  # of each rule the mean and two seeds
+    assert len(figure.axes[0].lines) == 2 * 3  # for each rule, the mean and two seeds
     timed = results_of(plan, rising)
     on_the_clock(timed[:2], lambda point: 2.0)
     assert len(draw_curves(replace(plan, runs=timed), "virtual_seconds").axes[0].lines) == 3
@@ -142,7 +142,7 @@ def test_runs_of_different_length_are_drawn_as_far_as_they_go():
 
 @pytest.mark.parametrize(("seeds", "spread"), [(1, ""), (2, "(0.8230, 0.8239)"), (3, "± 0.0011")])
 def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
-    """The mean of 0.8230 and 0.8239 is 0.82345, and float sums of it lie on both sides of that."""
+    """The mean of 0.8230 and 0.8239 is 0.82345, and float sums fall on both sides of it."""
     finals = [0.8230, 0.8239, 0.82345]
     comparison = compared(
         {"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": list(range(seeds))},
@@ -183,7 +183,7 @@ def test_titles_name_the_axes():
 def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_values():
     axes = {"attack.scale": [10, 1, 100], "aggregate.rule": ["mean", "median"], "attack.name": ATTACKS, "seed": [0, 2]}
     plan = comparison_of({**axes, "attack.fraction": [0.1, 0.2]})
-    assert numeric_axes(plan.axes, plan.compared) == ["attack.scale"]  # two numbers have no curve
+    assert numeric_axes(plan.axes, plan.compared) == ["attack.scale"]  # two numbers are too few for a curve
     plan, failed = comparison_of(axes), ("median", 10)
 
     def accuracy(point):
@@ -197,8 +197,8 @@ def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_v
     mean, first_of_mean, _, median, *_ = panel.lines
     assert list(mean.get_xdata()) == [1, 10, 100]
     assert list(mean.get_ydata()) == pytest.approx([0.91, 0.1, 0.019])
-    assert list(first_of_mean.get_ydata()) == pytest.approx([0.9, 0.09, 0.009]), "a thin line for each of two seeds"
-    assert list(median.get_xdata()) == [1, 100], "a value of which a run failed has no mark"
+    assert list(first_of_mean.get_ydata()) == pytest.approx([0.9, 0.09, 0.009]), "each of the two seeds has a thin line"
+    assert list(median.get_xdata()) == [1, 100], "a value with a failed run has no mark"
     assert panel.get_xscale() == "log"
     assert [text.get_text() for text in panel.get_xticklabels()] == ["10", "1", "100"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["mean", "median"]
@@ -210,13 +210,13 @@ def test_a_row_of_the_figure_of_workers_holds_those_of_all_seeds_from_their_newe
     for index, run in enumerate(comparison.runs):
         folder = tmp_path / run.id
         folder.mkdir()
-        for round in (1, 2, 3):  # the run has two rounds: a table of the third is not its own
+        for round in (1, 2, 3):  # the run has two rounds, so round 3 is not a round of its own
             accuracy = {"global": [round / 10, round / 10 + index / 100]}
             accuracy |= {"personal": [0.9, 0.8]} if index > 1 else {}
             results = WorkerResults(round, [0, 1], [5, 5], {model: [1.0, 1.0] for model in accuracy}, accuracy)
             (folder / f"workers-{round:05}.csv").write_text(workers_csv(results))
         comparison.runs[index] = replace(run, folder=folder)
-    figure = draw_worker_comparison(replace(comparison))  # whose rows are not cached
+    figure = draw_worker_comparison(replace(comparison))  # a copy without cached rows
     strokes = [sorted(line.get_xdata()) for line in figure.axes[0].lines if line.get_marker() == "|"]
     expected = [[0.2, 0.2, 0.2, 0.21], [0.2, 0.2, 0.22, 0.23], [0.8, 0.8, 0.9, 0.9]]
     assert np.array(strokes) == pytest.approx(np.array(expected))
@@ -231,7 +231,7 @@ def test_curves_are_interpolated_where_all_of_them_are_known():
     ]
     x, values = on_common_grid([(np.array(x), np.array(y)) for x, y in curves])
     assert x.tolist() == [2.0, 3.0, 4.0, 6.0]
-    of_third = [1 + 1.5 / 3.5, 1 + 2.5 / 3.5, 3, 3.5]  # of two tests at one time the later counts
+    of_third = [1 + 1.5 / 3.5, 1 + 2.5 / 3.5, 3, 3.5]  # two tests at the same time: the later one counts
     assert values == pytest.approx(np.array([[0.2, 0.3, 0.4, 0.3], [0.5, 0.6, 0.5, 0.3], of_third]))
     nowhere, _ = on_common_grid([(np.array([1.0, 2.0]), np.zeros(2)), (np.array([3.0, 4.0]), np.zeros(2))])
     assert nowhere.size == 0

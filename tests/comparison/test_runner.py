@@ -20,7 +20,7 @@ def without_times(history):
 
 
 def test_runs_of_one_seed_are_paired(serial):
-    """They have the same start, cohorts and batches: until the first aggregation nothing differs."""
+    """Runs of one seed have the same start, cohorts and batches, so they are equal until the first aggregation."""
     tables = {**serial, "workers": 6, "cohort": 3, "partition": "tests.components:uneven", "rounds": 3}
     runs = fedsim.compare(tables, {"aggregate": RULES, "seed": [0, 1]}).runs
     by_seed = {seed: [run for run in runs if run.point["seed"] == seed] for seed in (0, 1)}
@@ -75,7 +75,7 @@ def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
     axes = {"model.how": ["raise", "never"], "workers": [3, 1000], "seed": [0]}
     comparison = fedsim.compare(tables, axes, tmp_path / "x", jobs)
     errors = [run.error for run in comparison.runs]
-    assert re.match("worker [01] in round 1 failed", errors[0])  # both do; either may be heard first
+    assert re.match("worker [01] in round 1 failed", errors[0])  # both workers fail, and either error may arrive first
     assert "ZeroDivisionError: this model divides by zero" in errors[0]
     assert errors[1] == errors[3] == "workers = 1000: must be between 1 and the number of samples, 203"
     assert errors[2] is None
@@ -162,7 +162,7 @@ def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with 8 cores and a terabyte."""
+    """Simulate a machine with 8 cores and one terabyte of memory."""
     monkeypatch.setattr("fedsim.comparison.jobs.usable_cores", lambda: 8)
     monkeypatch.setattr("fedsim.comparison.jobs.free_memory", lambda: 1e12)
     return monkeypatch

@@ -1,4 +1,4 @@
-"""The rows of a comparison, its printed table and its CSV files."""
+"""The summary rows of a comparison, its printed table and its CSV files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.comparison.made_up import compared, on_the_clock
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
 AXES = {"aggregate.rule": ["mean", "median", "krum"], "local.lr": [0.1, 0.2], "seed": [0, 1, 2]}
-FINAL = {  # by rule and lr: the accuracy of each seed
+FINAL = {  # accuracy of each seed, by (rule, learning rate)
     ("mean", 0.1): [0.80, 0.85, 0.90],
     ("median", 0.1): [0.81, 0.87, 0.92],
     ("krum", 0.1): [0.60, 0.66, 0.70],
@@ -42,7 +42,7 @@ def read(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_means_and_paired_differences_are_those_of_plain_loops_also_in_the_csv_file():
+def test_means_and_paired_differences_equal_those_of_plain_loops_also_in_the_csv_file():
     comparison = made_up()
     assert [tuple(row.point.values()) for row in comparison.summary] == list(FINAL)
     for row, line in zip(comparison.summary, read(summary_csv(comparison)), strict=True):
@@ -59,7 +59,7 @@ def test_means_and_paired_differences_are_those_of_plain_loops_also_in_the_csv_f
 
 
 def test_the_best_of_each_group_and_its_ties_are_marked():
-    """lr 0.1: median is ahead of mean by 0.01, 0.02, 0.02 (0.017 ± 0.014). lr 0.2: by -0.01, 0.01, 0.00."""
+    """At lr 0.1 the median leads the mean by 0.01, 0.02 and 0.02 (0.017 ± 0.014), at lr 0.2 by -0.01, 0.01 and 0.00."""
     comparison = made_up()
     mean, median, *_ = comparison.summary
     assert mean.accuracy.mean + mean.accuracy.half_width > median.accuracy.mean  # the intervals of the means overlap
@@ -102,7 +102,7 @@ def test_of_two_seeds_the_table_shows_both_values():
     assert "±" not in text
     text = summary_text(made_up(failed=[("krum", 0.2, 1)]))
     assert "0.5000 (0.5000, 0.5000)" in text
-    assert "of two runs with the two values in brackets" in " ".join(text.split())
+    assert "for two runs the two values in brackets" in " ".join(text.split())
 
 
 def test_seeds_alone_are_one_row_without_difference_or_mark():
@@ -140,7 +140,7 @@ def test_a_spreadsheet_runs_no_text_of_a_csv_file():
     for table in (results_csv, curves_csv, summary_csv):
         cells = [row["variant"] for row in read(table(comparison))]
         assert not [cell for cell in cells if cell.startswith(("=", "+", "@", "\t")) or cell[:2] == "-x"]
-        assert [cell.removeprefix("'") for cell in cells] == labels, "one apostrophe at the beginning is no part of it"
+        assert [cell.removeprefix("'") for cell in cells] == labels, "the leading apostrophe is not part of the value"
 
 
 def test_attack_success_and_the_metrics_of_components_are_reported():
@@ -172,10 +172,10 @@ def test_the_table_fits_120_columns_and_names_what_it_leaves_out():
 
 @pytest.fixture
 def timed():
-    """Runs on a clock of two policies and three seeds, of which the second never reaches 0.9 with seed 2."""
+    """Return runs on the virtual clock of two policies and three seeds. The second policy misses 0.9 at seed 2."""
     accuracies = {
-        ("sync", 0): [0.5, 0.9, 0.95],  # the target is reached in round 2, at 2 rounds of 10 s
-        ("sync", 1): [0.9, 0.2, 0.3],  # in round 1: what comes later does not matter
+        ("sync", 0): [0.5, 0.9, 0.95],  # the target is reached in round 2, after 2 rounds of 10 s
+        ("sync", 1): [0.9, 0.2, 0.3],  # reached in round 1; later rounds do not matter
         ("sync", 2): [0.1, 0.1, 0.91],
         ("asgd", 0): [0.1, 0.95, 0.99],
         ("asgd", 1): [0.1, 0.2, 0.93],
@@ -203,7 +203,7 @@ def test_the_table_names_targets_that_were_not_reached(timed):
     assert re.search(r"virtual s to 90 percent +updates +arrivals +", head)
     assert "20.0 ± 24.8" in sync
     assert "7.50 (6.00, 9.00) (2 of 3)" in asgd
-    assert "if not all runs reached the target" in table
+    assert "where only some runs reached the target" in table
     runs = [replace(run, target=1.0) for run in timed.runs]
     never = replace(timed, runs=runs, settings=ComparisonSettings(target=1.0))
     table = summary_text(never)
@@ -221,7 +221,7 @@ def test_without_a_clock_the_target_is_reached_after_rounds(timed):
     assert "rounds to 90 percent" in head
     assert "virtual" not in head
     assert "1.50 (1.00, 2.00)" in line
-    for run in timed.runs[:3]:  # beside runs with a clock
+    for run in timed.runs[:3]:  # next to runs with a clock
         run.history[:] = [replace(record, virtual_seconds=None, asynchronous=None) for record in run.history]
     sync, asgd = summary_text(timed).splitlines()[1:3]
     assert "2.00 ± 2.48 rounds" in sync
@@ -264,7 +264,7 @@ def test_a_failed_run_reached_nothing():
 
 
 def stored(folder, bad=None):
-    """A stored comparison of three rules and two seeds; the run of the mean and seed 1 is `bad` in some way."""
+    """Return a stored comparison of three rules and two seeds in which the mean's run of seed 1 is `bad`."""
     final = {"mean": 0.9, "median": 0.6, "krum": 0.6}
 
     def make(path, point):
@@ -285,7 +285,7 @@ def stored(folder, bad=None):
 
 @pytest.mark.parametrize("bad", [None, "failed", "unfinished", "diverged", "not finite"])
 def test_the_page_stars_the_rule_that_the_answer_and_the_table_name(bad, tmp_path):
-    """Of the equal median and krum, the first."""
+    """The median and Krum are equal; the first one is named."""
     comparison, best = stored(tmp_path, bad), "median" if bad else "mean"
     context, _ = comparison_page(comparison)
     rows = context["table"]["rows"]
@@ -310,7 +310,7 @@ def test_unfinished_runs_count_in_no_mean_of_the_terminal_and_the_page(bad, stat
 
 
 def test_a_diverged_run_has_one_train_loss_in_the_files_and_on_the_page(tmp_path):
-    """None: so the mean over the seeds has none either, rather than that of the other seed."""
+    """The mean over the seeds is None too, instead of the value of the other seed."""
     comparison = stored(tmp_path, "diverged")
     assert math.isnan(comparison.runs[1].metrics["train_loss"])
     lines = read(results_csv(comparison))[1], read(summary_csv(comparison))[0]

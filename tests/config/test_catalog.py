@@ -1,4 +1,4 @@
-"""The experiments that come with fedsim, by name."""
+"""The experiments that come with fedsim, which are run by name."""
 
 from __future__ import annotations
 

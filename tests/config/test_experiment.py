@@ -12,14 +12,14 @@ from fedsim.config.validation import warnings_about
 
 
 def error_of(tables):
-    """The error for tables, or for the `key=value` words of a string."""
+    """Return the ExperimentError for tables, or for a string of `key=value` words."""
     with pytest.raises(ExperimentError) as caught:
         load_experiment(None, tables.split()) if isinstance(tables, str) else load_experiment(tables)
     assert all("\n" not in line for line in caught.value.lines)
     return caught.value
 
 
-# The beginning of each error line, with the wording of every check of `fedsim.config`.
+# The beginning of each error line, for every check in `fedsim.config`.
 WRONG = [
     ("workers=0", "workers = 0: must be greater than 0"),
     (f"seed={2**63}", f"seed = {2**63}: must be less than {2**63}"),
@@ -73,7 +73,7 @@ WRONG = [
     ("policy=eamsgd mode=clock", 'policy.name = "eamsgd": needs momentum; set local.momentum'),
     ("policy.name=k_sync policy.k=5 mode=clock", "policy.k = 5: must be at most"),
     ("policy.name=backup_workers policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
-    ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/n, 1/4"),
+    ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/policy.n = 1/4"),
     ("clock.departures.1=2.0 mode=clock", "clock.departures: only works with an asynchronous policy"),
     ("policy=asgd clock.departures.4=2.0 mode=clock", "clock.departures.4: must be a worker between 0 and 3"),
 ]
@@ -87,7 +87,7 @@ def test_a_wrong_experiment_gives_one_line_with_key_value_and_remedy(tables, lin
     assert line.startswith(error.key)
 
 
-# Words, and the keys and settings of the warnings: a key has no effect with a setting.
+# Words of an experiment, and the keys and settings of its warnings: the key has no effect with this setting.
 WITHOUT_EFFECT = [
     ("gradient_rounds=2", "gradient_rounds: sync=parameters"),
     ("engine=serial processes=2 timeout=5.0", "processes: engine=serial, timeout: engine=serial"),
@@ -169,14 +169,15 @@ def test_an_error_survives_pickling():
     [
         {"data": {"root": "/x"}},
         {"aggregate": {"rule": "fltrust", "root_samples": 50}},
-        {"checkpoint": {"every": 0, "keep": 2}, "aggregate": {"root_samples": 100}},  # defaults, as in a run folder
+        # defaults, as a run folder holds them
+        {"checkpoint": {"every": 0, "keep": 2}, "aggregate": {"root_samples": 100}},
         {"checkpoint": {"keep": 5}},
-        {"process_retries": 0, "processes": 1},  # `auto` may choose one process
+        {"process_retries": 0, "processes": 1},  # `auto` may choose a single process
         {"process_retries": 0, "engine": "batched"},
         {"process_retries": 2, "engine": "serial"},  # defaults
         {"engine": "distributed", "sync": "gradients", "distributed": {"hook": "bf16"}},
         {"workers": 8, "attack": {"fraction": 0.25}, "aggregate": "krum"},
-        {"aggregate": {"rule": "mean", "f": 1}},  # `fedsim replay` uses f
+        {"aggregate": {"rule": "mean", "f": 1}},  # f is used by `fedsim replay`
         {"rounds": 3, "records": {"updates": [7]}},  # the run may be continued to more rounds
         {"mode": "clock", "clock": {"slowdown": "lognormal", "noise": {"name": "pareto", "alpha": 1.5}, "latency": 1}},
         {"mode": "clock", "policy": "fedbuff", "cohort": 2, "server": "adam"},

@@ -61,7 +61,9 @@ def test_overrides_come_after_the_file_and_later_ones_win(file):
 @pytest.mark.parametrize("key", ["server", "server.name"])
 def test_naming_another_component_leaves_the_parameters_of_the_one_before_behind(file, key):
     assert load_experiment(file, [f"{key}=sgd"]).server == Experiment().server
-    assert load_experiment(file, [f"{key}=momentum"]).server.params["beta"] == 0.8, "the same component keeps them"
+    assert load_experiment(file, [f"{key}=momentum"]).server.params["beta"] == 0.8, (
+        "the same component keeps its parameters"
+    )
 
 
 NAMED = {
@@ -77,7 +79,7 @@ NAMED = {
 
 @pytest.mark.parametrize("as_source", ["tables", "dotted", "words", "file"])
 def test_name_names_the_component_of_every_table(as_source, tmp_path):
-    """In files, dicts and words alike; the records keep the key of the table."""
+    """Files, dicts and words agree; the records store the table's own key."""
     more = {"attack.fraction": 0.3, "cohort": 2}
     words = [f"{table}.name={name}" for table, name in NAMED.items()]
     if as_source == "words":
@@ -103,7 +105,7 @@ def test_a_tables_own_keys_stay_when_another_component_is_named():
 
 
 @pytest.mark.parametrize("source", [[1], 3, {1, 2}])
-def test_a_source_that_is_no_experiment_is_one_line(source):
+def test_a_source_that_is_not_an_experiment_gives_a_one_line_error(source):
     with pytest.raises(ExperimentError, match=": must be an Experiment, a table "):
         load_experiment(source)
 
@@ -138,7 +140,7 @@ def test_overriding_changes_no_source():
         ("local.lr.x=5", "local.lr.x = 5: "),
     ],
 )
-def test_a_wrong_override_is_one_clear_line(word, message, file):
+def test_a_wrong_override_gives_a_one_line_error(word, message, file):
     with pytest.raises(ExperimentError) as caught:
         load_experiment(file, [word])
     assert message in str(caught.value)
@@ -190,7 +192,7 @@ def test_a_part_of_a_large_comparison_loads():
     assert (part.name, part.shape) == (LARGE, "31 aggregate.rule x 5 attack.name x 3 local.lr x 3 seed")
 
 
-def test_a_comparison_is_no_single_experiment():
+def test_a_comparison_is_not_a_single_experiment():
     with pytest.raises(ExperimentError, match="describes several experiments; use fedsim compare$"):
         load_experiment({"comparison": {"seed": [0, 1]}})
 
@@ -213,7 +215,7 @@ def test_dotted_keys_in_python_are_nested_keys():
         ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),
     ],
 )
-def test_a_contradiction_between_dotted_and_nested_keys_is_one_line(tables, line):
+def test_a_contradiction_between_dotted_and_nested_keys_gives_a_one_line_error(tables, line):
     with pytest.raises(ExperimentError, match=f"^{line}") as caught:
         load_experiment(tables)
     assert len(caught.value.lines) == 1

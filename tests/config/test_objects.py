@@ -1,4 +1,4 @@
-"""Functions, classes, modules and data sets that Python code gives in an experiment."""
+"""Functions, classes, modules and data sets that Python code passes in an experiment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layered(layers=()):
 
 
 class NotCallable:
-    """Not a function."""
+    """A class whose instances cannot be called."""
 
 
 def malformed(updates, *, c: nowhere = 1):  # noqa: F821
@@ -78,8 +78,8 @@ def pair():
     return TensorDataset(images[:60], targets[:60]), TensorDataset(images[60:], targets[60:])
 
 
-def same(one, other):
-    return torch.equal(one.global_row, other.global_row)
+def same(first, second):
+    return torch.equal(first.global_row, second.global_row)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_a_model_can_be_a_class_or_a_function(short, model):
 def test_a_module_given_as_a_model_is_the_start_and_stays_as_it_is(short):
     module = Perceptron()
     before = fedsim.Layout.of(module).read(module)
-    one, other = (fedsim.run({**short, "model": module, "local": {"lr": 1e-6}, "seed": 0}) for _ in range(2))
-    assert same(one, other)
+    first, second = (fedsim.run({**short, "model": module, "local": {"lr": 1e-6}, "seed": 0}) for _ in range(2))
+    assert same(first, second)
     assert torch.equal(fedsim.Layout.of(module).read(module), before)
-    assert 0 < (one.global_row - before).abs().max() < 1e-3
+    assert 0 < (first.global_row - before).abs().max() < 1e-3
 
 
 def test_a_pair_of_datasets_is_a_data_set(short, pair):
@@ -149,7 +149,7 @@ def test_loaders_and_streams_are_refused_as_data_sets(pair):
 
     for train in (Stream(), torch.utils.data.DataLoader(pair[0])):
         with pytest.raises(
-            DataError, match=f"a {type(train).__name__} is not a map-style data set, which has a length"
+            DataError, match=f"a {type(train).__name__} is not a map-style data set; a data set must have a length"
         ):
             fedsim.load_dataset((train, pair[1]))
 
@@ -201,7 +201,7 @@ def test_rules_attacks_partitions_and_augmentations_can_be_functions(short):
 
 
 class Remembering:
-    """A momentum of means, and the number of batches that a metric saw."""
+    """A rule that keeps a momentum of means."""
 
     def __init__(self):
         self.last = None
@@ -226,28 +226,30 @@ def momentum(updates, state):
 
 @pytest.mark.parametrize("engine", ["serial", "spawn"])
 def test_what_an_object_keeps_belongs_to_one_run(short, engine):
-    """No check calls it, and no run sees what another one kept."""
+    """No check calls the objects, and a run does not see what another run stored in them."""
     rule, metric, seen = Remembering(), Counting(), []
 
     def noted(updates):
         seen.append(updates.shape)
         return updates.mean(0)
 
-    own = {"aggregate": rule, "metrics": [{"name": metric, "label": "calls"}]}
-    tables = {**short, **own, "rounds": 2, "engine": engine}
+    components = {"aggregate": rule, "metrics": [{"name": metric, "label": "calls"}]}
+    tables = {**short, **components, "rounds": 2, "engine": engine}
     first, second = fedsim.run(tables), fedsim.run(tables)
     assert same(first, second)
     assert same(first, fedsim.run({**tables, "aggregate": momentum}))
     assert (rule.last, metric.calls) == (None, 0)
     assert [record.metrics["calls"] for record in (*first.history, *second.history)] == [1, 2, 1, 2]
     fedsim.run({**short, "aggregate": noted})
-    assert seen == [(3, first.global_row.numel())], "only with the rows of the run"
+    assert seen == [(3, first.global_row.numel())], "the rule is only called with the rows of the run"
 
 
-def test_an_object_that_cannot_be_copied_is_one_line(short):
+def test_an_object_that_cannot_be_copied_gives_a_one_line_error(short):
     rule = Remembering()
     rule.last = threading.Lock()
-    with pytest.raises(ExperimentError, match="cannot be copied .*lock.*; pass a function that calls the object$"):
+    with pytest.raises(
+        ExperimentError, match="cannot be copied .*lock.*; pass a function that calls the object instead$"
+    ):
         fedsim.run({**short, "aggregate": rule})
 
 
@@ -265,9 +267,18 @@ def test_functions_that_work_without_an_experiment_take_objects():
     ("change", "line"),
     [
         ({"aggregate": torch.median}, r'aggregate.rule = "<median>": .* write a function of \(updates, '),
-        ({"model": {"name": Perceptron, "activation": nn.Tanh}}, "model.activation = .*: a parameter cannot be an"),
-        ({"model": {"name": layered, "layers": [nn.ReLU, nn.Tanh]}}, "model.layers = .*: a parameter cannot be an"),
-        ({"model": {"name": layered, "layers": {"first": nn.ReLU}}}, "model.layers = .*: a parameter cannot be an"),
+        (
+            {"model": {"name": Perceptron, "activation": nn.Tanh}},
+            "model.activation = .*: a parameter cannot be a Python object",
+        ),
+        (
+            {"model": {"name": layered, "layers": [nn.ReLU, nn.Tanh]}},
+            "model.layers = .*: a parameter cannot be a Python object",
+        ),
+        (
+            {"model": {"name": layered, "layers": {"first": nn.ReLU}}},
+            "model.layers = .*: a parameter cannot be a Python object",
+        ),
         ({"model": {"name": Perceptron, "hiden": 3}}, 'did you mean "hidden"'),
         ({"aggregate": lambda grads: grads[0]}, r"aggregate.rule = .*grads"),
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
@@ -290,7 +301,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     ],
 )
-def test_an_object_that_does_not_fit_is_one_line(short, change, line):
+def test_an_object_that_does_not_fit_gives_a_one_line_error(short, change, line):
     with pytest.raises(ExperimentError, match=line) as caught:
         fedsim.Experiment(**{**short, **change})
     assert len(caught.value.lines) == 1
@@ -304,11 +315,11 @@ def test_defaults_that_no_file_can_hold_are_left_to_the_function(short):
 
 def test_names_are_import_paths_or_numbered_notes():
     assert name_of(Perceptron) == "tests.config.test_objects:Perceptron"
-    one, other = local_class(), local_class()
-    first, second = name_of(one), name_of(other)
-    assert (name_of(one), name_of(other)) == (first, second)
+    first_class, second_class = local_class(), local_class()
+    first, second = name_of(first_class), name_of(second_class)
+    assert (name_of(first_class), name_of(second_class)) == (first, second)
     assert first != second
-    del first, one
+    del first, first_class
     gc.collect()
     assert name_of(local_class()) not in {str(second)}
 
@@ -344,9 +355,9 @@ def test_a_comparison_takes_objects_on_its_axes_and_keeps_them_apart(short, tmp_
     comparison = fedsim.compare(
         {**short, "engine": "serial"}, {"aggregate.rule": rules}, tmp_path / "comparison", jobs=1
     )
-    one, other, mean = (run.history[-1]["test_loss"] for run in comparison.runs)
-    assert one == pytest.approx(mean, abs=1e-5)
-    assert one != other
+    loss_of_mean_function, loss_of_median, loss_of_mean = (run.history[-1]["test_loss"] for run in comparison.runs)
+    assert loss_of_mean_function == pytest.approx(loss_of_mean, abs=1e-5)
+    assert loss_of_mean_function != loss_of_median
     assert not comparison.failed
 
 
@@ -369,7 +380,7 @@ def test_a_comparison_goes_on_with_objects_that_are_defined_again(short, tmp_pat
 
 
 def locked_model():
-    """What cannot be pickled."""
+    """Return a model that cannot be pickled."""
     lock = threading.Lock()
 
     def model():

@@ -1,4 +1,4 @@
-"""Keys and components read from the source: they are those of the real tables and registries."""
+"""Keys and components that are read from the source equal those of the real tables and registries."""
 
 from __future__ import annotations
 

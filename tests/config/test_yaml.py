@@ -1,4 +1,4 @@
-"""Experiments as YAML files, and as configurations of OmegaConf."""
+"""Experiments in YAML files and in OmegaConf configurations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_commands_take_yaml_files(write, cli):
 
 
 @OF_PACKAGE
-def test_scalars_are_those_of_the_core_schema(write):
+def test_scalars_equal_those_of_the_core_schema(write):
     text = "a: [no, yes, true, False, .inf, -.INF, 1e-3, -.5, 3., +7, 010, 0x10, 1_000, 12:30, 2024-01-01, '1', ~, '']"
     expected = ["no", "yes", True, False, float("inf"), -float("inf"), 0.001, -0.5, 3.0, 7, 10]
     expected += ["0x10", "1_000", "12:30", "2024-01-01", "1", None, ""]
@@ -109,7 +109,7 @@ def test_scalars_are_those_of_the_core_schema(write):
         ("<<: {rounds: 1}", "unknown key"),
     ],
 )
-def test_what_no_experiment_holds_is_one_line(write, text, line):
+def test_what_no_experiment_holds_gives_a_one_line_error(write, text, line):
     with pytest.raises(ExperimentError) as caught:
         fedsim.load_experiment(write(text))
     assert line in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_yaml_file_from_elsewhere_may_not_import(write):
     assert fedsim.load_experiment(write("model: tests.models:sized"), allow_imports=True)
 
 
-def test_a_yaml_file_without_pyyaml_is_one_line(write, monkeypatch):
+def test_a_yaml_file_without_pyyaml_gives_a_one_line_error(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingPackageError, match=r"experiment\.yaml needs the package yaml, .*'fedsim-sgd\[yaml\]'$"):
         fedsim.load_experiment(write("rounds: 1"))

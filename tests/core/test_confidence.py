@@ -1,4 +1,4 @@
-"""Intervals are those of SciPy, as are quantiles and tail probabilities, and numbers are rounded as text."""
+"""Intervals, quantiles and tail probabilities equal SciPy's, and numbers are rounded as decimal text."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_the_interval_is_that_of_scipy(n):
 
 
 def test_one_value_has_no_interval_and_includes_itself_alone():
-    one = estimate([0.5])
-    assert (one.mean, one.half_width, one.n) == (0.5, math.inf, 1)
-    assert one.includes(0.5)
-    assert not one.includes(0.4)
-    assert one.text() == "0.5000"
+    single = estimate([0.5])
+    assert (single.mean, single.half_width, single.n) == (0.5, math.inf, 1)
+    assert single.includes(0.5)
+    assert not single.includes(0.4)
+    assert single.text() == "0.5000"
 
 
 def test_two_values_are_shown_and_more_have_an_interval():
@@ -49,8 +49,8 @@ def test_two_values_are_shown_and_more_have_an_interval():
     [
         (0.82345, "0.8235"),
         (0.82355, "0.8236"),
-        (0.03125, "0.0313"),  # exact in binary: formatted by itself, Python would round it to even
-        (0.1 + 0.2 - 0.17995, "0.1201"),  # 0.12004999999999999
+        (0.03125, "0.0313"),  # exact in binary, where Python's formatting would round to even
+        (0.1 + 0.2 - 0.17995, "0.1201"),  # in binary 0.12004999999999999
         (-0.82345, "-0.8235"),
         (1e300, f"{10**300}.0000"),
         (math.inf, "inf"),

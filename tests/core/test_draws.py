@@ -1,4 +1,4 @@
-"""Random draws: generators by purpose, the methods of Draws, and the counter-based generator below them."""
+"""Random draws: generators by purpose, the methods of Draws, and the counter-based generator that they use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS = {
     "choice": lambda draws: draws.choice(30, 6),
     "choice of few": lambda draws: draws.choice(1000, 6),
 }
-MANY = {  # as many words as are drawn ahead, and more
+MANY = {  # up to and beyond the number of words that are drawn ahead
     f"{count} of {dtype}": lambda draws, count=count, dtype=dtype: draws.normal(count, dtype=dtype)
     for count in (1, WORDS_AHEAD // 2 - 3, WORDS_AHEAD // 2, WORDS_AHEAD // 2 + 1, 3 * WORDS_AHEAD)
     for dtype in (torch.float32, torch.float64)
@@ -50,12 +50,12 @@ MANY = {  # as many words as are drawn ahead, and more
 
 
 def words_of(*coordinates, count, step=0, layer=0):
-    """The words of a stream, computed block by block."""
+    """Return the first `count` words of a stream, computed block by block."""
     key = torch.tensor(draw_key(*coordinates))
-    found = []
+    stream_words = []
     for number in range(-(-count // 4)):
-        found += map(int, blocks(tuple(torch.tensor(c) for c in (number, step, layer, 0)), key))
-    return found[:count]
+        stream_words += map(int, blocks(tuple(torch.tensor(c) for c in (number, step, layer, 0)), key))
+    return stream_words[:count]
 
 
 def pairs(words):
@@ -94,13 +94,13 @@ def test_the_draws_of_a_step_do_not_depend_on_other_steps(call):
     seen = []
     for step in (0, 1, 2, 5000, 3, 0, 10**9):
         draws = at(step)
-        found = [call(draws), call(draws)]
-        assert all(map(torch.equal, found, expected(step, 2)))
-        seen += found[: 1 + (step != 0)]
-    assert len({numbers.numpy().tobytes() for numbers in seen}) == len(seen) - 1, "step 0 came twice"
+        drawn = [call(draws), call(draws)]
+        assert all(map(torch.equal, drawn, expected(step, 2)))
+        seen += drawn[: 1 + (step != 0)]
+    assert len({numbers.numpy().tobytes() for numbers in seen}) == len(seen) - 1, "only step 0 was drawn twice"
 
 
-def test_types_and_shapes_are_those_of_pytorch():
+def test_types_and_shapes_equal_those_of_pytorch():
     draws = Draws.of(0, "x")
     assert draws.uniform().shape == ()
     assert draws.normal(0, 3).shape == (0, 3)
@@ -133,7 +133,7 @@ def test_a_wrong_range_is_an_error(call, message):
         call(Draws.of(0, "x"))
 
 
-PUBLISHED = [  # kat_vectors of Random123: counter, key, block
+PUBLISHED = [  # kat_vectors of Random123: counter, key and block
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((MASK, MASK, MASK, MASK), (MASK, MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -152,8 +152,8 @@ def keys_of(*coordinates: int) -> torch.Tensor:
 def test_blocks_are_the_published_ones(counter, key, block):
     low, high = key
     signed = (high << 32 | low) - (1 << 64 if high >> 31 else 0)
-    found = blocks(tuple(torch.tensor([word]) for word in counter), torch.tensor([signed]))
-    assert tuple(int(word) for word in found) == block
+    computed = blocks(tuple(torch.tensor([word]) for word in counter), torch.tensor([signed]))
+    assert tuple(int(word) for word in computed) == block
 
 
 def test_words_lie_block_by_block_and_more_of_them_begin_with_the_same():
@@ -186,33 +186,33 @@ def test_the_largest_uniform_number_of_a_type_is_below_one(dtype):
 def test_integers_are_the_upper_part_of_a_product():
     drawn = words(Stream(keys_of(5)), 2000)[0]
     for high in (1, 2, 10, 3**15, 2**31 - 1, 2**31):
-        found = to_integers(drawn, high).tolist()
-        assert found == [((a << 32 | b) * high) >> 64 for a, b in drawn.view(-1, 2).tolist()]
+        integers = to_integers(drawn, high).tolist()
+        assert integers == [((a << 32 | b) * high) >> 64 for a, b in drawn.view(-1, 2).tolist()]
     assert to_integers(torch.tensor([MASK, MASK, 0, 0]), 2**31).tolist() == [2**31 - 1, 0]
 
 
 def test_permutations_of_several_sizes():
     sizes = torch.tensor([5, 0, 9])
-    found = permutations(Stream(keys_of(1, 2, 3)), sizes, 9)
-    for row, size in zip(found.tolist(), sizes.tolist(), strict=True):
+    orders = permutations(Stream(keys_of(1, 2, 3)), sizes, 9)
+    for row, size in zip(orders.tolist(), sizes.tolist(), strict=True):
         assert sorted(row[:size]) == list(range(size))
         assert row[size:] == list(range(size, 9))
     alone = permutations(Stream(keys_of(1)), torch.tensor([5]), 5)
-    assert torch.equal(alone[0], found[0, :5])
+    assert torch.equal(alone[0], orders[0, :5])
 
 
-def test_booleans_of_several_layers_are_those_of_each_layer_alone(monkeypatch):
+def test_booleans_of_several_layers_equal_those_of_each_layer_alone(monkeypatch):
     keys, steps = keys_of(1, 2, 3), torch.tensor([[0], [7]])
     counts, probabilities = [5, 1, 40, 8], [0.5, 0.0, 0.3, 1.0]
-    found = bernoulli(Stream(keys, steps, 2), counts, probabilities)
-    monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 18)  # in several parts
+    masks = bernoulli(Stream(keys, steps, 2), counts, probabilities)
+    monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", 18)  # forces several parts
     in_parts = bernoulli(Stream(keys, steps, 2), counts, probabilities)
     for layer, (count, probability) in enumerate(zip(counts, probabilities, strict=True)):
         expected = words(Stream(keys, steps, 2 + layer), count) < round(probability * 2**32)
-        assert torch.equal(found[layer], expected)
+        assert torch.equal(masks[layer], expected)
         assert torch.equal(in_parts[layer], expected)
-    assert not found[1].any()
-    assert found[3].all()
+    assert not masks[1].any()
+    assert masks[3].all()
 
 
 def test_permutations_one_after_another_are_those_side_by_side(monkeypatch):
@@ -221,13 +221,13 @@ def test_permutations_one_after_another_are_those_side_by_side(monkeypatch):
     expected = permutations(stream, sizes, 31)
     for at_once in (2**15, 4):
         monkeypatch.setattr(philox, "BLOCKS_AT_ONCE", at_once)
-        found, of_entry = shuffles(stream, sizes, torch.tensor([0, 3, 4, 4, 8]), 24)
+        orders, of_entry = shuffles(stream, sizes, torch.tensor([0, 3, 4, 4, 8]), 24)
         begin = 0
         for row, size in enumerate(sizes.tolist()):
-            assert torch.equal(found[begin : begin + size], expected[row, :size])
+            assert torch.equal(orders[begin : begin + size], expected[row, :size])
             assert (of_entry[begin : begin + size] == row).all()
             begin += size + size % 2
-        assert begin == len(found) == len(of_entry)
+        assert begin == len(orders) == len(of_entry)
 
 
 def test_a_key_is_a_pure_function_of_all_its_arguments():
@@ -235,7 +235,7 @@ def test_a_key_is_a_pure_function_of_all_its_arguments():
     variants = {draw_key(1, "batches", 2, 3), draw_key(2, "batches", 2, 3), draw_key(1, "cohort", 2, 3)}
     variants |= {draw_key(1, "batches", 3, 2), draw_key(1, "batches", 23), draw_key(1, "batches", 2)}
     assert len(variants) == 6
-    assert draw_key(0, "model") == 5784575990485341678  # on every machine
+    assert draw_key(0, "model") == 5784575990485341678  # equal on every machine
 
 
 def test_generators_repeat_and_do_not_touch_global_state():

@@ -1,4 +1,4 @@
-"""Tasks against plain PyTorch: what they refuse, and what a run without accuracy records and shows."""
+"""Tasks against plain PyTorch: which inputs they refuse, and what a run without accuracy records and shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting
 
 
 def even_digits(root):
-    """Whether a digit is even."""
+    """A data set with the label 1 for even digits and 0 for odd ones."""
     return tuple(TensorData(d.inputs, 1 - d.targets % 2, d.scale, d.shift) for d in tiny(root))
 
 
@@ -56,7 +56,7 @@ def among_two(outputs, targets):
 
 
 def plain_sgd(result, train, loss, lr):
-    """One full-batch step of plain PyTorch from the model's start."""
+    """Return the row after one full-batch step of plain PyTorch from the run's initial model."""
     start = fedsim.run({**result.experiment.resolved(), "local": {"lr": 1e-300}})
     model = start.model.train()
     inputs, targets = train.to(torch.device("cpu"), torch.float64).gather(torch.arange(len(train)))
@@ -99,7 +99,7 @@ THEIRS = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": lambda x, y: F.huber_loss
 
 
 @pytest.mark.parametrize("loss", THEIRS)
-def test_losses_of_regression_are_those_of_pytorch(loss):
+def test_losses_of_regression_equal_those_of_pytorch(loss):
     torch.manual_seed(0)
     task = regression(loss=loss, **({"delta": 0.5} if loss == "huber" else {}))
     for outputs, targets in [(torch.randn(6, 1), torch.randn(6)), (torch.randn(6, 3), torch.randn(6, 3))]:
@@ -125,7 +125,7 @@ def test_the_loss_of_tokens_is_that_of_pytorch():
 
 
 def test_the_test_counts_each_token_once(monkeypatch):
-    """Whatever the batches are, and with padding."""
+    """The count depends neither on the batches nor on the padding."""
     test = counting(None)[1]
     expected = {}
     for size in (7, 1000):
@@ -161,7 +161,7 @@ MSE_TASKS = {
 
 @pytest.mark.parametrize("form", MSE_TASKS)
 def test_a_loss_is_a_task(form):
-    """A step follows the gradient of the mean over samples."""
+    """A step follows the gradient of the mean loss over the samples."""
     tables = {**SHORT, **REGRESSION, "rounds": 1}
     expected = fedsim.run(tables)
     result = fedsim.run({**tables, "task": MSE_TASKS[form]})
@@ -169,7 +169,7 @@ def test_a_loss_is_a_task(form):
     assert (result.test_loss, result.test_accuracy) == (pytest.approx(expected.test_loss), None)
 
 
-def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch():
+def test_the_losses_of_class_weights_and_of_several_outputs_equal_those_of_pytorch():
     outputs, labels, weight = torch.randn(6, 3, dtype=torch.double), torch.tensor([0, 1, 2, 0, 1, 2]), torch.rand(3)
     task = fedsim.Experiment(task=nn.CrossEntropyLoss(weight=weight)).task.component  # float32 weights, float64 outputs
     expected = F.cross_entropy(outputs, labels, weight=weight.double(), reduction="none")
@@ -194,7 +194,7 @@ def test_the_losses_of_class_weights_and_of_several_outputs_are_those_of_pytorch
     ],
     ids=["mean", "three inputs", "sum"],
 )
-def test_what_is_no_loss_of_samples_is_one_line(loss, line):
+def test_what_is_not_a_loss_per_sample_gives_a_one_line_error(loss, line):
     with pytest.raises(ExperimentError, match=line) as caught:
         fedsim.run({**SHORT, **REGRESSION, "task": loss})
     assert len(caught.value.lines) == 1
@@ -272,6 +272,6 @@ def test_what_does_not_fit_is_refused(tables, error, words):
 
 def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment):
     attack = {"name": "sign_flipping", "fraction": 0.4, "by_class": 1}
-    line = r"^attack\.by_class = 1: needs class labels, .* use attack\.fraction or attack\.workers$"
+    line = r"^attack\.by_class = 1: needs one class label per sample, .* use attack\.fraction or attack\.workers$"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})

@@ -1,4 +1,4 @@
-"""Metrics of each test, by name, as a function or as a class with update and compute; and the validation split."""
+"""Test metrics by name, as a function and as a class with update and compute; and the validation split."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {"rounds": 2, "workers": 3, "model": "logistic", "engine": "serial"}
 
 
 class ShareCorrect:
-    """A metric with the interface of torchmetrics: arguments, update, compute."""
+    """A metric with the interface of torchmetrics (constructor arguments, update and compute)."""
 
     def __init__(self, classes: int = 10, **others: str) -> None:
         self.classes, self.correct, self.samples = classes, 0, 0
@@ -47,7 +47,7 @@ def one_for_each_sample(outputs, targets):
 
 
 def several_batches(root):
-    """Three test batches, the last of them smaller."""
+    """A data set with three test batches, of which the last one is smaller."""
     return tiny(root)[0], real_images()[1].take(np.arange(600))
 
 
@@ -63,13 +63,13 @@ def bound(name, **params):
 def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
     result = fedsim.run({**tiny_experiment, **SMALL, "metrics": METRICS})
     test = tiny(None)[1]
-    outputs, found = outputs_of(result, test), result.history[-1].metrics
+    outputs, metrics = outputs_of(result, test), result.history[-1].metrics
     answers = outputs.argmax(1)
-    assert found["ShareCorrect"] == pytest.approx(result.test_accuracy)
-    assert found["macro_f1"] == pytest.approx(f1_score(test.targets, answers, average="macro"))
+    assert metrics["ShareCorrect"] == pytest.approx(result.test_accuracy)
+    assert metrics["macro_f1"] == pytest.approx(f1_score(test.targets, answers, average="macro"))
     top_3 = [int(target) in row.topk(3).indices.tolist() for row, target in zip(outputs, test.targets, strict=True)]
-    assert found["top_k"] == pytest.approx(sum(top_3) / TINY_TEST)
-    assert found["largest"] == pytest.approx(outputs.max().item())
+    assert metrics["top_k"] == pytest.approx(sum(top_3) / TINY_TEST)
+    assert metrics["largest"] == pytest.approx(outputs.max().item())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,8 @@ def test_metrics_agree_with_references():
     for scores in (logits, tied):
         assert bound("auroc")(scores, labels) == pytest.approx(roc_auc_score(labels, scores[:, 0]))
     assert bound("auroc")(logits, torch.ones(40, dtype=torch.int64)) == 0.5
-    outputs, labels = torch.randn(40, 7) - 9 * F.one_hot(torch.tensor(6)), torch.randint(6, (40,))  # without class 6
+    # class 6 is never predicted
+    outputs, labels = torch.randn(40, 7) - 9 * F.one_hot(torch.tensor(6)), torch.randint(6, (40,))
     assert bound("macro_f1")(outputs, labels) == pytest.approx(f1_score(labels, outputs.argmax(1), average="macro"))
 
 
@@ -149,13 +150,15 @@ def test_nobody_trains_on_validation_samples(tiny_experiment):
 
 def test_the_split_depends_on_the_seed_alone():
     train = fedsim.TensorData(torch.arange(50.0), torch.arange(50))
-    first, second, other = (fedsim.data.subsets.split_validation(train, 0.3, seed) for seed in (1, 1, 2))
+    first, second, with_seed_2 = (fedsim.data.subsets.split_validation(train, 0.3, seed) for seed in (1, 1, 2))
     assert torch.equal(first[1].targets, second[1].targets)
-    assert not torch.equal(first[1].targets, other[1].targets)
+    assert not torch.equal(first[1].targets, with_seed_2[1].targets)
     assert sorted([*first[0].targets.tolist(), *first[1].targets.tolist()]) == list(range(50))
 
 
-@pytest.mark.parametrize(("share", "workers", "words"), [(0.95, 20, "has no data"), (0.001, 2, "holds out none")])
+@pytest.mark.parametrize(
+    ("share", "workers", "words"), [(0.95, 20, "fewer than one each"), (0.001, 2, "rounds to zero")]
+)
 def test_a_split_that_leaves_nothing_is_refused(share, workers, words, tiny_experiment):
     with pytest.raises(ExperimentError, match=words):
         fedsim.run({**tiny_experiment, **SMALL, "workers": workers, "data.validation_fraction": share})

@@ -1,4 +1,4 @@
-"""Components, their parameters, and tables that name them."""
+"""Components, their parameters, and the tables that name them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import components
 
 @dataclass(frozen=True)
 class Tamed(Hogwild):
-    """A component of one's own that derives from one of fedsim's."""
+    """A user-defined component that inherits from one of fedsim's."""
 
     rate: float = 0.1
 
@@ -63,7 +63,7 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
 
 
 class Patterned:
-    """Bounds that are no numbers."""
+    """A component whose parameter bounds are not numbers."""
 
     def __init__(
         self, word: Annotated[str, Field(pattern="^a+$")] = "a", few: Annotated[list[int], Field(min_length=1)] = (1,)
@@ -82,7 +82,7 @@ def test_requirements_of_pydantic_are_sentences():
 
 
 def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
-    assert "Literal" not in globals()  # which the annotation of `momentum` has
+    assert "Literal" not in globals()  # used by the annotation of `momentum`
     tamed = policy.get("tests.core.test_registry:Tamed")
     assert tamed.check({}) == {"momentum": "private", "rate": 0.1}
     with pytest.raises(ExperimentError, match='must be "private" or "shared"'):
@@ -127,7 +127,7 @@ def test_parameters_that_toml_has_no_type_for_are_given_as_json_gives_them(regis
         ("tests.components:misplaced", r": fedsim does not pass the argument factor, only value"),
     ],
 )
-def test_a_failed_import_is_one_clear_line(registry, path, reason):
+def test_a_failed_import_gives_a_one_line_error(registry, path, reason):
     with pytest.raises(ExperimentError, match=f'x = "{path}": cannot be (imported|used){reason}') as caught:
         registry.get(path, "x")
     assert len(caught.value.lines) == 1
@@ -169,19 +169,19 @@ def test_the_parameters_are_checked_and_filled_in_with_the_components_defaults()
     ("keys", "line"),
     [
         ({"minuts": 3}, 'bake.minuts = 3: unknown key (the oven is gas); did you mean "minutes"?'),
-        ({"oven": f"{__name__}:hasty"}, "bake.minutes: is a built-in key of [bake]; rename this parameter of"),
+        ({"oven": f"{__name__}:hasty"}, "but it is a built-in key of [bake]; rename the parameter"),
         ({"oven": f"{__name__}:vague", "turns": None}, "bake.turns = None: TOML cannot express None"),
     ],
 )
-def test_wrong_keys_of_a_component_table_are_one_line(keys, line):
+def test_wrong_keys_of_a_component_table_give_a_one_line_error(keys, line):
     with pytest.raises((ExperimentError, ValidationError)) as caught:
         Bake(**keys)
     assert line in str(caught.value)
 
 
 def hasty(*, minutes: int = 1):
-    """Its parameter is called as a key of the table is."""
+    """A component whose parameter has the name of a key of the table."""
 
 
 def vague(*, turns: int | None = 2):
-    """Its parameter may be None, but is not so by itself."""
+    """A component whose parameter may be None but has another default."""

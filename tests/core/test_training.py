@@ -1,4 +1,4 @@
-"""Rows, and the training step and test on them."""
+"""Rows, and training steps and tests on rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_default_loss_and_its_gradient_are_nll_or_cross_entropy():
 
 
 def test_logits_that_are_log_probabilities_at_first_are_trained_as_logits():
-    """The bias of a last layer of zeros is the log of the class prior."""
+    """A zero last layer whose bias is the log class prior returns log-probabilities."""
     model = logistic()
     torch.nn.init.constant_(model[1].bias, -2.302585)
     batches = [(torch.randn(50, 784), torch.randint(0, 10, (50,)))] * 20
@@ -127,11 +127,11 @@ def test_a_layout_covers_the_row_without_gap_or_overlap(module):
 def test_read_and_write_are_inverse(module):
     layout = Layout.of(module)
     row = layout.read(module)
-    other = Net()
-    layout.write(row, other)
-    assert torch.equal(layout.read(other), row)
+    second_module = Net()
+    layout.write(row, second_module)
+    assert torch.equal(layout.read(second_module), row)
     row.zero_()
-    assert layout.read(other).any(), "write copies; the module keeps its own parameters"
+    assert layout.read(second_module).any(), "write copies; the module keeps its own parameters"
 
 
 def test_bound_parameters_and_gradients_are_views_of_the_rows(module):
@@ -175,10 +175,10 @@ def test_buffers_survive_the_row_exactly_integers_included():
     module.layers[2].num_batches_tracked.fill_(2**40 + 1)
     layout = Layout.of(module)
     row = layout.read_buffers(module)
-    other = Normalised()
-    layout.write_buffers(row, other)
+    second_module = Normalised()
+    layout.write_buffers(row, second_module)
     for name, value in module.named_buffers():
-        assert torch.equal(dict(other.named_buffers())[name], value), name
+        assert torch.equal(dict(second_module.named_buffers())[name], value), name
 
 
 def test_buffers_that_are_not_saved_are_no_part_of_the_row():
@@ -201,8 +201,8 @@ def test_every_row_of_a_matrix_starts_on_a_cache_line(d, dtype):
     ("slots", "index"), [([], slice(0, 0)), ([3], slice(3, 4, 1)), ([1, 3, 5], slice(1, 6, 2)), ([0, 1, 3], None)]
 )
 def test_evenly_spaced_rows_are_pulled_down_through_a_view_and_others_by_an_index(slots, index):
-    found = index_of(slots, torch.device("cpu"))
-    assert found == index if index is not None else found.tolist() == slots
+    row_index = index_of(slots, torch.device("cpu"))
+    assert row_index == index if index is not None else row_index.tolist() == slots
     global_row, rows = torch.arange(5.0), torch.zeros(7, 5)
-    pull_down(global_row, rows, found)
+    pull_down(global_row, rows, row_index)
     assert [slot for slot in range(7) if torch.equal(rows[slot], global_row)] == slots

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data import sources
+from fedsim.data import images, sources
 from fedsim.errors import DataError
 from fedsim.system import packages
 
@@ -19,11 +19,11 @@ def idx_bytes(array):
 
 
 def write_mnist(root, class_name="MNIST"):
-    """A data set in torchvision's layout, 6 training and 4 test images; returns its folder."""
+    """Write a data set of 6 training and 4 test images in torchvision's layout, and return its folder."""
     folder = root / class_name / "raw"
     folder.mkdir(parents=True)
-    for images, labels, n in ((*sources.FILES[:2], 6), (*sources.FILES[2:], 4)):
-        (folder / images).write_bytes(idx_bytes(np.arange(n * 784).reshape(n, 28, 28) % 256))
+    for pixels, labels, n in ((*images.MNIST_FILES[:2], 6), (*images.MNIST_FILES[2:], 4)):
+        (folder / pixels).write_bytes(idx_bytes(np.arange(n * 784).reshape(n, 28, 28) % 256))
         (folder / labels).write_bytes(idx_bytes(np.arange(n)))
     return folder
 
@@ -40,7 +40,7 @@ def test_mnist5k_never_changes():
 
 
 def test_mnist5k_is_a_part_of_mnists_training_set():
-    if sources.lacks_files("mnist", sources.default_root()):
+    if images.lacks_files("mnist", sources.default_root()):
         pytest.skip("needs MNIST's files")
     mnist, _ = fedsim.load_dataset("mnist")
     index = torch.from_numpy(np.load(sources.MNIST5K_FILE)["index"].astype(np.int64))
@@ -61,7 +61,7 @@ def test_the_environment_sets_the_default_root(small_mnist, data_root, monkeypat
 def test_missing_data_is_downloaded_through_torchvision(name, class_name, data_root, monkeypatch):
     asked = []
 
-    def download(dataset, root):
+    def download(dataset, root, arguments):
         asked.append((dataset, root))
         write_mnist(root, dataset)
 
@@ -83,7 +83,7 @@ def test_missing_data_is_an_error_with_advice(data_root, monkeypatch):
     def no_network(*args, **kwargs):
         raise RuntimeError("Error downloading\nname or service not known")
 
-    monkeypatch.setattr(packages.import_torchvision().datasets, "MNIST", no_network)
+    monkeypatch.setattr(packages.import_torchvision().datasets.MNIST, "download", no_network)
     with pytest.raises(DataError) as caught:
         fedsim.load_dataset("mnist", data_root)
     message = str(caught.value)
@@ -97,11 +97,11 @@ def test_missing_data_is_an_error_with_advice(data_root, monkeypatch):
     [(0, idx_bytes(np.zeros((6, 28, 28)))[:-1]), (0, b"<html>"), (2, b""), (1, idx_bytes(np.arange(5)))],
     ids=["truncated", "not IDX", "empty", "fewer labels than images"],
 )
-def test_a_damaged_file_is_one_line_that_names_its_folder(small_mnist, data_root, cli, file, content):
-    (small_mnist / sources.FILES[file]).write_bytes(content)
+def test_a_damaged_file_is_one_line_that_names_it(small_mnist, data_root, cli, file, content):
+    (small_mnist / images.MNIST_FILES[file]).write_bytes(content)
     result = cli("run", "data.name=mnist", f"data.root={data_root}", "model=logistic", "rounds=1")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"error: {small_mnist}: cannot be read: ")
+    assert result.stderr.startswith(f"error: {small_mnist / images.MNIST_FILES[file]}: cannot be read: ")
     assert result.stderr.endswith("; remove it to download it again\n")
 
 
@@ -111,5 +111,7 @@ def unknown_target(root):
 
 
 def test_a_target_that_is_not_finite_is_an_error():
-    with pytest.raises(DataError, match=r":unknown_target\": has a training target that is not finite$"):
+    with pytest.raises(
+        DataError, match=r":unknown_target\": the training set contains a target that is not a finite number$"
+    ):
         fedsim.load_dataset(f"{__name__}:unknown_target")

@@ -1,4 +1,4 @@
-"""Data sets in tensors, and workers' subsets of them."""
+"""Data sets in tensors, and subsets of them for workers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_any_map_style_data_set_becomes_tensors(make):
 @pytest.mark.parametrize(
     ("target", "line"),
     [
-        (torch.arange(5), r"the target of sample 1 is of shape \[5\], and that of sample 0 of \[\]"),
+        (torch.arange(5), r"the target of sample 1 has shape \[5\], but the target of sample 0 has shape \[\]"),
         ("cat", "the target of sample 1 is a str; targets must be numbers"),
         (None, "the target of sample 1 is a NoneType"),
     ],
@@ -116,9 +116,9 @@ DICTS = [{"input_ids": [1, 2, 3], "mask": [1, 1, 0], "label": 1}]
 
 
 class Frame:
-    """Like a data frame of pandas: its items are columns."""
+    """A stand-in for a pandas data frame, whose items are columns."""
 
-    def __repr__(self):  # in the names of tests
+    def __repr__(self):  # shown in the test IDs
         return "Frame()"
 
     def __len__(self):
@@ -134,16 +134,22 @@ class Frame:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (SEQUENCES, r"sample 1 has the shape \[5\], and that of sample 0 \[3\]; .*pad_sequence.* collate_fn"),
-        (DICTS, r"sample 0 has the keys input_ids, mask, label; a sample must be \(input, target\), as in .*sample\["),
-        (Frame(), "a Frame has columns, not samples; give data=.*to_numpy"),
-        ((Frame(), np.zeros(3)), "the inputs are a Frame; must be a tensor or an array .*; convert it by .to_numpy"),
-        ((np.zeros((3, 2)), np.zeros(2)), "3 inputs have 2 targets"),
+        (
+            SEQUENCES,
+            r"sample 1 has shape \[5\], but the input of sample 0 has shape \[3\]; .*pad_sequence.* collate_fn",
+        ),
+        (
+            DICTS,
+            r"sample 0 has the keys input_ids, mask, label; each sample must be a pair \(input, target\), .*sample\[",
+        ),
+        (Frame(), "a Frame contains columns, not samples; pass data=.*to_numpy"),
+        ((Frame(), np.zeros(3)), "inputs: must be a tensor or an array .*, not a Frame; convert .* with .to_numpy"),
+        ((np.zeros((3, 2)), np.zeros(2)), "there are 3 inputs, but 2 targets"),
         ((np.zeros((2, 2)), np.array(["a", "b"])), "the target of sample 0 is a str_; targets must be numbers"),
     ],
     ids=str,
 )
-def test_what_is_no_data_set_of_pairs_is_one_line_with_the_way(data, line):
+def test_what_is_not_a_data_set_of_pairs_is_one_line_with_the_way(data, line):
     with pytest.raises(DataError, match=line) as caught:
         as_tensor_data(data)
     assert "\n" not in str(caught.value)
@@ -165,7 +171,7 @@ def test_the_ways_of_these_lines_work():
 
 
 class Plain(Dataset):
-    """A map-style data set without tensors, batched fetch or labels."""
+    """A map-style data set without tensors, batched fetching or labels."""
 
     def __len__(self):
         return 10
@@ -273,7 +279,7 @@ def test_targets_without_classes_are_divided_by_strategies_that_need_none(target
     for data in (TensorDataset(torch.zeros(10, 2), targets), [(torch.zeros(2), target) for target in targets]):
         assert torch.equal(torch.as_tensor(targets_of(data)), targets)
         assert [len(part) for part in fedsim.dataset_split(data, 2, "iid")] == [5, 5]
-        with pytest.raises(fedsim.ExperimentError, match='"dirichlet": needs class labels.*such as iid'):
+        with pytest.raises(fedsim.ExperimentError, match='"dirichlet": needs one class label per sample.*such as iid'):
             fedsim.dataset_split(data, 2, "dirichlet")
 
 

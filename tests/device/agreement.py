@@ -1,6 +1,6 @@
-"""What the device tests share: a GPU, small experiments, and the comparison of a GPU with the CPU.
+"""Shared by the device tests: a GPU, small experiments, and the comparison of GPU and CPU results.
 
-Tests that are marked `gpu` run on a real GPU if there is one, and on the pretend GPU otherwise.
+Tests marked `gpu` run on a real GPU if there is one, otherwise on the pretend GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import fedsim
 from tests.device.pretend import GPU, on_gpu, pretend_gpu
 
 REAL = torch.cuda.is_available()  # whether there is a real GPU
-PLACE = "cuda" if REAL else "cpu"  # for what the pretend GPU cannot do, such as processes
-COLUMNS = 50_000 if REAL else 301  # of rows
+PLACE = "cuda" if REAL else "cpu"  # for features that the pretend GPU lacks, such as processes
+COLUMNS = 50_000 if REAL else 301  # columns of the test rows
 
-SAMPLES = 56  # for 3, 5 and 7 workers no last batch of 8 has a single sample
+SAMPLES = 56  # with 3, 5 or 7 workers, no last batch of 8 has a single sample
 DATA = {"name": "tests.components:tiny", "train": SAMPLES}
 TINY = {
     "rounds": 2,
@@ -28,41 +28,42 @@ TINY = {
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
 }
-FULL = {  # for every case of the contract of engines: no last batch of 16 has a single sample
+FULL = {  # for all cases of the engine contract: no last batch of 16 has a single sample
     **TINY,
     "data": "tests.components:tiny",
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
 ENGINES = {
     "serial": {"engine": "serial"},
-    "batched": {"engine": "batched", "processes": 1},  # with captured graphs wherever steps can be captured
+    "batched": {"engine": "batched", "processes": 1},  # uses CUDA graphs wherever steps can be captured
     "batched, no graphs": {"engine": "batched", "processes": 1, "cuda_graphs": False},
 }
-ROUNDING = 1e-9  # in float64, after a few rounds
-CLOSE = {"float64": ROUNDING, "float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # of parameters, by precision
+ROUNDING = 1e-9  # tolerance in float64, after a few rounds
+CLOSE = {"float64": ROUNDING, "float32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}  # tolerance of parameters, by precision
 
-VALUES = {"f": 2, "c": 1.0, "k": 2, "personal": ["*.bias"]}  # of the parameters that have no default
-FITTING = {  # components whose defaults do not fit such small experiments
+VALUES = {"f": 2, "c": 1.0, "k": 2, "personal": ["*.bias"]}  # values for parameters without a default
+FITTING = {  # for components whose defaults do not fit such small experiments
     "alie": {"z": 1.5},
     "fedrep": {"head_steps": 1},
     "feature_rotation": {"groups": 2, "angles": [0, 45]},
     "classes_per_worker": {"k": 4},
     "virtual": {"samples": 20},
+    "given": {"shards": [[*range(20)], [*range(20, 35)], [*range(35, 56)]]},
 }
 
 
 def settings_of(registration: Any, **more: Any) -> dict[str, Any]:
-    """A table that names a registered component, with the parameters that it requires."""
+    """Return a table that names a registered component and sets its required parameters."""
     required = [name for name, field in registration.parameters.model_fields.items() if field.is_required()]
     unknown = [name for name in required if name not in VALUES | more]
     if unknown:
-        pytest.fail(f"{registration.name} requires {', '.join(unknown)}: give a value in {__name__}.VALUES")
+        pytest.fail(f"{registration.name} requires {', '.join(unknown)}: add values to {__name__}.VALUES")
     values = {name: VALUES[name] for name in required if name in VALUES}
     return {"name": registration.name, **values, **FITTING.get(registration.name, {}), **more}
 
 
 def with_small_data(tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a small experiment, with as few samples as the others."""
+    """Return the tables with at most `SAMPLES` training samples."""
     data = tables.get("data")
     small = {**data, "train": min(SAMPLES, data.get("train", SAMPLES))} if isinstance(data, dict) else data
     return {**tables, "data": small}
@@ -70,7 +71,7 @@ def with_small_data(tables: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def some_gpu():
-    """A block with a GPU: the real one, and None, if there is one, else the pretend one."""
+    """Provide a GPU: yield None if there is a real one, otherwise the pretend GPU."""
     if REAL:
         yield None
     else:
@@ -83,18 +84,18 @@ def to_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_on_gpu(tables: dict[str, Any], **where: Any) -> fedsim.Result:
-    """Run an experiment on a GPU."""
+    """Run an experiment on a GPU and return its result."""
     with some_gpu() as pretend:
         result = fedsim.run({**tables, "device": "cuda", **where})
     assert pretend is None or pretend.launches
     return result
 
 
-_references: list[tuple[dict[str, Any], fedsim.Result]] = []  # the last one
+_references: list[tuple[dict[str, Any], fedsim.Result]] = []  # at most one entry
 
 
 def run_on_cpu(tables: dict[str, Any]) -> fedsim.Result:
-    """Run an experiment on the CPU by engine=serial; not again for the same tables, as the next engine may ask for."""
+    """Run an experiment on the CPU with engine=serial. The last result is cached, because several engines need it."""
     for known, result in _references:
         if known == tables:
             return result
@@ -103,31 +104,36 @@ def run_on_cpu(tables: dict[str, Any]) -> fedsim.Result:
 
 
 def assert_agrees_with_the_cpu(tables: dict[str, Any], engine: str) -> None:
-    """Run an experiment on the CPU by engine=serial and on a GPU by `engine`, and compare the results."""
+    """Compare a run on the CPU (engine=serial) with the same experiment on a GPU with `engine`."""
     expected = run_on_cpu(tables)
     assert_same_results(expected, run_on_gpu(tables, **ENGINES[engine]))
 
 
-def assert_same_results(expected: fedsim.Result, found: fedsim.Result, tolerance: float = ROUNDING) -> None:
-    """Models and the numbers of histories agree to a tolerance; all else that was recorded is equal."""
-    assert_same_model(expected, found, tolerance)
-    assert len(found.history) == len(expected.history)
-    for ours, theirs in zip(found.history, expected.history, strict=True):
+def assert_same_results(expected: fedsim.Result, actual: fedsim.Result, tolerance: float = ROUNDING) -> None:
+    """Check that models and histories agree to a tolerance, and that all other recorded values are equal."""
+    assert_same_model(expected, actual, tolerance)
+    assert len(actual.history) == len(expected.history)
+    for ours, theirs in zip(actual.history, expected.history, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"seconds"}:
             assert _close(ours[key], theirs[key], 2 * tolerance), key
 
 
-def assert_same_model(expected: fedsim.Result, found: fedsim.Result, tolerance: float) -> None:
-    state = found.model.state_dict()
-    assert not any(tensor.is_cuda or on_gpu(tensor) for tensor in (found.global_row, *state.values()))  # on the host
+def assert_same_model(expected: fedsim.Result, actual: fedsim.Result, tolerance: float) -> None:
+    state = actual.model.state_dict()
+    # results are on the host
+    assert not any(tensor.is_cuda or on_gpu(tensor) for tensor in (actual.global_row, *state.values()))
     for name, value in expected.model.state_dict().items():
         difference = (value.double() - state[name].double()).abs().max() if value.numel() else 0.0
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
 
 
-def _close(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether two values of a record are equal, apart from the rounding of numbers in them."""
-    if isinstance(other, list):
-        return len(one) == len(other) and all(_close(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    return one == (pytest.approx(other, abs=tolerance, rel=0, nan_ok=True) if isinstance(other, float) else other)
+def _close(actual: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two values of a record are equal, with a tolerance for floats."""
+    if isinstance(expected, list):
+        return len(actual) == len(expected) and all(
+            _close(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
+        )
+    return actual == (
+        pytest.approx(expected, abs=tolerance, rel=0, nan_ok=True) if isinstance(expected, float) else expected
+    )

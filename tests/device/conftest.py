@@ -11,7 +11,7 @@ from tests.device.pretend import pretend_gpu
 
 @pytest.fixture
 def gpu():
-    """The pretend GPU, for as long as a test runs, also where there is a real one."""
+    """Yield the pretend GPU for one test, even if there is a real GPU."""
     with pretend_gpu() as gpu:
         yield gpu
 
@@ -20,9 +20,9 @@ if REAL:
 
     @pytest.fixture(autouse=True)
     def spawned(monkeypatch):
-        """Spawn the processes of fedsim, as programs do: a fork of the tests' server might not be able to use CUDA."""
+        """Spawn fedsim's processes, as programs do: a fork of the test server may be unable to use CUDA."""
         monkeypatch.setattr(child_process, "get_context", multiprocessing.get_context)
 
     @pytest.fixture
     def nothing_stays_behind():
-        """In place of the fixture of all tests: CUDA IPC keeps a file of counters as long as this process lives."""
+        """Replace the check of the same name: CUDA IPC keeps a file of counters as long as this process lives."""

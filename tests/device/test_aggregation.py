@@ -1,4 +1,4 @@
-"""Every rule, pre-aggregator, attack and server optimizer by itself: on GPU tensors as on tensors of the CPU."""
+"""Every rule, pre-aggregator, attack and server optimizer on GPU tensors, compared with CPU tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRECISIONS = {torch.float64: 1e-9, **({torch.float32: 1e-4, torch.bfloat16: 5e-2
 
 
 def rows(kind: str = "ordinary") -> torch.Tensor:
-    """Float64 rows [n, d]."""
+    """Return float64 rows [n, d]."""
     updates = torch.randn(N, COLUMNS, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     if kind == "not finite":
         updates[2, 3], updates[5] = torch.nan, torch.inf
@@ -29,37 +29,37 @@ def rows(kind: str = "ordinary") -> torch.Tensor:
 
 
 def assert_same_on_gpu(function, *tensors: torch.Tensor, dtype: torch.dtype = torch.float64) -> None:
-    """A function makes of tensors on a GPU what it makes of float64 on the CPU, or raises the same error."""
+    """Check that a function returns the same on a GPU as in float64 on the CPU, or raises the same error."""
     rounded = [tensor.to(dtype) for tensor in tensors]
     expected = refusal_or(function, *(tensor.double() for tensor in rounded))
     with some_gpu():
-        found = refusal_or(function, *map(to_gpu, rounded))
-        assert isinstance(found, str) or found.is_cuda
+        actual = refusal_or(function, *map(to_gpu, rounded))
+        assert isinstance(actual, str) or actual.is_cuda
     if isinstance(expected, str):
-        assert found == expected
+        assert actual == expected
         return
-    assert found.dtype == dtype
+    assert actual.dtype == dtype
     scale = max(1.0, float(expected.nan_to_num(posinf=0, neginf=0).abs().max()))
-    found, bound = found.cpu().double() / scale, PRECISIONS[dtype]
-    assert torch.allclose(found, expected / scale, rtol=0, atol=bound, equal_nan=True)
+    actual, bound = actual.cpu().double() / scale, PRECISIONS[dtype]
+    assert torch.allclose(actual, expected / scale, rtol=0, atol=bound, equal_nan=True)
 
 
 def refusal_or(function, *tensors):
-    """The result of a function, or the message of the error that it raises."""
+    """Return the result of a function, or the message of its error."""
     try:
         return function(*tensors)
     except fedsim.ExperimentError as error:
         return str(error)
 
 
-def aggregated(registration, updates, root, **given):
-    """The aggregate of rows by a rule with the parameters that it requires."""
+def aggregated(registration, updates, root, **inputs):
+    """Return the aggregate of `updates` by a rule with its required parameters."""
     settings = settings_of(registration)
     if "root" in registration.takes:
-        given["root"] = root
+        inputs["root"] = root
     if "losses" in registration.takes:
-        given["losses"] = torch.arange(1.0, len(updates) + 1, dtype=torch.double)
-    return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **given)
+        inputs["losses"] = torch.arange(1.0, len(updates) + 1, dtype=torch.double)
+    return fedsim.aggregate(updates, rule=settings.pop("name"), **settings, **inputs)
 
 
 def every(registry):
@@ -111,7 +111,7 @@ def median(x):
 
 
 def attacked(registration, honest, last, own_updates=None):
-    """Three Byzantine rows."""
+    """Return three Byzantine rows."""
     settings = settings_of(registration)
     return fedsim.attack(
         honest, 3, settings.pop("name"), own_updates=own_updates, last=last, aggregate=median, **settings
@@ -124,7 +124,7 @@ def attacked(registration, honest, last, own_updates=None):
 def test_an_attack(registration, dtype):
     honest, own_updates, last = rows()[:8], rows()[8:11], rows()[11]
     for tensors in ((honest, last, own_updates), (honest, last)):
-        assert_same_on_gpu(lambda *given: attacked(registration, *given), *tensors, dtype=dtype)
+        assert_same_on_gpu(lambda *arguments: attacked(registration, *arguments), *tensors, dtype=dtype)
 
 
 @every(attack_strategy)

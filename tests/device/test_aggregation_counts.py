@@ -1,4 +1,4 @@
-"""Kernel launches and host waits of one aggregation. The bounds may only fall."""
+"""Kernel launches and host waits of one aggregation. The bounds may only decrease."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
 
 N, D, F = 10, 40_000, 1
-DRAW = 140  # launches of one call of Draws, most of them in the ten rounds of Philox
-BOUNDS = {  # launches and waits
+DRAW = 140  # launches of one Draws call, most of them in the ten rounds of Philox
+BOUNDS = {  # (launches, waits)
     "mean": (1, 0),
     "weighted_mean": (1, 0),
     "qfedavg": (6, 1),
@@ -68,9 +68,9 @@ def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, gpu):
     expected = pipeline(cohort_of(pipeline, rows()))
     on_gpu = cohort_of(pipeline, upload(rows()))
     with gpu.counting() as counts:
-        found = pipeline(on_gpu)
+        result = pipeline(on_gpu)
     assert torch.allclose(
-        download(found.update), expected.update, rtol=0, atol=1e-5 * float(expected.update.abs().max())
+        download(result.update), expected.update, rtol=0, atol=1e-5 * float(expected.update.abs().max())
     )
     launches, waits = (BOUNDS | PIPELINES)[name]
     assert counts.launches <= launches, counts.table()
@@ -80,11 +80,11 @@ def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, gpu):
 @pytest.mark.parametrize(("weights", "launches"), [(None, 1), ([1.0, 0.0, 3.0], 3)])
 def test_a_mean_on_a_gpu_looks_at_its_result_alone(weights, launches, gpu):
     updates = rows(3)
-    updates[1] = torch.nan if weights else updates[1]  # its weight is zero
+    updates[1] = torch.nan if weights else updates[1]  # its weight is zero, so NaN is allowed
     expected, on_gpu = fedsim.aggregate(updates, weights), upload(updates)
     with gpu.counting() as counts:
-        found = fedsim.aggregate(on_gpu, weights)
-    assert torch.allclose(download(found), expected, rtol=0, atol=1e-6)
+        result = fedsim.aggregate(on_gpu, weights)
+    assert torch.allclose(download(result), expected, rtol=0, atol=1e-6)
     assert (counts.launches, counts.waits) == (launches + 1, 1), counts.table()
 
 
@@ -95,8 +95,8 @@ def test_a_rule_that_exceeds_the_memory_of_a_gpu_works_in_blocks(name, gpu, monk
     updates = rows()
     on_gpu = upload(updates)
     assert [block.stop - block.start for block in small_blocks(on_gpu)] == [960] * 41 + [640]
-    found = download(fedsim.aggregate(on_gpu, rule=name, **params))
-    assert torch.allclose(found, fedsim.aggregate(updates, rule=name, **params), rtol=0, atol=1e-5)
+    result = download(fedsim.aggregate(on_gpu, rule=name, **params))
+    assert torch.allclose(result, fedsim.aggregate(updates, rule=name, **params), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -112,7 +112,7 @@ def test_each_process_has_one_block_of_columns_of_a_gpu(d, count, gpu):
 
 
 def drawn_mean(updates, draws):
-    """A linear rule whose coefficients are drawn, where the updates are."""
+    """A linear rule with random coefficients that are drawn on the device of the updates."""
     coefficients = draws.uniform(len(updates), dtype=updates.dtype)
     return coefficients / coefficients.sum() @ updates
 
@@ -126,5 +126,5 @@ def test_a_linear_rule_draws_the_same_coefficients_on_a_gpu():
     for rules in (drawn_mean, ["bucketing", drawn_mean]):
         expected = fedsim.aggregate(updates, rule=rules, seed=3)
         with some_gpu():
-            found = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
-        assert torch.allclose(found.cpu(), expected, rtol=0, atol=1e-12)
+            result = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
+        assert torch.allclose(result.cpu(), expected, rtol=0, atol=1e-12)

@@ -1,7 +1,8 @@
-"""Kernel launches and host waits of the workloads of benchmarks/cross_device.py, in small. The bounds may only fall.
+"""Kernel launches and host waits of small versions of the workloads in benchmarks/cross_device.py.
 
-Counted is a round after the first, in which graphs are captured. What a step takes is the difference between rounds of
-few and of many steps; what is left is what a round takes. Of each aggregation rule: see test_aggregation_counts.py.
+The bounds may only decrease. Counted is a round after the first one, in which graphs are captured. The cost of a step
+is the difference between rounds of few and of many steps; the rest is the cost of the round. For single aggregation
+rules see test_aggregation_counts.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from fedsim.rounds.simulation import Simulation
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu
 
-FEW, MANY = 2, 4  # steps of a round: what differs between the two is what steps take
+FEW, MANY = 2, 4  # steps per round; the difference is the cost of MANY - FEW steps
 
 
 class Workload(NamedTuple):
-    """A workload with fewer samples: launches depend on the model and on the number of workers alone."""
+    """A workload with fewer samples. The launches depend only on the model and the number of workers."""
 
     model: str
     workers: int
@@ -45,25 +46,23 @@ WORKLOADS = {"w1": Workload("net", 4, 8), "w2": Workload("cnn", 2, 1), "w3": Wor
 
 
 class Bound(NamedTuple):
-    """At most so many."""
+    """Upper bounds on launches and waits."""
 
-    launches: float  # by the host; a replay of a graph is one
+    launches: float  # by the host; a graph replay counts once
     waits: float
     in_graphs: float = 0
 
 
 NO_STEP = Bound(0, 0)
 METHODS = ("pull_down", "train_cohort", "aggregate_rows", "aggregate_each_step", "test")
-ORDERS = 165  # launches of a round, at its start: the orders of all batches, which were drawn on the host before
-BOUNDS: dict[
-    str, dict[str, tuple[Bound, Bound]]
-] = {  # by workload and method of the simulation: of a round, and of a step
+ORDERS = 165  # launches at the start of a round that draw the orders of all batches
+BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and Simulation method: (round, step)
     "w1": {
         "pull_down": (Bound(1, 1), NO_STEP),
         "train_cohort": (
             Bound(14 + ORDERS, 6),
             Bound(1, 0, 212),
-        ),  # 155 of them draw a step's dropout
+        ),  # 155 of these launches draw the dropout of a step
         "aggregate_rows": (Bound(2, 1), NO_STEP),
         "test": (Bound(31, 3), NO_STEP),
     },
@@ -80,12 +79,12 @@ BOUNDS: dict[
         "test": (Bound(26, 3), NO_STEP),
     },
 }
-NOT_CAPTURED = {  # of a round, and of a step
+NOT_CAPTURED = {  # (round, step)
     "w1": (Bound(156 + ORDERS, 6), Bound(57, 0)),
     "w2": (Bound(8 + ORDERS, 6), Bound(58, 0)),
     "w3": (Bound(8 + ORDERS, 6), Bound(36, 0)),
 }
-OF_GRADIENTS = Bound(11, 0)  # a step, beyond the model's own launches
+OF_GRADIENTS = Bound(11, 0)  # of a step, in addition to the model's own launches
 ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
     "k_sync": Bound(300, 13),
     "fedbuff": Bound(322, 13),
@@ -94,7 +93,7 @@ ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
 
 @pytest.fixture(scope="module")
 def phases():
-    """Counts of the last round of a workload, by method of the simulation; found once for each run."""
+    """Return a cached function that returns the counts of a workload's last round by Simulation method."""
     done: dict = {}
 
     def of(workload: str, steps: int, **changes) -> dict[str, Counts]:
@@ -107,44 +106,44 @@ def phases():
 
 
 def counted(tables: dict) -> dict[str, Counts]:
-    """Counts of the last call of each of these methods; and, as "model", of all gradients of stacks."""
-    found: dict[str, Counts] = {"model": Counts()}
+    """Return the counts of the last call of each method in METHODS; "model": those of all stacked gradients."""
+    last_counts: dict[str, Counts] = {"model": Counts()}
     gradients = StackedModule.gradients
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
         def counting(method, simulation, *arguments):
             if method.__name__ in ("train_cohort", "aggregate_each_step"):
-                found["model"] = Counts()
-            with gpu.counting() as found[method.__name__]:
+                last_counts["model"] = Counts()
+            with gpu.counting() as last_counts[method.__name__]:
                 return method(simulation, *arguments)
 
         def counting_model(*arguments, **more):
             with gpu.counting() as counts:
                 result = gradients(*arguments, **more)
-            found["model"].events += counts.events
+            last_counts["model"].events += counts.events
             return result
 
         for name in METHODS:
             patch.setattr(Simulation, name, partialmethod(partial(counting, getattr(Simulation, name))))
         patch.setattr(StackedModule, "gradients", counting_model)
         fedsim.run(tables)
-    return found
+    return last_counts
 
 
 def a_round_and_a_step(few: Counts, many: Counts) -> tuple[Bound, Bound]:
-    """What a round takes apart from its steps, and what a step takes."""
+    """Return the cost of a round without its steps, and the cost of one step."""
     pairs = [(getattr(few, name), getattr(many, name)) for name in ("launches", "waits", "graph_launches")]
     steps = [(b - a) / (MANY - FEW) for a, b in pairs]
     return Bound(*(a - FEW * step for (a, _), step in zip(pairs, steps, strict=True))), Bound(*steps)
 
 
 def assert_within(bounds: tuple[Bound, Bound], few: Counts, many: Counts) -> None:
-    for found, bound in zip(a_round_and_a_step(few, many), bounds, strict=True):
-        assert all(a <= b for a, b in zip(found, bound, strict=True)), f"{found}, at most {bound}\n{many.table()}"
+    for measured, bound in zip(a_round_and_a_step(few, many), bounds, strict=True):
+        assert all(a <= b for a, b in zip(measured, bound, strict=True)), f"{measured}, at most {bound}\n{many.table()}"
 
 
 def marks_of(workload):
-    """w2 is slow, and has the layers of w1."""
+    """Mark w2 as slow: it has the layers of w1."""
     return pytest.mark.slow if workload == "w2" else ()
 
 
@@ -169,10 +168,10 @@ def test_a_step_that_is_not_captured(workload, phases):
 @each_workload
 def test_a_step_of_gradients(workload, phases):
     few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
-    _, found = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
+    _, whole_step = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
     _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
-    assert found.launches - model.launches <= OF_GRADIENTS.launches, many["aggregate_each_step"].table()
-    assert found.waits <= OF_GRADIENTS.waits, many["aggregate_each_step"].table()
+    assert whole_step.launches - model.launches <= OF_GRADIENTS.launches, many["aggregate_each_step"].table()
+    assert whole_step.waits <= OF_GRADIENTS.waits, many["aggregate_each_step"].table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)
@@ -181,8 +180,8 @@ def test_a_round_on_the_clock(policy):
     tables["policy"] = {"name": policy, "k": 3}
     with pretend_gpu() as gpu:
         launches, waits = zip(*(totals(gpu, {**tables, "rounds": rounds}) for rounds in (2, 4)), strict=True)
-    found = Bound((launches[1] - launches[0]) / 2, (waits[1] - waits[0]) / 2)
-    assert all(a <= b for a, b in zip(found, ON_THE_CLOCK[policy], strict=True)), found
+    measured = Bound((launches[1] - launches[0]) / 2, (waits[1] - waits[0]) / 2)
+    assert all(a <= b for a, b in zip(measured, ON_THE_CLOCK[policy], strict=True)), measured
 
 
 def totals(gpu, tables):

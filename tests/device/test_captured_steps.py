@@ -1,4 +1,4 @@
-"""Captured steps and tests: the results of the ordinary path, few launches beside the graphs, and no Python."""
+"""Captured steps and tests: equal results, few launches outside the graphs, and no Python code."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Dropping(Small):
 
 
 class Counting(Small):
-    """A model with a buffer that each forward pass changes, whatever the samples are."""
+    """A model with a buffer that every forward pass changes, independently of the samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class Counting(Small):
 
 @pytest.fixture
 def tables(tiny_experiment, monkeypatch):
-    monkeypatch.setattr(shared_state, "TEST_BATCH_ON_GPU", 40)  # of 90: two whole batches and a short one
+    monkeypatch.setattr(shared_state, "TEST_BATCH_ON_GPU", 40)  # 90 test samples: two full batches and a short one
     small = {"model": "tests.device.test_captured_steps:Small", "local": {"batch_size": 16, "momentum": 0.5}}
     return {**tiny_experiment, "engine": "batched", "processes": 1, "precision": "float64", **small}
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The number of steps that Python has computed so far, as a list of one."""
+    """Return a one-element list with the number of steps that Python has computed so far."""
     count, step = [0], StackStep.__call__
 
     def counted(self, *args, **kwargs):
@@ -112,12 +112,12 @@ def steps(monkeypatch):
     return count
 
 
-def differing(found, expected):
-    """The largest difference between the models, and what else of the last round differs."""
-    largest = (download(found.global_row) - download(expected.global_row)).abs().max().item()
+def differing(actual, expected):
+    """Return the largest difference between the models, and the differing keys of the last round's records."""
+    largest = (download(actual.global_row) - download(expected.global_row)).abs().max().item()
     keys = "test_loss", "test_accuracy", "train_loss", "samples"
     return largest, [
-        key for key in keys if found.history[-1][key] != pytest.approx(expected.history[-1][key], rel=1e-12)
+        key for key in keys if actual.history[-1][key] != pytest.approx(expected.history[-1][key], rel=1e-12)
     ]
 
 
@@ -128,7 +128,7 @@ TOLERANCES = {"float64": 1e-9, "tf32": 2e-2, "bf16": 2e-2} if REAL else {"float6
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("case", CASES)
 def test_captured_steps_agree_with_the_ordinary_path(case, precision):
-    """A warning, that a capture failed, is an error here."""
+    """A failed capture would raise a warning, which is an error here."""
     tables = with_small_data({**TINY, **ENGINES["batched"], **CASES[case], "precision": precision})
     replayed, ordinary = (run_on_gpu({**tables, "cuda_graphs": graphs}) for graphs in (True, False))
     assert_same_results(ordinary, replayed, TOLERANCES[precision])
@@ -148,10 +148,12 @@ UNSAFE = {
 def test_steps_that_cannot_be_captured_take_the_ordinary_path(reason):
     tables, settings = with_small_data({**TINY, **UNSAFE[reason]}), []
     with some_gpu():
-        found = fedsim.run({**tables, **ENGINES["batched"], "device": "cuda"}, on_start=settings.append)
+        actual = fedsim.run({**tables, **ENGINES["batched"], "device": "cuda"}, on_start=settings.append)
     assert reason in settings[0].how["cuda_graphs"]
-    assert_same_results(run_on_cpu(tables), found)
-    with pytest.raises(fedsim.ExperimentError, match=f"cuda_graphs = true: steps cannot be captured here: .*{reason}"):
+    assert_same_results(run_on_cpu(tables), actual)
+    with pytest.raises(
+        fedsim.ExperimentError, match=f"cuda_graphs = true: training steps cannot be captured .*{reason}"
+    ):
         run_on_gpu({**tables, **ENGINES["batched"], "cuda_graphs": True})
 
 
@@ -163,7 +165,7 @@ def test_captured_steps_need_a_gpu_and_an_engine_that_has_stacks(tiny_experiment
         assert any(line.startswith("cuda_graphs has no effect") for line in warnings_about(unused))
 
 
-def test_a_resumed_run_has_the_bits_of_the_whole_run(gpu, tables, tmp_path):
+def test_a_resumed_run_is_bit_identical_to_the_whole_run(gpu, tables, tmp_path):
     tables |= {**UNEVEN, "cuda_graphs": True, "checkpoint": {"every": 1}}
     whole = fedsim.run({**tables, "rounds": 3})
     fedsim.run({**tables, "rounds": 1}, tmp_path / "run")
@@ -178,22 +180,22 @@ def test_a_round_of_many_steps_has_few_launches_outside_of_graphs_and_runs_no_py
     of_first, steps[0] = steps[0], 0
     with gpu.counting() as both:
         fedsim.run({**tables, "rounds": 2})
-    assert steps[0] == of_first  # those of the captures
+    assert steps[0] == of_first  # all of them during captures
     assert both.graph_launches - first.graph_launches > 40 * 20
-    assert both.launches - first.launches <= ORDERS + 2 * 40  # of the whole round, with aggregation and test
+    assert both.launches - first.launches <= ORDERS + 2 * 40  # of the whole round, including aggregation and test
 
 
 def test_graphs_are_captured_once_and_for_what_is_needed(gpu, tables):
     fedsim.run({**tables, "rounds": 4, "cuda_graphs": True})  # 5 steps a round
     assert len(gpu.graphs) == 2  # one step, and the test of a batch
     fedsim.run({**tables, "rounds": 4, "cuda_graphs": True, "local": {"steps": 20}})
-    assert len(gpu.graphs) == 2 + 3  # also 16 steps
+    assert len(gpu.graphs) == 2 + 3  # one more graph covers 16 steps
 
 
 def test_stacks_of_many_sizes_share_few_graphs(gpu, tables):
     clock = {"mode": "clock", "policy": "fedbuff", "workers": 20, "rounds": 3}
     fedsim.run({**tables, **clock, "local": {"steps": 2}})
-    assert 0 < len(gpu.graphs) <= 1 + 2 * 6  # sizes 1, 2, 4, 8, 16 and 20, with a mask and without
+    assert 0 < len(gpu.graphs) <= 1 + 2 * 6  # stack sizes 1, 2, 4, 8, 16 and 20, with and without a mask
 
 
 def test_single_steps_of_the_clock_are_not_captured(gpu, tables):
@@ -205,11 +207,11 @@ def test_single_steps_of_the_clock_are_not_captured(gpu, tables):
     assert torch.isfinite(download(result.global_row)).all()
 
 
-def test_the_captured_test_gives_the_bits_of_the_ordinary_one(gpu, tables, monkeypatch):
+def test_the_captured_test_is_bit_identical_to_the_ordinary_one(gpu, tables, monkeypatch):
     calls = []
     monkeypatch.setattr(evaluation, "test", lambda *args: calls.append(1) or test_model(*args))
     captured = fedsim.run({**tables, "rounds": 4})
-    assert len(calls) == 2 + WARM_UPS + 1 + 4  # trial runs, warm-ups, the capture, and the short batch of each round
+    assert len(calls) == 2 + WARM_UPS + 1 + 4  # trial runs, warm-ups, the capture, and one short batch per round
     ordinary = fedsim.run({**tables, "rounds": 4, "cuda_graphs": False})
     losses = [[record["test_loss"] for record in result.history] for result in (captured, ordinary)]
     assert losses[0] == losses[1]
@@ -221,14 +223,14 @@ def test_a_test_that_cannot_be_captured_takes_the_ordinary_path(case, gpu, table
         "draws": {"model": "tests.models:AlwaysDropping"},
         "an attack with a goal": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
     }
-    found = fedsim.run({**tables, **cases[case]})
+    actual = fedsim.run({**tables, **cases[case]})
     expected = fedsim.run({**tables, **cases[case], "cuda_graphs": False})
-    assert found.history[-1]["test_loss"] == expected.history[-1]["test_loss"]
+    assert actual.history[-1]["test_loss"] == expected.history[-1]["test_loss"]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A client algorithm that does what a graph cannot hold."""
+    """A client algorithm whose steps do something that a CUDA graph cannot capture."""
 
     lr: float = 0.1
     does: str = "reads"
@@ -255,18 +257,18 @@ REASONS = {
 
 
 @pytest.mark.parametrize("does", REASONS)
-def test_a_algorithm_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
+def test_an_algorithm_that_cannot_be_captured_takes_the_ordinary_path(does, gpu, tables):
     tables["local"] = {"algorithm": "tests.device.test_captured_steps:Reading", "does": does, "batch_size": 16}
     with pytest.warns(FedsimWarning, match=f"cuda_graphs: steps run without CUDA graphs, .*{REASONS[does]}") as caught:
-        found = fedsim.run(tables)
+        actual = fedsim.run(tables)
     assert len(caught) == 1
     expected = fedsim.run({**tables, "cuda_graphs": False})
-    assert torch.equal(download(found.global_row), download(expected.global_row))
+    assert torch.equal(download(actual.global_row), download(expected.global_row))
 
 
 @dataclass(frozen=True)
 class Replacing:
-    """A client algorithm with momentum that makes its state new at each step, or only begins it with its first step."""
+    """A momentum algorithm that replaces its state tensor at each step; `late`: creates it only in the first step."""
 
     lr: float = 0.1
     late: bool = False
@@ -280,17 +282,17 @@ class Replacing:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_algorithm_that_makes_new_state_is_captured_unless_it_begins_it_late(late, gpu, tables):
+def test_an_algorithm_that_replaces_its_state_is_captured_unless_it_creates_it_late(late, gpu, tables):
     tables["local"] = {"algorithm": "tests.device.test_captured_steps:Replacing", "late": late, "batch_size": 16}
     tables |= UNEVEN
     reason = "local.algorithm creates state during its steps that its `start` does not return"
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
-        found = fedsim.run(tables)
-    assert differing(found, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
+        actual = fedsim.run(tables)
+    assert differing(actual, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
 
 
 def test_steps_are_captured_in_the_precision_of_training(gpu, tables, monkeypatch):
-    """A graph keeps what was in force when it was captured, as whether TF32 was allowed."""
+    """A graph keeps the settings under which it was captured, such as whether TF32 was allowed."""
     inside, seen = [], []
 
     @contextlib.contextmanager

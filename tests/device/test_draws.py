@@ -1,4 +1,4 @@
-"""Random draws on a GPU: the numbers of the CPU, made without a host wait."""
+"""Random draws on a GPU equal those on the CPU and need no host wait."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ COMPONENTS = {registration.name: registration.bind(registration.check({})) for r
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_a_gpu_draws_the_numbers_of_the_cpu_without_a_wait(name):
-    call, rounding = CALLS[name], 1e-6 if name == "normal" else 0  # of logarithms and cosines
+    call, rounding = CALLS[name], 1e-6 if name == "normal" else 0  # rounding of logarithms and cosines
     expected = [call(Draws.of(0, "x", 1)), call(Draws.of(0, "x", 1).steps()(7))]
     with some_gpu() as pretend, pretend.counting() if pretend else contextlib.nullcontext() as counts:
         draws = Draws.of(0, "x", 1, device=GPU)
-        found = [call(draws), call(draws.steps()(7))]
+        drawn = [call(draws), call(draws.steps()(7))]
     assert counts is None or counts.waits == 0, counts.table()
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(drawn, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=rounding)
 
 
@@ -64,8 +64,8 @@ def test_a_gpu_draws_the_dropout_of_the_cpu():
     layers = [Dropout(F.dropout, 0.5, (50,)), Dropout(F.dropout, 0.1, (4, 7))]
     expected = dropout_factors(keys, 3, 2, 10, layers, torch.float32)
     with some_gpu():
-        found = dropout_factors(to_gpu(keys), 3, 2, 10, layers, torch.float32)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+        factors = dropout_factors(to_gpu(keys), 3, 2, 10, layers, torch.float32)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(factors, expected, strict=True))
 
 
 def test_all_of_some_numbers_are_chosen_on_the_gpu(gpu):
@@ -87,9 +87,9 @@ def test_a_batch_is_altered_on_a_gpu_without_a_wait(registration, gpu):
     images = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     expected, on_gpu = registration(images, draws=Draws.of(0, "x")), upload(images)
     with gpu.counting() as counts:
-        found = registration(on_gpu, draws=Draws.of(0, "x", device=GPU))
+        augmented = registration(on_gpu, draws=Draws.of(0, "x", device=GPU))
     assert counts.waits == 0, counts.table()
-    assert torch.equal(download(found), expected)
+    assert torch.equal(download(augmented), expected)
 
 
 def test_steps_share_the_launches_of_their_draws(gpu):
@@ -98,13 +98,14 @@ def test_steps_share_the_launches_of_their_draws(gpu):
     with gpu.counting() as counts:
         for step in range(1, 50):
             at(step).uniform(64)
-    assert counts.launches <= 3 * 49 + DRAW, counts.table()  # words become numbers by 3; a call draws them for 32 steps
+    # 3 launches turn words into numbers; one call draws the words for 32 steps
+    assert counts.launches <= 3 * 49 + DRAW, counts.table()
 
 
 def test_rows_of_noise_are_made_on_a_gpu_without_a_wait(gpu):
     rows = torch.zeros(3, 1000)
     (expected, _), on_gpu = bound("gaussian")(rows, rows, seed=4, moment=(2,)), upload(rows)
     with gpu.counting() as counts:
-        found, _ = bound("gaussian")(on_gpu, on_gpu, seed=4, moment=(2,))
+        noise, _ = bound("gaussian")(on_gpu, on_gpu, seed=4, moment=(2,))
     assert counts.waits == 0, counts.table()
-    assert torch.equal(download(found), expected)
+    assert torch.equal(download(noise), expected)

@@ -1,6 +1,6 @@
-"""A GPU that is almost full: a run ends with an error of fedsim or succeeds, and the next run is right.
+"""An almost full GPU: a run ends with a FedsimError or succeeds, and the next run is correct.
 
-These tests take nearly all memory of the GPU, so nothing else may use it meanwhile.
+These tests allocate nearly all memory of the GPU, so nothing else may use it at the same time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import fedsim
 from tests.device.agreement import ENGINES, REAL, ROUNDING, TINY, assert_same_model, run_on_cpu, run_on_gpu
 
-LEFT = 0.9e9  # bytes of the GPU's memory that are left free
-LARGE = {  # an experiment that needs more
+LEFT = 0.9e9  # bytes of GPU memory that stay free
+LARGE = {  # an experiment that needs more memory than that
     **TINY,
     **{"rounds": 1, "model": "cnn", "workers": 200, "precision": "float32", "local": {"batch_size": 256, "steps": 1}},
     "data": {"name": "tests.components:tiny", "train": 400},
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not REAL, reason="needs a real GPU"),
     pytest.mark.skipif(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1, reason="needs -n 1"),
-    pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning"),  # `auto` begins in a simpler way
+    pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning"),  # `auto` falls back to a simpler way
 ]
 
 

@@ -1,4 +1,4 @@
-"""Batches on the pretend GPU: few kernels, no waits, and the numbers of the CPU."""
+"""Batches on the pretend GPU: few kernels, no waits, and the same values as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of sync = "gradients" on a GPU, whose rows are checked at the end of the round."""
+"""Rounds with sync = "gradients" on a GPU, where rows are checked at the end of the round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOUND, BROKEN = "tests.components:tiny", "tests.components:with_a_hole"
 
 
 class Strict(nn.Linear):
-    """Refuses parameters that are not finite, as torch.distributions does."""
+    """A model that raises an error for non-finite parameters, as torch.distributions does."""
 
     def __init__(self) -> None:
         super().__init__(784, 10)
@@ -60,10 +60,10 @@ def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
     change["aggregate"] = {"nonfinite": "exclude", **change.get("aggregate", {})}
     expected = run(change, "cpu")
     with some_gpu():
-        found = run(change, "cuda")
-    assert torch.allclose(found.global_row.cpu(), expected.global_row, rtol=0, atol=ROUNDING)
-    assert [record["excluded"] for record in found.history] == [record["excluded"] for record in expected.history]
-    assert any(record["excluded"] for record in found.history)
+        actual = run(change, "cuda")
+    assert torch.allclose(actual.global_row.cpu(), expected.global_row, rtol=0, atol=ROUNDING)
+    assert [record["excluded"] for record in actual.history] == [record["excluded"] for record in expected.history]
+    assert any(record["excluded"] for record in actual.history)
 
 
 @pytest.mark.gpu
@@ -77,9 +77,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts(weights):
         return
     with pytest.raises(fedsim.ExperimentError) as expected:
         run(change, "cpu")
-    with some_gpu(), pytest.raises(fedsim.ExperimentError) as found:
+    with some_gpu(), pytest.raises(fedsim.ExperimentError) as gpu_error:
         run(change, "cuda")
-    assert str(found.value) == str(expected.value)
+    assert str(gpu_error.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("rule", ["mean", "median"])

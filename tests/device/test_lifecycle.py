@@ -1,4 +1,4 @@
-"""Runs on a GPU from their beginning to their end, and what becomes of them when something fails."""
+"""Runs on a GPU from start to end, and what happens when something fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"slowd
 
 
 class Failing(nn.Module):
-    """Raises an error in training, in the test, or whenever it is called."""
+    """A model that raises an error in training, in the test, or in every call."""
 
     error: Callable[[], BaseException] | None = None
     phase = ""
@@ -51,7 +51,7 @@ def tables(tiny_experiment):
 
 @pytest.fixture
 def failing(tables, monkeypatch):
-    """An experiment whose model fails, and how it is told to, once the run has begun."""
+    """Return an experiment whose model fails, and a function that sets how it fails after the run has started."""
     monkeypatch.setattr(Failing, "error", None)
 
     def fail(error, phase):
@@ -83,10 +83,10 @@ def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu
     tables, fail = failing
     tables = {**tables, "engine": engine}
     if engine == "batched":
-        tables["cuda_graphs"] = False  # a replay runs no Python, so nothing could raise in it
+        tables["cuda_graphs"] = False  # a graph replay runs no Python code that could raise
     expected = fedsim.run(tables)
     with fedsim.Session() as session:
-        with pytest.raises(fedsim.WorkerError, match=r"cuda:0 has no memory left; less of this would fit: "):
+        with pytest.raises(fedsim.WorkerError, match=r"cuda:0 is out of memory; reduce one of: "):
             fedsim.run(tables, session=session, on_start=lambda facts: fail(FULL, phase))
         fail(None, "")
         gc.collect()
@@ -106,7 +106,7 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
         tables |= CLOCK
     else:
         fail(FULL, "always")
-    with pytest.raises(fedsim.ExperimentError, match='^device = "cuda:0": cuda:0 has no memory left; less of '):
+    with pytest.raises(fedsim.ExperimentError, match='^device = "cuda:0": cuda:0 is out of memory; reduce one of: '):
         fedsim.run(tables)
 
 
@@ -167,5 +167,5 @@ def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes,
         again = fedsim.run(tables, tmp_path / "again")
     assert torch.equal(again.global_row, whole.global_row)
     name = "checkpoints/round-00002.safetensors"
-    kept, expected = load_file(tmp_path / "again" / name), load_file(tmp_path / "whole" / name)
-    assert all(torch.equal(kept[key], expected[key]) for key in kept.keys() | expected.keys())
+    checkpoint, expected = load_file(tmp_path / "again" / name), load_file(tmp_path / "whole" / name)
+    assert all(torch.equal(checkpoint[key], expected[key]) for key in checkpoint.keys() | expected.keys())

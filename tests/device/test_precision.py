@@ -1,4 +1,4 @@
-"""On a GPU, TF32 is off wherever float32 is promised, also if the user has switched it on."""
+"""On a GPU, TF32 is off wherever float32 is promised, even if the user has enabled it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RACE = {"engine": "spawn", "processes": 2, "mode": "race", "policy": "fedbuff", 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Whether TF32 was allowed where the test notes it; the user has allowed it."""
+    """Yield a list for whether TF32 was allowed at some points of a run; the user has enabled TF32."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [switch.allow_tf32 for switch in switches]
     for switch in switches:
         switch.allow_tf32 = True
     yield []
-    assert all(switch.allow_tf32 for switch in switches), "the user's choice has been put back"
+    assert all(switch.allow_tf32 for switch in switches), "the user's setting has been restored"
     for switch, value in zip(switches, before, strict=True):
         switch.allow_tf32 = value
 

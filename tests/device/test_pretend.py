@@ -15,15 +15,15 @@ def x(gpu):
     return upload(torch.arange(6.0).view(2, 3))
 
 
-def test_a_tensor_says_where_it_lies(gpu, x):
+def test_a_tensor_reports_its_device(gpu, x):
     assert x.device == GPU
     assert x.is_cuda
-    for other in (x[0], x.T, x + 1, x.clone(), x.double(), torch.zeros_like(x), x.new_zeros(2), x.detach()):
-        assert other.device == GPU
+    for tensor in (x[0], x.T, x + 1, x.clone(), x.double(), torch.zeros_like(x), x.new_zeros(2), x.detach()):
+        assert tensor.device == GPU
     assert torch.zeros(2, device="cuda").device == torch.tensor([1.0], device="cuda:0").device == GPU
     assert torch.zeros(2).to(GPU).device == torch.zeros(2).cuda().device == torch.zeros(2).to(x).device == GPU
-    for other in (torch.zeros(2), x.cpu(), x.to("cpu"), torch.zeros_like(x, device="cpu")):
-        assert other.device == torch.device("cpu")
+    for tensor in (torch.zeros(2), x.cpu(), x.to("cpu"), torch.zeros_like(x, device="cpu")):
+        assert tensor.device == torch.device("cpu")
     assert torch.nn.Linear(2, 2).to(GPU).weight.device == GPU
 
 
@@ -79,7 +79,7 @@ def test_a_number_of_the_host_is_an_operand_of_an_elementwise_operation(x):
         assert result.device == GPU
 
 
-COUNTED = {  # launches, graph launches, uploads, downloads, reads
+COUNTED = {  # (launches, graph launches, uploads, downloads, reads)
     "a view": (lambda x: x[0].view(3, 1), (0, 0, 0, 0, 0)),
     "an allocation": (lambda x: torch.empty_like(x), (0, 0, 0, 0, 0)),
     "a sum of two": (lambda x: x + x, (1, 0, 0, 0, 0)),
@@ -101,12 +101,12 @@ def test_launches_and_waits_are_counted(case, gpu, x):
     function, expected = COUNTED[case]
     with gpu.counting() as counts:
         function(x)
-    found = counts.launches, counts.graph_launches, counts.uploads, counts.downloads, counts.reads
-    assert found == expected, counts.table()
+    counted = counts.launches, counts.graph_launches, counts.uploads, counts.downloads, counts.reads
+    assert counted == expected, counts.table()
     assert counts.waits == sum(expected[2:])
 
 
-def test_an_upload_without_blocking_is_no_wait(gpu):
+def test_an_upload_without_blocking_is_not_a_wait(gpu):
     with gpu.counting() as counts:
         torch.ones(3).to("cuda", non_blocking=True)
         torch.cuda.synchronize()
@@ -144,11 +144,11 @@ def test_derivatives_and_batched_functions_stay_on_the_gpu(x):
 
 
 def test_a_thread_has_the_gpu_too(gpu):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(torch.zeros(2, device="cuda").device))
+    devices = []
+    thread = threading.Thread(target=lambda: devices.append(torch.zeros(2, device="cuda").device))
     thread.start()
     thread.join()
-    assert found == [GPU]
+    assert devices == [GPU]
 
 
 def test_random_numbers_come_from_the_generator_of_the_gpu(gpu):

@@ -1,6 +1,6 @@
-"""What the pretend GPU cannot do: processes, races, signals, a kernel that fails. Without a GPU it runs on the CPU.
+"""Tests that the pretend GPU cannot run: processes, races, signals and failing kernels.
 
-Not in the default suite where there is no GPU, since the tests of engines show the same on the CPU.
+Without a GPU they run on the CPU, but not in the default suite, because the engine tests cover the same there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_processes_that_stack_rows_agree_with_the_cpu(sync, session):
     ids=lambda registration: registration.name,
 )
 def test_races_learn(registration, session):
-    """Their results depend on time."""
+    """The results depend on timing."""
     tables = {**FULL, "precision": "float32", "rounds": 3, "local": {"batch_size": 16, "lr": 0.05}}
     if registration.name == "eamsgd":
         tables["local"]["momentum"] = 0.5
@@ -78,7 +78,7 @@ def test_races_learn(registration, session):
     assert run({**tables, **race, **SPAWN}, session=session).test_accuracy > 0.15
 
 
-@pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning")  # that the round is repeated
+@pytest.mark.filterwarnings("ignore::fedsim.errors.FedsimWarning")  # the warning that the round is repeated
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_round_that_lost_a_process_is_repeated(number):
     def on_round(record):
@@ -87,9 +87,9 @@ def test_a_round_that_lost_a_process_is_repeated(number):
             os.kill(lost[0], number)
 
     lost = []
-    found = run({**PLAIN, **SPAWN, "timeout": 8}, on_round=on_round)
+    result = run({**PLAIN, **SPAWN, "timeout": 8}, on_round=on_round)
     assert lost
-    assert_same_model(run_on_cpu(PLAIN), found, ROUNDING)
+    assert_same_model(run_on_cpu(PLAIN), result, ROUNDING)
 
 
 def test_an_interrupt_ends_all_processes_and_leaves_no_shared_memory(tmp_path):
@@ -106,7 +106,7 @@ def test_an_interrupt_ends_all_processes_and_leaves_no_shared_memory(tmp_path):
 
 
 def test_a_kernel_that_fails_ends_one_run_with_an_error_and_no_later_one():
-    """A token number beyond the embedding fails within a kernel."""
+    """A token number beyond the embedding makes a kernel fail."""
     tables = {**TINY, **SPAWN, "model": "tests.models:Embedded", "data": f"{__name__}:tokens_beyond"}
     with pytest.raises(fedsim.FedsimError, match="index"):
         run({**tables, "process_retries": 0})
@@ -114,7 +114,7 @@ def test_a_kernel_that_fails_ends_one_run_with_an_error_and_no_later_one():
 
 
 def tokens_beyond(root):
-    """Sequences of which some, but not the first, have a token without a row in the embedding."""
+    """Token sequences of which some, but not the first, contain a token that the embedding does not have."""
     samples = [(torch.arange(k, k + 7) % 50, k % 3) for k in range(60)]
     return [(tokens + 50 * (k > 20), label) for k, (tokens, label) in enumerate(samples)], samples
 
@@ -122,7 +122,7 @@ def tokens_beyond(root):
 @needs_gpu
 @pytest.mark.parametrize("engine", ["serial", "batched", "auto", "spawn"])
 def test_memory_does_not_grow_from_run_to_run(engine):
-    """Python's collector of cycles is off, so what a cycle holds is found too."""
+    """Python's cycle collector is off, so memory that is held by a reference cycle is detected too."""
     way = {**ENGINES, "auto": {"engine": "auto", "processes": 1}, "spawn": SPAWN}[engine]
     tables = {**TINY, "model": "cnn", "workers": 8, "rounds": 1, "precision": "float32", **way}
     used = []
@@ -140,7 +140,8 @@ def test_memory_does_not_grow_from_run_to_run(engine):
 @needs_gpu
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_tf32_and_float32_differ_as_much_as_they_should(engine, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as PyTorch has it, which must not show in float32
+    # PyTorch's default, which must have no effect in float32
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     tables = {**TINY, "model": {"name": "net", "dropout": 0.0}, **ENGINES[engine]}
     exact, *rows = (run({**tables, "precision": name}).global_row.double() for name in CLOSE)
     float32, tf32, bf16 = (float((row - exact).norm() / exact.norm()) for row in rows)
@@ -157,7 +158,7 @@ def test_a_replay_draws_by_the_key_and_the_step_that_lie_in_memory_then():
     philox.words(stream, 10_001)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = philox.words(stream, 10_001)
+        replayed = philox.words(stream, 10_001)
     step.fill_(5)
     graph.replay()
-    assert torch.equal(found.cpu(), philox.words(philox.Stream(keys, 5), 10_001))
+    assert torch.equal(replayed.cpu(), philox.words(philox.Stream(keys, 5), 10_001))

@@ -1,4 +1,4 @@
-"""Races on a GPU: what processes share lies there, and is written before they look at it."""
+"""Races on a GPU: shared state is on the GPU and is written before other processes read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tables(tiny_experiment, monkeypatch):
 @pytest.mark.parametrize("policy", ["hogwild", "fedbuff"])
 def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monkeypatch):
     made, begin = [], RaceLoop.__init__
-    monkeypatch.setattr(RaceLoop, "__init__", lambda self, *given: begin(self, *given) or made.append(self))
+    monkeypatch.setattr(RaceLoop, "__init__", lambda self, *arguments: begin(self, *arguments) or made.append(self))
     lost, count = [], RaceState.lost
 
     def overwritten(race_state):
@@ -46,7 +46,7 @@ def test_lost_updates_are_counted_where_the_model_lies(policy, gpu, tables, monk
     ids=lambda changes: changes.get("mode", "rounds"),
 )
 def test_operations_of_this_process_are_synchronised_before_calls_of_others(changes, gpu, tables, monkeypatch):
-    """Every operation of the parent on the GPU comes before a synchronisation, which comes before a call."""
+    """The parent synchronises after its GPU operations and before it calls another process."""
     events, call = [], InProcessPool.call
 
     def called(crew, function, *arguments):
@@ -62,5 +62,5 @@ def test_operations_of_this_process_are_synchronised_before_calls_of_others(chan
     fedsim.run({**tables, **changes, "rounds": 1})
     calls = [place for place, event in enumerate(events) if event == "call"]
     assert len(calls) > 3
-    assert events[calls.pop() - 1] == "call", "at the end processes let go of the task, whatever the device does"
+    assert events[calls.pop() - 1] == "call", "at the end processes release the task, on any device"
     assert {events[place - 1] for place in calls} == {"synchronize"}

@@ -1,4 +1,4 @@
-"""Whole runs on the pretend GPU give what runs on the CPU give: every engine, component, policy and precision."""
+"""Whole runs on the pretend GPU agree with the CPU for every engine, component, policy and precision."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def every(registry):
 
 
 def with_engines(name, values, engines=("serial", "batched")):
-    """Pair each value with one of the engines, alternating; the other pairs are marked `slow`."""
+    """Pair each value with one engine, alternating. The remaining pairs are marked `slow`."""
     return in_turn((name, "engine"), values, engines)
 
 
-CONTRACT = {  # cases whose algorithm, rule, attack, server optimizer, partition or round no other test here has
+CONTRACT = {  # cases with a component or partition, or rounds, that no other test in this file has
     "parameters": [
         *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
         *("gradients first, then parameters", "buffers kept by workers", "state that no row holds"),
@@ -94,9 +94,9 @@ def test_a_local_algorithm(registration, engine):
     tables = {**TINY, "local": local, "partition": "tests.components:uneven"}
     if registration.name == "fedrep":
         local["steps"] = 3
-    if registration.name == "moon":  # needs hidden features
+    if registration.name == "moon":  # needs a model with hidden features
         tables["model"] = {"name": "2nn", "hidden": 8}
-    if registration.name == "fedbn":  # needs normalisation layers
+    if registration.name == "fedbn":  # needs a model with normalisation layers
         tables["model"] = "tests.models:layer_normalised"
     assert_agrees_with_the_cpu(tables, engine)
 
@@ -107,7 +107,7 @@ def test_a_server_optimizer(registration):
     assert_agrees_with_the_cpu({**TINY, "rounds": 3, "server": {"name": settings.pop("name"), **settings}}, "serial")
 
 
-@pytest.mark.skipif(not REAL, reason="the pretend GPU computes as the CPU does")
+@pytest.mark.skipif(not REAL, reason="the pretend GPU computes like the CPU")
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 @pytest.mark.parametrize(
     "registration", [*client_algorithm, *server_optimizer] if REAL else [], ids=lambda registration: registration.name
@@ -119,8 +119,8 @@ def test_an_algorithm_or_a_server_optimizer_in_float32(registration, engine):
         tables = {**TINY, "local": {"algorithm": name, "batch_size": 8, "lr": 0.01, **settings}}
     else:
         tables = {**TINY, "rounds": 3, "server": {"name": name, **settings}}
-    found = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
-    assert_same_model(run_on_cpu(tables), found, CLOSE["float32"])
+    result = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
+    assert_same_model(run_on_cpu(tables), result, CLOSE["float32"])
 
 
 @with_engines("registration", attack_strategy)
@@ -141,9 +141,9 @@ def test_a_partition(registration, engine):
 
 
 def with_writers(root):
-    """A few images by three writers."""
+    """A data set of a few images by three writers."""
     train, test = components.tiny(root, train=SAMPLES)
-    return dataclasses.replace(train, ids=np.arange(SAMPLES) // 20), test
+    return dataclasses.replace(train, ids={"writer": np.arange(SAMPLES) // 20}), test
 
 
 @with_engines("registration", augmentation)
@@ -182,8 +182,8 @@ def test_a_policy_on_the_clock(registration):
 @with_engines("sync", ["parameters", "gradients"])
 def test_a_precision(precision, sync, engine):
     tables = {**TINY, "model": {"name": "2nn", "hidden": 20}, "sync": sync}
-    found = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
-    assert_same_model(run_on_cpu({**tables, "precision": "float32"}), found, CLOSE[precision])
+    result = run_on_gpu({**tables, "precision": precision}, **ENGINES[engine])
+    assert_same_model(run_on_cpu({**tables, "precision": "float32"}), result, CLOSE[precision])
 
 
 RESUMED = {
@@ -199,8 +199,8 @@ def test_a_resumed_run(case, engine, tmp_path):
     with some_gpu():
         tables |= {**ENGINES[engine], "checkpoint": {"every": 1}, "device": "cuda"}
         fedsim.run({**tables, "rounds": 1}, tmp_path / "run")
-        found = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
-    assert_same_results(expected, found)
+        result = fedsim.run({**tables, "rounds": 3}, tmp_path / "run", resume=True)
+    assert_same_results(expected, result)
 
 
 def test_updates_on_record(tmp_path):
@@ -208,10 +208,10 @@ def test_updates_on_record(tmp_path):
     fedsim.run({**tables, "device": "cpu", "engine": "serial"}, tmp_path / "expected")
     with some_gpu():
         fedsim.run({**tables, "device": "cuda", "engine": "serial"}, tmp_path / "found")
-    expected, found = (load_round(tmp_path / name, allow_imports=True).tensors for name in ("expected", "found"))
-    assert found.keys() == expected.keys()
+    expected, actual = (load_round(tmp_path / name, allow_imports=True).tensors for name in ("expected", "found"))
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert torch.allclose(expected[name], found[name], rtol=0, atol=ROUNDING), name
+        assert torch.allclose(expected[name], actual[name], rtol=0, atol=ROUNDING), name
 
 
 def test_training_and_testing_by_hand():
@@ -231,8 +231,8 @@ def test_training_and_testing_by_hand():
 
     expected, loss = train("cpu")
     with some_gpu():
-        found, loss_on_gpu = train("cuda")
-    assert torch.allclose(found, expected, rtol=0, atol=ROUNDING)
+        row_from_gpu, loss_on_gpu = train("cuda")
+    assert torch.allclose(row_from_gpu, expected, rtol=0, atol=ROUNDING)
     assert loss_on_gpu == pytest.approx(loss)
 
 

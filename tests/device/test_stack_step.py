@@ -1,4 +1,4 @@
-"""How many kernels the rows of a stack take, whatever the number of parameters and members."""
+"""The number of kernels of a stacked step does not depend on the number of parameters and members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.device.pretend import GPU, download, upload
 
 K = 3
 MOMENTUM = 3  # mul_, add_, add_
-KEEP = 4  # of rows that must not move: rows and momentum are cloned, and put back
+KEEP = 4  # for rows that must not move: rows and momentum are cloned and written back
 
 
 @pytest.mark.parametrize(("some", "launches"), [(False, 1 + MOMENTUM), (True, 1 + MOMENTUM + KEEP)])

@@ -1,4 +1,4 @@
-"""The convolution of a stack on a GPU: the results of one row after another, by launches that do not grow with rows."""
+"""Stacked convolution on a GPU: the result of row-by-row convolutions, with a constant number of launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.engines.stacking.operations import Options, one_by_one, stacked_conv
 from tests.device.agreement import some_gpu, to_gpu
 from tests.device.pretend import upload
 
-MOST_LAUNCHES = 3  # forward, and backward, padded, with derivatives by all
+MOST_LAUNCHES = 3  # forward or backward, with padding and all derivatives
 
 
 def tensors(k, batch=2):
@@ -29,8 +29,8 @@ def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
 
     expected = outputs_and_derivatives(one_by_one, tensors(k))
     with some_gpu():
-        found = outputs_and_derivatives(stacked_convolution, [to_gpu(tensor) for tensor in tensors(k)])
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = outputs_and_derivatives(stacked_convolution, [to_gpu(tensor) for tensor in tensors(k)])
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-9 * float(theirs.abs().max()))
 
 
@@ -38,10 +38,10 @@ def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
 def test_launches_do_not_grow_with_the_rows(k, gpu):
     leaves = [upload(tensor).requires_grad_() for tensor in tensors(k)]
     with gpu.counting() as forward:
-        found = stacked_convolution(F.conv2d, *leaves, Options(padding=1))
-    ones = torch.ones_like(found)
+        outputs = stacked_convolution(F.conv2d, *leaves, Options(padding=1))
+    ones = torch.ones_like(outputs)
     with gpu.counting() as backward:
-        torch.autograd.grad(found, leaves, ones)
+        torch.autograd.grad(outputs, leaves, ones)
     assert forward.waits == backward.waits == 0
     assert forward.launches <= MOST_LAUNCHES, forward.table()
     assert backward.launches <= MOST_LAUNCHES, backward.table()

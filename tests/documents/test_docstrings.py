@@ -1,4 +1,4 @@
-"""Docstrings: their examples run, and those of components give shapes, cost and source."""
+"""Docstring examples run, and component docstrings state shapes, cost and source."""
 
 from __future__ import annotations
 

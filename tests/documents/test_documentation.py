@@ -1,4 +1,4 @@
-"""The pages of the documentation: their blocks run, and the site is built without warnings and fetches nothing."""
+"""Documentation pages: their code blocks run, and the site is built without warnings and fetches nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGES = {
 
 
 def run_forked(words, folder, environment):
-    """`python *words` in a fork of the process that has imported fedsim, which saves each page two seconds."""
+    """Run `python *words` in a fork of a process that has imported fedsim, which saves two seconds per page."""
     program = Program(words, cwd=folder, environment=environment)
     _, error = program.communicate(timeout=blocks.MOST_SECONDS)
     return program.returncode, error
@@ -43,14 +43,17 @@ def run_forked(words, folder, environment):
 def test_the_blocks_of_the_page_run(page, tmp_path):
     assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path, run_forked), tmp_path) is None
     if missing := blocks.missing_packages(PAGES[page]):
-        pytest.skip(f"the blocks that need {', '.join(missing)} were not run; the others were")
+        pytest.skip(f"skipped only the blocks that need {', '.join(missing)}")
 
 
-def test_quoted_experiments_are_those_of_the_files():
+def test_quoted_experiments_equal_those_of_the_files():
     experiments = [path.read_text() for path in (ROOT / "experiments").glob("*.toml")]
     texts = [path.read_text() for path in DOCS.rglob("*.md")]
     quoted = [
-        each.code for text in texts for each in blocks.blocks_of(text) if each.language == "toml" and not each.action
+        block.code
+        for text in texts
+        for block in blocks.blocks_of(text)
+        if block.language == "toml" and not block.action
     ]
     assert quoted
     for code in quoted:
@@ -112,7 +115,7 @@ def test_blocks_run_in_order_in_one_namespace_and_folder(tmp_path):
         ("\n\n```python\n1 / 0\n```\n", "line 3:(.|\n)*ZeroDivisionError"),
         ("```bash\nfedsim list no_such_rule\n```\n", "line 1:(.|\n)*no_such_rule"),
         ("```bash\nfalse\necho no error\n```\n", "line 1:(.|\n)*exit status 1"),
-        ('```python picture="a.png"\n```\n', "line 1: made no picture a.png"),
+        ('```python picture="a.png"\n```\n', "line 1: the block created no picture a.png"),
     ],
 )
 def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
@@ -121,7 +124,7 @@ def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, with pages whose blocks have not been run."""
+    """Return the folder of the built site, whose code blocks have not been run."""
     if find_spec("mkdocs") is None:
         pytest.skip("needs mkdocs: pip install 'fedsim-sgd[docs]'")
     return built(tmp_path_factory.mktemp("site"), run="no")
@@ -146,7 +149,7 @@ def test_the_site_fetches_nothing(site):
     pages = [*site.rglob("*.html"), *site.rglob("*.css")]
     assert pages
     for page in pages:
-        assert not (found := FETCHED.search(page.read_text())), f"{page}: {found[0]}"
+        assert not (match := FETCHED.search(page.read_text())), f"{page}: {match[0]}"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The examples of the documents and of the README run."""
+"""The code examples of the documents and of the README run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_tasks_of_the_document_learn(number, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monkeypatch, tiny_experiment):
-    """To the bit, if rows are trained one by one; also with workers who take different numbers of steps."""
+    """Bit-identical if rows are trained one by one, also if workers take different numbers of steps."""
     (text,) = (block for block in blocks("docs/tutorials/client-algorithm.md", "python") if "class MyScaffold" in block)
     assert len([line for line in text.splitlines() if line]) <= 25
     (tmp_path / "my_algorithms.py").write_text(text)

@@ -1,4 +1,4 @@
-"""The gallery: each experiment has a page, and stored results are those of the files in experiments/."""
+"""The gallery: each experiment has a page, and the stored results belong to the files in experiments/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import fedsim
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 gallery = importlib.import_module("gallery")
-MANY = 30  # runs, from which a check takes seconds
+MANY = 30  # number of runs from which on a check takes seconds
 
 FILE = """# Which rule? Two of them.
 # They take a second. Run it with
@@ -37,7 +37,7 @@ seed = [0, 1]
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """The folder of a comparison of the only experiment."""
+    """Return the folder of a comparison, the only experiment of the gallery in this test."""
     for name in ("experiments", "gallery"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(gallery, "EXPERIMENTS", tmp_path / "experiments")
@@ -64,7 +64,7 @@ def test_each_experiment_has_a_page_with_a_title_of_its_own():
         for name in filter(gallery.results, gallery.names())
     ],
 )
-def test_stored_results_are_those_of_the_file(name):
+def test_stored_results_equal_those_of_the_file(name):
     gallery.check(name)
     size = sum(path.stat().st_size for path in gallery.results(name).iterdir())
     assert size <= gallery.MOST_BYTES

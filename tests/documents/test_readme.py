@@ -1,4 +1,4 @@
-"""The README: its commands and outputs are right, and so are the counts of the page on other simulators."""
+"""The README's commands and outputs are correct, and so are the counts on the page about other simulators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.errors import plural
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
-COMPARISONS = [  # the command, and the output that is shown below it
+COMPARISONS = [  # the command, and the output shown below it
     (code.strip(), BLOCKS[place + 1][1])
     for place, (language, code) in enumerate(BLOCKS)
     if language == "bash" and code.startswith("fedsim compare")
@@ -39,7 +39,7 @@ def test_the_table_of_simulators_has_the_right_numbers_of_components():
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
-    """To three decimals; times differ."""
+    """Numbers agree to three decimals; times differ."""
     done = CliRunner().invoke(app, ["run", "engine=serial", f"rounds={rounds}", "--out", str(tmp_path / "run")])
     shown = next(code for language, code in BLOCKS if language == "text")
     assert done.stdout.splitlines()[:2] == [
@@ -49,14 +49,14 @@ def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
     lines = [words for words in lines if int(words[0]) <= rounds]
     assert lines
     for words in lines:
-        (own,) = [each.split() for each in done.stdout.splitlines() if each.split()[:1] == words[:1]]
-        assert list(map(float, own[1:4])) == pytest.approx(list(map(float, words[1:4])), abs=5e-3)
+        (printed,) = [each.split() for each in done.stdout.splitlines() if each.split()[:1] == words[:1]]
+        assert list(map(float, printed[1:4])) == pytest.approx(list(map(float, words[1:4])), abs=5e-3)
 
 
 @pytest.mark.parametrize("place", [place for place, (language, _) in enumerate(BLOCKS) if language == "python"])
 def test_the_python_examples_print_what_the_readme_shows(place, capsys, monkeypatch):
-    """The same words, and the same numbers but for the rounding of another processor."""
-    monkeypatch.setattr(fedsim, "run", functools.partial(fedsim.run, engine="serial"))  # starts no processes
+    """The words are equal, and the numbers agree up to rounding on another processor."""
+    monkeypatch.setattr(fedsim, "run", functools.partial(fedsim.run, engine="serial"))  # without processes
     (_, code), (language, shown) = BLOCKS[place : place + 2]
     assert language == "text"
     exec(code, {"__name__": "__main__"})
@@ -74,7 +74,7 @@ def assert_same_numbers(printed, shown):
     ("command", "shown"), COMPARISONS, ids=lambda text: text.split()[-1] if "\n" not in text else ""
 )
 def test_a_comparison_prints_what_the_readme_shows(command, shown, tmp_path):
-    """The same words, and the same numbers but for the rounding of another processor."""
+    """The words are equal, and the numbers agree up to rounding on another processor."""
     done = CliRunner().invoke(app, [*shlex.split(command)[1:], "--out", str(tmp_path / "comparison")])
     assert done.exit_code == 0, done.output
     printed = {NUMBER.sub("0", line): line for line in done.stdout.splitlines()}

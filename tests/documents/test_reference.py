@@ -1,4 +1,4 @@
-"""The generated reference has all that it should have."""
+"""The generated reference is complete."""
 
 from __future__ import annotations
 

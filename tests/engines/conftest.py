@@ -11,7 +11,7 @@ from tests.engines.zoo import experiment
 
 @pytest.fixture
 def prepared():
-    """The task and the memory of a small experiment, with changes; by default a convolution on pictures."""
+    """Return a function that prepares task and memory of a small experiment (by default a convolution on images)."""
     with contextlib.ExitStack() as stack:
 
         def prepare_one(kind="convolution", **changes):

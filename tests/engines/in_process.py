@@ -1,4 +1,4 @@
-"""A stand-in for `ProcessPool` that carries out calls in the process of the test."""
+"""A stand-in for `ProcessPool` that executes calls in the test's own process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fedsim.system.limits import format_failure
 
 
 class InProcessPool:
-    """One process, whatever number is asked for.
+    """A pool of one process, regardless of the requested number.
 
     Attributes:
-        called: the functions that have been called, in their order.
+        called: the called functions, in order.
     """
 
     count = 1

@@ -1,4 +1,4 @@
-"""Functions that tests call in the processes of a pool, in a module that imports quickly, without pytest."""
+"""Functions that tests call in pool processes. This module imports quickly, without pytest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def meet(process):
 
 
 def misbehave(process, how, index=0, meet_after=True):
-    """Process `index` fails while the others wait for it at the barrier."""
+    """Let process `index` fail (`how`) while the others wait for it at the barrier."""
     if process.index == index:
         with process.working_on(7, 3):
             if how == "raise":
@@ -77,12 +77,12 @@ class Note:
         self.path, self.cycle = path, self
 
     def __del__(self):
-        if not sys.is_finalizing():  # then CUDA may be gone already
+        if not sys.is_finalizing():  # at interpreter exit, CUDA may be gone already
             self.path.touch()
 
 
 def leave_a_note_at_the_end(process, folder):
-    gc.disable()  # nothing but an explicit collection finds the note
+    gc.disable()  # so that only an explicit collection finds the note
     process.state["note"] = Note(folder / str(process.index))
 
 
@@ -92,7 +92,7 @@ def work_on(process, worker, round):
 
 
 class OnlyHere:
-    """Cannot be unpickled in another process."""
+    """An object that cannot be unpickled in another process."""
 
     def __reduce__(self):
         return import_missing, ()
@@ -109,7 +109,7 @@ def refuse(process):
 
 
 def die_while_sending(process):
-    """Its answer ends in the middle of the message."""
+    """Make the process die after sending half of its answer."""
 
     def send_half(connection, data):
         os.write(connection.fileno(), struct.pack("!i", len(data)) + data[:1])
@@ -119,7 +119,7 @@ def die_while_sending(process):
 
 
 class KillsItsReader:
-    """Kills the process that unpickles it."""
+    """An object that kills the process which unpickles it."""
 
     def __reduce__(self):
         return kill_this, ()
@@ -130,12 +130,13 @@ def kill_this():
 
 
 def give_by_handle_and_die(process):
-    threading.Timer(0.2, kill_this).start()  # after it has answered, and before
+    # after this process has answered, but before the parent has received the tensor
+    threading.Timer(0.2, kill_this).start()
     return Slow(), torch.zeros(2)
 
 
 class Slow:
-    """Takes its time to be unpickled."""
+    """An object that takes long to unpickle."""
 
     def __reduce__(self):
         return time.sleep, (1.0,)

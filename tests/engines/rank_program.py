@@ -1,4 +1,4 @@
-"""What each rank of a test does: many runs one after another. torchrun ... rank_program.py CASES.json OUT"""
+"""Program of each test rank, which executes many runs: torchrun ... rank_program.py CASES.json OUT"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fedsim.engines.distributed.process_group import RankGroup
 from fedsim.runs.setup import prepare
 from tests.engines.torch_post_local import post_local_row
 
-MEASURED = ("an adaptive server", "uneven shards, by gradients")  # cases of which the shapes are looked at
-BYTES_ACKED = 120  # where Linux has it in what it tells of a connection
+MEASURED = ("an adaptive server", "uneven shards, by gradients")  # cases whose tensor shapes are checked
+BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 
 
 def main(cases: Path, out: Path) -> None:
-    """Run the cases, tables by name, and leave what came of them in OUT/RANK.pt; after one that fails no other can."""
+    """Run the cases (tables by name) and save their results as OUT/RANK.pt. A failed case is the last one."""
     torch.set_num_threads(1)
     results = {}
     for name, tables in json.loads(cases.read_text()).items():
@@ -50,8 +50,8 @@ def outcome(tables: dict, folder: Path, measured: bool) -> dict:
     with fedsim.Session() as session:
         settings: list = []
         before = acknowledged()
-        kept = folder if tables.get("records") else None
-        result = fedsim.run(tables, out=kept, session=session, on_start=settings.append)
+        out = folder if tables.get("records") else None
+        result = fedsim.run(tables, out=out, session=session, on_start=settings.append)
         return {
             "row": result.global_row,
             "state": result.model.state_dict(),
@@ -63,7 +63,7 @@ def outcome(tables: dict, folder: Path, measured: bool) -> dict:
 
 
 def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
-    """Of what a rank keeps, for a run of this kind."""
+    """Return the shapes of a rank's rows and server state in a run of this experiment."""
     experiment = load_experiment(tables)
     with DistributedEngine.joined(experiment.resolved()), prepare(experiment, session) as (_, engine):
         states = engine.shared.server.states.values()
@@ -74,7 +74,7 @@ def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
 
 
 def acknowledged() -> int:
-    """Bytes that this process has sent to others, by the kernel's count, once they have come; 0 but on Linux."""
+    """Return how many bytes this process has sent to others, as acknowledged by their kernels (0 except on Linux)."""
     total = 0
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def acknowledged() -> int:
 
 
 def _on_the_way(connection: socket.socket) -> int:
-    """Bytes that have been written to a connection, and that the other end has not acknowledged."""
+    """Return how many bytes have been written to a connection but not yet acknowledged."""
     return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
 
 

@@ -1,4 +1,4 @@
-"""Experiments that choose cohorts by a strategy, for the tests of engines."""
+"""Experiments with a cohort strategy, for the engine tests."""
 
 SAMPLED = {
     "workers with the highest losses": {

@@ -17,6 +17,6 @@ def test_the_gram_of_attacked_rows_is_that_of_the_cohort(honest, shape):
     for _ in range(2):
         byzantine = torch.randn(shape, generator=generator)
         rows[[1, 3, 7]] = byzantine
-        found, expected = attacked.gram(byzantine), Gram(rows[cohort])
+        gram, expected = attacked.gram(byzantine), Gram(rows[cohort])
         for name in ("products", "squared_distances"):
-            assert torch.allclose(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-12), name
+            assert torch.allclose(getattr(gram, name), getattr(expected, name), rtol=1e-12, atol=1e-12), name

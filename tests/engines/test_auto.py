@@ -24,7 +24,7 @@ from tests.engines.in_process import InProcessPool
 
 @pytest.fixture
 def tables(tiny_experiment):
-    """In one process with one thread, with rows enough for a stack."""
+    """Return an experiment for one process with one thread, with enough rows for a stack."""
     return {**tiny_experiment, "workers": 4, "engine": "auto", "processes": 1}
 
 
@@ -42,7 +42,7 @@ def test_the_choice_and_its_reason_are_in_the_run_folder(tables, tmp_path):
     fedsim.run(tables, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (record["engine"], record["processes"], record["threads"], record["width"]) == ("batched", 1, 1, 4)
-    assert record["reason"].startswith("rows are stacked; one process")
+    assert record["reason"].startswith("workers are trained in stacks; one process")
     assert fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True).engine == "auto"
 
 
@@ -66,7 +66,7 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     ],
 )
 def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model, batch_size, stacked):
-    """Ten rows in one process; see the table in docs/explanation/performance.md."""
+    """Ten rows in one process, as in the table in docs/explanation/performance.md."""
     local = {"batch_size": batch_size, "steps": 1}
     wanted = fedsim.Experiment(
         model=model, workers=10, rounds=1, local=local, data="tests.components:tiny", engine="serial"
@@ -86,7 +86,7 @@ def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypa
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     how = how_it_was_done({**tables, "processes": 2})
-    assert (how["engine"], how["processes"]) == ("spawn", 2)  # two rows for each process are too few for a stack
+    assert (how["engine"], how["processes"]) == ("spawn", 2)  # two rows per process are too few for a stack
     how = how_it_was_done({**tables, "workers": 8, "processes": 2})
     assert (how["engine"], how["processes"], how["width"]) == ("batched", 2, 4)
 
@@ -112,7 +112,7 @@ def fail_with(error):
 
 
 def told_and_done(tables):
-    """The warnings of a run, how it was computed, and its model."""
+    """Return the warnings of a run, how it was computed, and its global row."""
     settings = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -123,7 +123,7 @@ def told_and_done(tables):
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Processes always pay, and are none."""
+    """Let processes always appear worthwhile, and execute their calls in this process."""
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
 
@@ -134,7 +134,7 @@ def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_
     monkeypatch.setattr(InPool, "begin", fail_with(FAILED))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": 2})
     assert len(told) == 1
-    assert told[0].startswith("one process trains all rows, stacked: ")
+    assert told[0].startswith("one process trains all workers, stacked: ")
     assert told[0].endswith(str(FAILED).splitlines()[0])
     assert (how["engine"], how["processes"]) == ("batched", 1)
     assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "batched"}).global_row)
@@ -146,7 +146,7 @@ def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FULL))
     told, how, row = told_and_done({**tables, "workers": 8, "processes": processes})
     assert len(told) == 1
-    assert told[0].startswith("one process trains all rows, one by one: ")
+    assert told[0].startswith("one process trains all workers, one by one: ")
     assert (how["engine"], how["processes"]) == ("serial", 1)
     assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "serial", "processes": None}).global_row)
 
@@ -164,7 +164,7 @@ def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, mon
         for change in ({}, {"seed": 1}, {"aggregate": "median"}, {"server": {"name": "momentum"}}):
             how_it_was_done({**tables, **change}, session)
         assert len(tried) == 1
-        sized = "tests.models:sized"  # told apart by what it is, not by where in memory it has been
+        sized = "tests.models:sized"  # distinguished by its content, not by its memory address
         changes = {"rounds": 3}, {"workers": 5}, {"local": {"batch_size": 8}}
         changes = (*changes, {"model": {"name": sized, "hidden": [8, 8]}}, {"model": {"name": sized, "hidden": [9, 9]}})
         for count, change in enumerate(changes, start=2):
@@ -181,9 +181,9 @@ def task(prepared):
 def test_the_estimate_is_the_sum_of_its_parts(task, monkeypatch):
     spec, shared = task
     monkeypatch.setattr(auto, "flops_of_a_sample", lambda *_: 2e6)
-    steps, samples = 1 + 2 + 2 + 5 + 5, 51  # of shards of 1, 5, 8, 17 and 20 samples
+    steps, samples = 1 + 2 + 2 + 5 + 5, 51  # for shards of 1, 5, 8, 17 and 20 samples
     moved = steps * 6 * len(shared.server.row) * 8 / auto.BYTES_PER_SECOND
-    arithmetic = (samples + len(shared.data.test) / 3) * 2e6 * 2 / auto.FLOPS_PER_SECOND  # in float64
+    arithmetic = (samples + len(shared.data.test) / 3) * 2e6 * 2 / auto.FLOPS_PER_SECOND  # float64 takes twice as long
     seconds = steps * auto.STEP_SECONDS + moved + arithmetic
     for stacked, speedup in ((False, 1), (True, auto.STACKED_SPEEDUP)):
         saved = auto.seconds_saved(spec, shared, 4, stacked=stacked)

@@ -1,4 +1,4 @@
-"""Communication hooks, and when buckets of gradients are sent; what ranks compute by them is in test_distributed.py."""
+"""Communication hooks, and when gradient buckets are sent; test_distributed.py checks what ranks compute with them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_hooks_can_be_pickled_and_only_powersgd_has_a_state():
 
 
 def test_powersgd_gets_its_parameters_and_the_seed():
-    own = bound("powersgd", matrix_approximation_rank=3, min_compression_rate=1.5, warm_start=False)
-    [state] = own.start(None, 17).args
+    powersgd = bound("powersgd", matrix_approximation_rank=3, min_compression_rate=1.5, warm_start=False)
+    [state] = powersgd.start(None, 17).args
     assert (state.matrix_approximation_rank, state.min_compression_rate, state.warm_start) == (3, 1.5, False)
     assert (state.start_powerSGD_iter, state.use_error_feedback) == (1000, True)
     [again] = bound("powersgd").start(None, 17).args
@@ -35,13 +35,13 @@ def test_powersgd_gets_its_parameters_and_the_seed():
 
 def test_powersgd_needs_two_plain_steps_before_error_feedback_or_warm_start():
     bound("powersgd", start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
-    with pytest.raises(fedsim.ExperimentError, match="start_powerSGD_iter = 1: must be 2 at least"):
+    with pytest.raises(fedsim.ExperimentError, match="start_powerSGD_iter = 1: must be at least 2"):
         bound("powersgd", start_powerSGD_iter=1)
 
 
 @pytest.fixture
 def sender():
-    """A module of two layers, of which a batch uses one; its gradient row; a sender; the numbers of sent buckets."""
+    """Return a module (a batch uses one of its two layers), its gradient row, a sender, and the sent bucket numbers."""
     module, sent = Branching(), []
     layout = Layout.of(module)
     row, gradient = torch.zeros(2, layout.d)
@@ -65,10 +65,10 @@ def test_buckets_are_sent_in_order_once_complete_and_the_rest_at_the_end(sender)
     module, _, sender, sent = sender
     dark, bright = torch.zeros(1, 1, 28, 28), torch.ones(1, 1, 28, 28)
     module(dark).sum().backward()
-    assert sent == []  # only what is begun is sent
+    assert sent == []  # nothing is sent before `begin`
     sender.begin()
     module(bright).sum().backward()
-    assert sent == []  # the first bucket, of the second layer, has no gradient
+    assert sent == []  # the first bucket, that of the second layer, has no gradient
     assert len(sender.finish()) == len(sent)
     sent.clear()
     sender.begin()
@@ -78,7 +78,7 @@ def test_buckets_are_sent_in_order_once_complete_and_the_rest_at_the_end(sender)
     assert sent == sorted(set(sent))
     sender.begin()
     (module(dark) + module(dark)).sum().backward()
-    with pytest.raises(RuntimeError, match="gets a gradient twice"):
+    with pytest.raises(RuntimeError, match="changed after it was sent"):
         module(dark).sum().backward()
 
 

@@ -16,5 +16,5 @@ def test_functions_run_one_after_another_in_a_daemon_thread_and_their_errors_com
         failed.result(timeout=5)
     (thread,) = {future.result(timeout=5) for future in futures}
     assert seen == list(range(5))
-    assert thread.daemon, "so that it keeps no program from ending"
+    assert thread.daemon, "a daemon thread does not keep the program from ending"
     assert background.end(5.0)

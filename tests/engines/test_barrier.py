@@ -1,4 +1,4 @@
-"""The barrier of the processes of a pool, and the heartbeats by which their parent monitors them."""
+"""The barrier of pool processes, and the heartbeats by which their parent monitors them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.forking import CONTEXT
 
 
 def cross(table, index, crossings, cells):
-    """After each crossing every cell must show at least this process's own number of crossings."""
+    """Cross the barrier repeatedly and check that all processes have arrived at each crossing."""
     barrier = Barrier(table, index)
     for crossing in range(1, crossings + 1):
         cells[index] = crossing
@@ -33,11 +33,11 @@ def test_no_process_passes_before_all_have_arrived(count):
         assert process.exitcode == 0
     if count == 1:
         Barrier(table, 0).wait()
-        assert table.read(0, ARRIVALS) == 1001, "a second barrier of a process continues its count"
+        assert table.read(0, ARRIVALS) == 1001, "a second barrier of a process continues the count"
 
 
 def test_an_abort_ends_waits_and_heartbeats_also_if_a_process_was_killed_as_it_waited():
-    """With multiprocessing.Barrier its peers, and abort() itself, would hang."""
+    """With multiprocessing.Barrier, the other processes and abort() itself would hang."""
     table = HeartbeatTable(3)
     victim, survivor = (CONTEXT.Process(target=cross, args=(table, index, 1, [1] * 3)) for index in (0, 1))
     victim.start()
@@ -48,7 +48,7 @@ def test_an_abort_ends_waits_and_heartbeats_also_if_a_process_was_killed_as_it_w
     victim.join()
     table.abort()
     survivor.join(10)
-    assert survivor.exitcode == 1  # AbortedError
+    assert survivor.exitcode == 1  # exited with AbortedError
     with pytest.raises(AbortedError):
         table.heartbeat(2)
 

@@ -11,7 +11,7 @@ from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU
 from tests.engines.test_contract import ROUNDING, assert_close
 
 STACKED = {"engine": "batched", "processes": 1}
-TWO_SAMPLES = {  # in the last batch of worker 0
+TWO_SAMPLES = {  # the last batch of worker 0 has two samples
     "model": "tests.models:MoreThanTwo",
     "partition": {"name": "tests.components:same_last", "first": 66},
 }
@@ -29,7 +29,7 @@ def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
-    """The model takes no batch of two samples; the engine serial names the worker."""
+    """The model fails on batches of two samples. The engine `serial` names the worker."""
     tables = {**tiny_experiment, **TWO_SAMPLES, "sync": sync}
     error = "in round 1 failed: ValueError: Expected more than 2"
     with pytest.raises(fedsim.WorkerError, match=f"^a stack of workers {error}"):
@@ -40,7 +40,7 @@ def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
 
 @pytest.fixture
 def width_by_hand(prepared, monkeypatch):
-    """Return the width for twenty rows of 100 numbers, of 4 bytes; a batch of 5 samples keeps 500 bytes."""
+    """Return a function that returns the stack width for rows of 100 float32 values; a batch of 5 keeps 500 bytes."""
 
     def width(total, processes, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
@@ -58,9 +58,9 @@ def width_by_hand(prepared, monkeypatch):
 @pytest.mark.parametrize(
     ("total", "processes", "momentum", "width"),
     [
-        (2 * 10 * 3 * 400 + 2 * 10 * 1000, 1, 0.0, 10),  # three copies of a row, and twice the batch's activations
+        (2 * 10 * 3 * 400 + 2 * 10 * 1000, 1, 0.0, 10),  # three copies of a row, and twice the activations of a batch
         (2 * 10 * 3 * 400 + 2 * 10 * 1000 - 1, 1, 0.0, 9),
-        (2 * 10 * 5 * 400 + 2 * 10 * 1000, 1, 0.5, 10),  # with momentum two more
+        (2 * 10 * 5 * 400 + 2 * 10 * 1000, 1, 0.5, 10),  # momentum needs two more
         (2 * 10 * 3 * 400 + 2 * 10 * 1000, 2, 0.0, 5),
         (1, 1, 0.0, 1),
         (1e9, 1, 0.0, 20),
@@ -77,7 +77,7 @@ def test_the_width_by_hand(total, processes, momentum, width, width_by_hand):
         (7_850, 1, WIDEST_ON_CPU),
         (199_210, 1, STACK_BYTES_ON_CPU // (4 * 199_210)),
         (199_210, 2, 2 * (STACK_BYTES_ON_CPU // (4 * 199_210))),
-        (1_663_370, 1, NARROWEST_ON_CPU),  # although these leave the caches
+        (1_663_370, 1, NARROWEST_ON_CPU),  # although such rows exceed the caches
     ],
 )
 def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, threads, width, width_by_hand):
@@ -86,7 +86,7 @@ def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, thread
 
 @pytest.mark.parametrize(
     ("cuda_graphs", "momentum", "row_bytes"),
-    [  # of a row, 400 bytes, and of the activations of a batch, 1000 bytes, as many as the docstring says
+    [  # multiples of a row (400 bytes) and of a batch's activations (1000 bytes), as in the docstring
         (False, 0.0, 2 * 400 + (3 * 400 + 1000)),
         (None, 0.0, 2 * 400 + 2 * (3 * 400 + 1000)),
         (False, 0.5, 4 * 400 + (4 * 400 + 1000)),

@@ -1,4 +1,4 @@
-"""What each worker sees: the draws by (seed, round, worker), the alterations in their order."""
+"""The batches of each worker: draws by (seed, round, worker), and the order of the alterations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUGMENT = {"name": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "s
 
 
 def expected_positions(shared, seed, round, worker, epochs):
-    """The shard in a new order for each epoch, cut into batches."""
+    """Return the positions of each batch: the shard in a new order for each epoch, cut into batches."""
     shard = shared.data.shards.of(worker).tolist()
     batches = []
     for epoch in range(epochs):
@@ -39,25 +39,32 @@ def seen_with_positions(batch_source, worker, round, steps):
 def test_positions_are_the_shard_in_a_new_order_for_each_epoch(worker, prepared):
     task, shared = prepared(seed=3)
     expected = expected_positions(shared, 3, 7, worker, epochs=3)
-    found = [batch.tolist() for batch in islice(BatchSource(task, shared).positions(worker, 7), len(expected))]
-    assert found == expected
+    positions = [batch.tolist() for batch in islice(BatchSource(task, shared).positions(worker, 7), len(expected))]
+    assert positions == expected
     steps = len(expected) // 3
     for epoch in range(3):
-        seen = [position for batch in found[epoch * steps : (epoch + 1) * steps] for position in batch]
-        assert sorted(seen) == sorted(shared.data.shards.of(worker).tolist()), "each sample once"
+        seen = [position for batch in positions[epoch * steps : (epoch + 1) * steps] for position in batch]
+        assert sorted(seen) == sorted(shared.data.shards.of(worker).tolist()), "each sample is used exactly once"
 
 
 def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
-    batch_source, other = (BatchSource(*prepared(seed=seed, partition="contiguous", workers=3)) for seed in (0, 1))
+    batch_source, other_source = (
+        BatchSource(*prepared(seed=seed, partition="contiguous", workers=3)) for seed in (0, 1)
+    )
     first, second = islice(batch_source.epochs(1, 1), 2)
-    orders = [first, second, *(next(batch_source.epochs(*of)) for of in ((1, 2), (2, 1))), next(other.epochs(1, 1))]
+    orders = [
+        first,
+        second,
+        *(next(batch_source.epochs(*of)) for of in ((1, 2), (2, 1))),
+        next(other_source.epochs(1, 1)),
+    ]
     places = [order - order.min() for order in orders]
     assert len({tuple(order.tolist()) for order in places}) == len(orders)
     assert torch.equal(first, next(batch_source.epochs(1, 1)))
 
 
 def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared, monkeypatch):
-    """Whatever is drawn ahead, and in whichever order it is asked for."""
+    """The orders depend neither on how many are drawn ahead nor on the order of the requests."""
     task, shared = prepared(local={"batch_size": BATCH, "epochs": 3}, **ROOT)
     alone, batch_source = (BatchSource(task, shared) for _ in range(2))
     for samples in (2**17, 30, 1):
@@ -71,7 +78,7 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared):
-    """In synchronous SGD for as long as anybody else."""
+    """In synchronous SGD the server trains as long as any worker does."""
     task, shared = prepared(sync=sync, **ROOT)
     batch_source = BatchSource(task, shared)
     assert batch_source.root == 5
@@ -98,36 +105,36 @@ def test_only_byzantine_workers_see_poison(prepared):
 
 
 def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepared):
-    """View and augmentations draw one after the other from the stream of this worker, round and step."""
+    """View and augmentations draw in turn from the stream of this worker, round and step."""
     task, shared = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=BACKDOOR)
     batch_source = BatchSource(task, shared)
     for worker in (1, 2):
         draws, poisoning = (Draws.of(5, purpose, 3, worker).steps() for purpose in ("augment", "poison"))
-        for step, (found, positions) in enumerate(seen_with_positions(batch_source, worker, 3, 6)):
+        for step, (batch, positions) in enumerate(seen_with_positions(batch_source, worker, 3, 6)):
             of_step = draws(step)
             inputs, targets = shared.data.train.inputs[positions].double(), shared.data.train.targets[positions]
             inputs = task.transforms[worker](images=inputs, draws=of_step)
             inputs = shift(flip(inputs, of_step), of_step, pixels=1)
             if worker == 2:
                 inputs, targets = task.experiment.attack.component.poison(inputs, targets, 3, poisoning(step))
-            assert torch.equal(found[0], inputs)
-            assert torch.equal(found[1], targets)
-            assert (found[0] == 9.0).any() == (worker == 2)
+            assert torch.equal(batch[0], inputs)
+            assert torch.equal(batch[1], targets)
+            assert (batch[0] == 9.0).any() == (worker == 2)
 
 
 def test_components_of_users_may_draw_from_generators_of_the_step(prepared):
     attack = {"name": "tests.components:Relabelled", "workers": [2]}
     data = {**AUGMENT, "augment": ["tests.components:brightened", "tests.components:negated"]}
     task, shared = prepared(seed=5, data=data, attack=attack)
-    for step, (found, positions) in enumerate(seen_with_positions(BatchSource(task, shared), 2, 3, 6)):
+    for step, (batch, positions) in enumerate(seen_with_positions(BatchSource(task, shared), 2, 3, 6)):
         inputs = shared.data.train.inputs[positions].double()
         factor = torch.rand((), generator=torch_generator(5, "augment", 3, 2, step))
-        assert torch.equal(found[0], -(inputs * factor))
-        assert found[1].tolist() == [numpy_generator(5, "poison", 3, 2, step).integers(3)] * len(positions)
+        assert torch.equal(batch[0], -(inputs * factor))
+        assert batch[1].tolist() == [numpy_generator(5, "poison", 3, 2, step).integers(3)] * len(positions)
 
 
 def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepared):
-    """Not what the same batch draws in training."""
+    """These draws differ from those for the same batch in training."""
     task, shared = prepared(partition=NOISE, attack=BACKDOOR)
     batch_source = BatchSource(task, shared)
     seen = list(batch_source.samples_seen(4, 3, 7))
@@ -142,7 +149,7 @@ def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepa
 def test_altered_images_lie_in_memory_as_the_others_do(prepared):
     plain, altered = (BatchSource(*prepared(**change)) for change in ({}, {"data": AUGMENT}))
     strides = {next(batch_source.batches(3, 1))[0].stride() for batch_source in (plain, altered)}
-    assert strides == {(128, 1, 16, 2)}, "channels_last"
+    assert strides == {(128, 1, 16, 2)}, "the inputs are not in channels_last order"
 
 
 def test_the_server_sees_its_samples_augmented_but_through_no_worker_s_view(prepared):
@@ -159,8 +166,8 @@ def step_of(worker, round, step):
     return WorkItem(worker, worker, round, None, step)
 
 
-def assert_same_batch(found, expected):
-    (inputs, targets), (other_inputs, other_targets) = found, expected
+def assert_same_batch(actual, expected):
+    (inputs, targets), (other_inputs, other_targets) = actual, expected
     assert torch.equal(inputs, other_inputs)
     assert torch.equal(targets, other_targets)
     assert inputs.stride() == other_inputs.stride()
@@ -172,28 +179,28 @@ ALTERED = {"partition": NOISE, "data": AUGMENT, "attack": BACKDOOR}
 @pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
 @pytest.mark.parametrize("worker", [0, 2, 4])
 def test_going_step_by_step_is_going_through_the_round_at_once(worker, changes, prepared):
-    """Epoch after epoch and round after round, while others go their own way."""
+    """Epochs and rounds follow each other while other workers take their own steps."""
     task, shared = prepared(**changes, local={"batch_size": BATCH, "epochs": 2})
     batch_source, reference = BatchSource(task, shared), BatchSource(task, shared)
     for round in (1, 2):
         whole = list(reference.batches_of(WorkItem(worker, worker, round)))
         assert len(whole) == batch_source.steps(worker, round)
         for step, expected in enumerate(whole):
-            (found,) = batch_source.batches_of(step_of(worker, round, step))
-            assert_same_batch(found, expected)
-            list(batch_source.batches_of(step_of(1, 1 + step // 2, step % 2)))  # another worker
+            (batch,) = batch_source.batches_of(step_of(worker, round, step))
+            assert_same_batch(batch, expected)
+            list(batch_source.batches_of(step_of(1, 1 + step // 2, step % 2)))  # batches of another worker
 
 
 @pytest.mark.parametrize("changes", [{}, ALTERED], ids=["plain", "altered"])
 @pytest.mark.parametrize("moments", [[(1, 0), (1, 4)], [(2, 3), (1, 3), (1, 1), (1, 1)]])
 def test_jumping_to_a_step_is_going_there(moments, changes, prepared):
-    """Ahead, back, to another round, or to the same again."""
+    """Jumps ahead, back, to another round, and to the same step again."""
     task, shared = prepared(**changes)
     batch_source = BatchSource(task, shared)
     for round, step in moments:
         expected = list(islice(BatchSource(task, shared).batches(4, round), step + 1))[step]
-        (found,) = batch_source.batches_of(step_of(4, round, step))
-        assert_same_batch(found, expected)
+        (batch,) = batch_source.batches_of(step_of(4, round, step))
+        assert_same_batch(batch, expected)
 
 
 def test_a_worker_that_goes_step_by_step_goes_through_nothing_twice(prepared):
@@ -211,9 +218,9 @@ def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):
     for steps in (1, 3, 7):
         member = WorkItem(4, 4, 3, steps)
         assert batch_source.steps_of(member) == steps
-        found = list(batch_source.batches_of(member))
-        assert len(found) == steps
-        for (inputs, targets), positions in zip(found, expected, strict=False):
+        batches = list(batch_source.batches_of(member))
+        assert len(batches) == steps
+        for (inputs, targets), positions in zip(batches, expected, strict=False):
             assert torch.equal(inputs, shared.data.train.inputs[positions].double())
             assert torch.equal(targets, shared.data.train.targets[positions])
     assert batch_source.steps_of(WorkItem(4, 4, 3)) == batch_source.steps(4, 3)

@@ -12,7 +12,7 @@ PACKAGE = str(Path(fedsim.__file__).parent)
 
 
 def calls_between_run_and(place):
-    """The functions of fedsim that are on the stack, without `fedsim.run` and without the caller."""
+    """Return the functions of fedsim on the stack, without `fedsim.run` and the caller."""
     names = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     assert names[0] == "run"
     return place, names[1:]

@@ -1,4 +1,4 @@
-"""What every engine must do: give the global rows and the history that `serial` gives, to the bit or up to rounding."""
+"""The engine contract: global rows and histories equal those of `serial`, bit by bit or up to rounding."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedsim.clients import needs_local_steps
 from tests.engines.sampled_cases import SAMPLED
 from tests.other_tasks import NEXT_TOKEN, REGRESSION
 
-ATTACKED = {"workers": 7}  # enough for two attackers
+ATTACKED = {"workers": 7}  # enough workers for two attackers
 
 CASES = {
-    "one worker": {"workers": 1},  # first, since all others have the same processes
+    "one worker": {"workers": 1},  # first, because all other cases share their processes
     "plain averaging": {},
     "uneven shards": {"partition": "tests.components:uneven"},
     "partial cohorts": {"workers": 7, "cohort": 3, "rounds": 3},
@@ -76,6 +76,12 @@ CASES = {
         "server": {"name": "momentum", "lr": 0.5},
     },
     "augmentation": {"data": {"name": "tests.components:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
+    "crop and cutout": {
+        "data": {"name": "tests.components:tiny", "augment": ["crop", {"name": "cutout", "size": 8}]},
+    },
+    "transforms of torchvision": {
+        "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]},
+    },
     "float64": {"precision": "float64"},
     "bfloat16": {"precision": "bf16", "model": "net"},
     "buffers averaged": {"model": "tests.models:Normalised", "buffers": "average"},
@@ -174,7 +180,7 @@ WORK = {
         "partition": "tests.components:uneven",
     },
 }
-ALGORITHMS = {  # with what their further gradients and their full gradients have to see as the steps do
+ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
     "fedsam": {"local": {"algorithm": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
     "mimelite, some samples left out": {
         **{
@@ -246,14 +252,14 @@ ALGORITHMS = {  # with what their further gradients and their full gradients hav
     },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
-SPAWN = {"engine": "spawn", "processes": 2}  # gives the very same bits on a CPU
-BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}  # agrees up to rounding; several stacks
+SPAWN = {"engine": "spawn", "processes": 2}  # bit-identical to serial on a CPU
+BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}  # several stacks; agrees up to rounding
 REFUSED = {("batched", "state that no row holds"): "which are not part of a row; use engine=spawn"}
-ROUNDING = 1e-9  # in float64, after a few rounds
+ROUNDING = 1e-9  # tolerance in float64, after a few rounds
 
 
-TOGETHER = (  # cases that one experiment has, by default; each of them alone is slow
-    ("one worker",),  # first, since all others have the same processes
+TOGETHER = (  # cases that share an experiment by default; each case alone is a slow test
+    ("one worker",),  # first, because all other cases share their processes
     ("partial cohorts of uneven shards", "several local epochs", "momentum, weight decay"),
     ("local steps", "a rule on columns", "server momentum", "buffers averaged"),
     ("given weights", "buffers averaged"),
@@ -266,13 +272,13 @@ TOGETHER = (  # cases that one experiment has, by default; each of them alone is
     ("virtual shards of uneven sizes, under attack", "bfloat16"),
     ("virtual shards and data of the server's own", "a server that broadcasts something else"),
     ("dropout", "a rule by distances, under attack", "workers that see their samples differently"),
-    ("accumulated gradients", "updates quantized after an attack"),
+    ("accumulated gradients", "updates quantized after an attack", "transforms of torchvision"),
     ("state that no row holds", "an attack that draws"),
     ("shared and unused parameters", "pre-aggregators"),
     ("token numbers", "gradients first, then parameters"),
     ("a rule that starts where it ended", "buffers of the server", "an attack that remembers"),
     ("a rule with a state", "an attack on data", "learning rates by step"),
-    ("a rule that draws", "rows left out"),
+    ("a rule that draws", "rows left out", "crop and cutout"),
     ("a rule that asks for losses", "another loss", "uneven shards"),
     ("an attack tuned to the rule",),
     ("processed gradients", "an adaptive server"),
@@ -291,7 +297,7 @@ TOGETHER = (  # cases that one experiment has, by default; each of them alone is
 
 
 def merged(*names, cases=ALL_CASES):
-    """The tables of several cases as one experiment; of what two of them set, the last stays."""
+    """Return the tables of several cases as one experiment. Of conflicting settings, the last one counts."""
     tables = {}
     for name in names:
         for key, value in cases[name].items():
@@ -308,11 +314,11 @@ def without_times(history):
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
-def assert_close(serial, other, tolerance):
-    """Global rows, buffers and histories agree to a tolerance, and what is counted is the same."""
+def assert_close(serial, actual, tolerance):
+    """Check that rows, buffers and histories agree to a tolerance, and that all counts are equal."""
     for name, value in serial.model.state_dict().items():
-        assert torch.allclose(value, other.model.state_dict()[name], rtol=0, atol=tolerance), name
-    for record, another in zip(without_times(serial.history), without_times(other.history), strict=True):
+        assert torch.allclose(value, actual.model.state_dict()[name], rtol=0, atol=tolerance), name
+    for record, another in zip(without_times(serial.history), without_times(actual.history), strict=True):
         assert another == {key: nearly(value, 2 * tolerance) for key, value in record.items()}
 
 
@@ -320,14 +326,14 @@ def nearly(value, tolerance):
     return value if value is None or isinstance(value, str) else pytest.approx(value, abs=tolerance, rel=0)
 
 
-# What of these a process does, it does within one row, as in the engine `serial`; the engine `batched` does not.
+# Processes do these within one row, as the engine `serial` does. The engine `batched` does not.
 IN_ONE_ROW = {"apfl", "per_fedavg", "features of normalised models", "mimelite, samples seen differently"}
 
 
 def cases_and_syncs(shift, slow=()):
-    """List pairs of cases and a sync: those of `TOGETHER` with one sync, in turn, and under `-m slow` each alone.
+    """List pairs of cases and a sync: `TOGETHER` with alternating syncs, and with `-m slow` each case alone.
 
-    `shift`, 0 or 1, is the number of the sync of the first cases. Cases whose first is in `slow` are only alone.
+    `shift` (0 or 1) is the index of the first pair's sync. Cases whose first name is in `slow` are only tested alone.
     """
     pairs = [
         (names, (syncs_of(names)[(index + shift) % len(syncs_of(names))],), ())
@@ -343,7 +349,7 @@ def cases_and_syncs(shift, slow=()):
 
 
 def syncs_of(names):
-    """The values of `sync` with which cases can run."""
+    """Return the values of `sync` with which these cases can run."""
     tables = merged(*names)
     algorithm = fedsim.Experiment(local=tables.get("local", {})).local.component
     if needs_local_steps(algorithm) or "server" in tables or "accumulate" in tables.get("local", {}):
@@ -352,25 +358,25 @@ def syncs_of(names):
 
 
 @pytest.mark.parametrize(("cases", "sync"), cases_and_syncs(0, IN_ONE_ROW))
-def test_spawn_gives_the_bits_that_serial_gives(cases, sync, tiny_experiment, session):
+def test_spawn_is_bit_identical_to_serial(cases, sync, tiny_experiment, session):
     tables = {**tiny_experiment, **merged(*cases), "sync": sync}
-    serial, other = run_both(tables, session)
+    serial, spawned = run_both(tables, session)
     assert not torch.equal(serial.global_row, torch.zeros_like(serial.global_row))
-    assert torch.equal(serial.global_row, other.global_row)
-    assert without_times(serial.history) == without_times(other.history)
+    assert torch.equal(serial.global_row, spawned.global_row)
+    assert without_times(serial.history) == without_times(spawned.history)
     for name, value in serial.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[name]), name
+        assert torch.equal(value, spawned.model.state_dict()[name]), name
 
 
 def test_a_run_repeats_itself_and_follows_its_seed(tiny_experiment, session):
-    """As of `serial`, so of the others: whatever their processes have done before."""
+    """The engine's processes may have done anything before."""
     tables = {**tiny_experiment, "model": "net", "rounds": 1}
     changed = {**tables, **SPAWN}
     runs = [fedsim.run({**changed, "seed": seed}, session=session) for seed in (1, 2, 1)]
     runs += [fedsim.run({**tables, "seed": seed}) for seed in (1, 2, 1)]
-    first, other, again = (run.global_row for run in runs[:3])
+    first, with_seed_2, again = (run.global_row for run in runs[:3])
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, with_seed_2)
     assert all(torch.equal(run.global_row, serial.global_row) for run, serial in zip(runs[:3], runs[3:], strict=True))
 
 
@@ -386,7 +392,7 @@ def test_batched_agrees_with_serial_up_to_rounding(cases, sync, tiny_experiment)
 
 @pytest.mark.parametrize("model", ["2nn", "cnn", "net"])
 def test_stacked_rows_agree_with_serial_in_float32(model):
-    """Of partial cohorts, uneven shards, momentum and weight decay."""
+    """Partial cohorts, uneven shards, momentum and weight decay."""
     tables = {"rounds": 2, "workers": 12, "cohort": 4, "partition": "tests.components:uneven", "engine": "serial"}
     tables["data"] = {"name": "tests.components:tiny", "train": 80} if model == "cnn" else "tests.components:tiny"
     tables["model"] = {"name": "net", "dropout": 0.0} if model == "net" else model
@@ -406,14 +412,14 @@ def test_processes_that_stack_rows_agree_with_serial(case, sync, tiny_experiment
 
 @pytest.mark.parametrize("processes", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(processes, tiny_experiment):
-    """No more are started than a cohort has members; with both ways of synchronisation in the same processes."""
+    """At most as many processes start as a cohort has members. Both values of `sync` use the same processes."""
     with fedsim.Session() as session:
         for sync in ("parameters", "gradients"):
             tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
             serial = fedsim.run({**tables, "engine": "serial"})
             wanted = {**tables, "engine": "spawn", "processes": processes}
-            other = fedsim.run(wanted, session=session, on_start=settings.append)
-            assert torch.equal(serial.global_row, other.global_row)
+            spawned = fedsim.run(wanted, session=session, on_start=settings.append)
+            assert torch.equal(serial.global_row, spawned.global_row)
             assert settings[0].how["processes"] == min(processes, 3)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started have the results of `serial`, up to rounding, and end together."""
+"""Launched ranks have the results of `serial` up to rounding, and end together."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ FURTHER = {
         **{"attack": {"name": "ipm", "workers": [4]}},
     },
 }
-BY_PARAMETERS = (  # on two ranks, several cases in one experiment; in a slow test each of them alone, on four ranks
+BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test with four ranks runs each case alone
     *(("uneven shards",), ("an adaptive server",), ("trimmed mean",), ("geometric median, weighted",)),
     ("worker state of rows left out", "drawn local work", "buffers kept by workers"),
     *(("scaffold with full gradients", "processed updates"), ("fednova", "clipped gradients"), ("mime",)),
@@ -119,7 +119,7 @@ BY_PARAMETERS = (  # on two ranks, several cases in one experiment; in a slow te
     *(("workers tested",), ("workers with the highest losses",)),
     ("unbiased weights, and workers that do not report",),
 )
-AVERAGED = (  # the same of gradients that are averaged during the backward pass
+AVERAGED = (  # as above, for gradients that are averaged during the backward pass
     *(("uneven shards",), ("partial cohorts of uneven shards", "dropout"), ("adam", "given weights")),
     *(("buffers averaged",), ("buffers kept by workers",), ("state that no row holds",)),
     *(("shared and unused parameters",), ("a cohort smaller than the ranks",), ("another layer for each batch",)),
@@ -151,7 +151,7 @@ NOT_FINITE = {"model": "tests.models:OneIsTooFew", "partition": "tests.component
 
 
 def cases_of(count):
-    """The experiments of a group of ranks, by name."""
+    """Return the experiments of a group of `count` ranks, by name."""
     by_parameters, by_gradients = BY_PARAMETERS, (*AVERAGED, *ROWS_OF_GRADIENTS)
     if count == 1:
         by_parameters, by_gradients = BY_PARAMETERS[:2], ()
@@ -171,7 +171,7 @@ def name_by_gradients(names):
 
 
 def others_of(count):
-    """Further experiments of such a group, without a reference; the last one ends it."""
+    """Return further experiments of the group without a serial reference. The last one ends the group."""
     if count != 2:
         return {}
     hooked = {name: {**LEARNING, "distributed": {"hook": table}} for name, table in HOOKS.items()}
@@ -185,39 +185,42 @@ def all_cases():
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
-    """The results of the cases: by number of ranks, a dict for each rank."""
-    found = {}
+    """Return a function that returns (results of each rank, folder) for a number of ranks."""
+    results_by_count = {}
 
     def run(count):
-        if count not in found:
+        if count not in results_by_count:
             folder = tmp_path_factory.mktemp(f"ranks{count}")
             (folder / "cases.json").write_text(json.dumps({**cases_of(count), **others_of(count)}))
             codes, outs, errors = ended(start_ranks(count, PROGRAM, folder / "cases.json", folder, cwd=ROOT), 300)
-            found[count] = "".join(outs + errors)  # a failed group is not repeated
+            results_by_count[count] = "".join(outs + errors)  # a failed group is not started again
             if not any(codes):
-                found[count] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)], folder
-        assert not isinstance(found[count], str), found[count]
-        return found[count]
+                results_by_count[count] = (
+                    [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)],
+                    folder,
+                )
+        assert not isinstance(results_by_count[count], str), results_by_count[count]
+        return results_by_count[count]
 
     return run
 
 
 @pytest.fixture(scope="module")
 def serial():
-    """A function that returns the result of a case on the engine `serial`. It computes each result once."""
-    found = {}
+    """Return a function that returns the result of a case with the engine `serial`, computed once."""
+    results = {}
 
     def run(tables):
         key = json.dumps(tables, sort_keys=True)
-        if key not in found:
-            found[key] = fedsim.run({**{k: v for k, v in tables.items() if k != "distributed"}, "engine": "serial"})
-        return found[key]
+        if key not in results:
+            results[key] = fedsim.run({**{k: v for k, v in tables.items() if k != "distributed"}, "engine": "serial"})
+        return results[key]
 
     return run
 
 
 class Row:
-    """A result of the ranks, for comparisons."""
+    """Adapter that gives a rank's results the attributes of a `Result`."""
 
     def __init__(self, left):
         self.history, self.global_row = left["history"], left["row"]
@@ -242,8 +245,8 @@ def test_a_rank_keeps_its_own_rows_and_its_part_of_the_optimizers_state(count, g
     ranks, _ = groups(count)
     d = len(ranks[0]["an adaptive server"]["row"])
     shapes = [left["an adaptive server"]["shapes"] for left in ranks]
-    assert [shape["rows"] for shape in shapes] == [[4 // count, d]] * count  # of 3: the larger half, or one
-    assert {len(shape["states"]) for shape in shapes} == {4}  # m, v, and the weights of both
+    assert [shape["rows"] for shape in shapes] == [[4 // count, d]] * count  # rows per rank
+    assert {len(shape["states"]) for shape in shapes} == {4}  # m, v and the weights of both layers
     assert all(length <= d / count + 8 for shape in shapes for length in shape["states"])
     assert sum(shape["states"][0] for shape in shapes) == d
 
@@ -256,7 +259,8 @@ def test_gradients_are_averaged_in_one_row_unless_rows_are_needed(count, groups)
         assert how.startswith("averaged during the backward pass"), names
     reasons = {name: left[name_by_gradients([name])]["how"]["gradients"] for (name,) in ROWS_OF_GRADIENTS}
     assert (
-        reasons["a rule by distances, under attack"] == 'rows of single workers, by the rule: aggregate.rule = "krum"'
+        reasons["a rule by distances, under attack"]
+        == 'stored per worker, because of the rule: aggregate.rule = "krum"'
     )
     assert reasons["rows that may be left out"].endswith('aggregate.nonfinite = "exclude"')
     assert reasons["stacked in each rank"].endswith('distributed.trainer = "batched"')
@@ -279,19 +283,19 @@ def test_a_hook_sends_fewer_bytes_and_training_still_learns(groups):
         assert not torch.equal(ranks[0][name]["row"], plain["row"])
     wire = {name: sum(left[name]["wire"] for left in ranks) for name in HOOKS}
     if not plain["wire"]:
-        pytest.skip("this system does not count what a connection has sent")
-    once = wire["hook allreduce"] - steps * 2 * d * 4  # at the start, whatever the hook
+        pytest.skip("this system does not count the bytes sent by a connection")
+    once = wire["hook allreduce"] - steps * 2 * d * 4  # sent once at the start, with any hook
     assert 0 < once < 0.1 * wire["hook allreduce"]
-    low_rank = 4 * (784 + 200 + 200 + 200 + 200 + 10) + 200 + 200 + 10  # factors of three matrices, and biases
+    low_rank = 4 * (784 + 200 + 200 + 200 + 200 + 10) + 200 + 200 + 10  # low-rank factors of three matrices, and biases
     numbers = {"hook fp16": steps * d / 2, "hook bf16": steps * d / 2, "hook powersgd": 2 * d + (steps - 2) * low_rank}
     for name, count in numbers.items():
         assert wire[name] - once == pytest.approx(2 * 4 * count, rel=0.05), name
 
 
 def test_post_local_equals_pytorchs_own_optimizer(groups, serial):
-    """With equal shards and plain SGD: PostLocalSGDOptimizer over a PeriodicModelAverager, behind its hook of DDP."""
+    """Equal shards and plain SGD: PostLocalSGDOptimizer over a PeriodicModelAverager, with PyTorch's DDP hook."""
     ranks, _ = groups(2)
-    reference = next(iter(ranks[0].values()))["post_local"]  # made after the first case
+    reference = next(iter(ranks[0].values()))["post_local"]  # computed after the first case
     assert torch.allclose(ranks[0]["post-local"]["row"], reference, rtol=0, atol=ROUNDING)
     assert torch.allclose(serial(TABLES).global_row, reference, rtol=0, atol=ROUNDING)
 
@@ -308,15 +312,15 @@ def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, s
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_send_the_bytes_of_the_formulas(count, groups):
-    """In numbers of a row, all ranks together; docs/explanation/performance.md has these."""
+    """Bytes of all ranks together, in units of a row, as in docs/explanation/performance.md."""
     ranks, _ = groups(count)
     d, rounds = len(ranks[0]["uneven shards"]["row"]), 2
 
     def sent(name):
-        return sum(left[name]["wire"] for left in ranks) / 8 / d - (count - 1)  # without the row at the start
+        return sum(left[name]["wire"] for left in ranks) / 8 / d - (count - 1)  # without the initial row
 
     if not ranks[0]["uneven shards"]["wire"]:
-        pytest.skip("this system does not count what a connection has sent")
+        pytest.skip("this system does not count the bytes sent by a connection")
     by_columns = rounds * (5 * (count - 1) / count + (count - 1))
     assert sent("uneven shards") == pytest.approx(rounds * 2 * (count - 1), rel=0.1)
     assert sent("an adaptive server") == pytest.approx(3 * 2 * (count - 1), rel=0.1)
@@ -336,7 +340,7 @@ def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     result = cli("run", "engine=distributed")
     assert result.exit_code == 2
-    assert "start it by a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
+    assert "start it with a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
 
 
 BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}

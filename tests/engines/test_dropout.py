@@ -1,4 +1,4 @@
-"""Dropout by counter-based draws: its definition, and what it does to inputs."""
+"""Counter-based dropout: its definition, and its effect on inputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fedsim.engines.trainers.dropout import (
     layer_key,
 )
 
-SEEN: list[torch.Tensor] = []  # what dropout made of ones, in `Seeing`
+SEEN: list[torch.Tensor] = []  # masks that dropout has applied to ones
 
 
 class Seeing(nn.Module):
-    """Shows what dropout makes of ones: of elements, of channels, in place."""
+    """A model that records the dropout of ones: by element, by channel, and in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,20 +43,20 @@ class Seeing(nn.Module):
 
 @functools.cache
 def word(key, number, step, layer):
-    """One word by the definition: of block number // 4 of the stream."""
+    """Return word `number` of the stream, from block number // 4."""
     counter = (torch.tensor(value) for value in (number // 4, step, layer, 0))
     return int(blocks(tuple(counter), torch.tensor(key))[number % 4])
 
 
 def factors_by_definition(worker, step, layer, samples, shape, p):
-    """[samples, ...], one number at a time."""
+    """Return dropout factors [samples, *shape], computed one by one."""
     key, count = draw_key(3, "layers", 1, worker), samples * math.prod(shape)
-    kept = [word(key, number, step, layer) < round((1 - p) * 2**32) for number in range(count)]
-    return torch.tensor(kept).float().view(samples, *shape) / (1 - p)
+    mask = [word(key, number, step, layer) < round((1 - p) * 2**32) for number in range(count)]
+    return torch.tensor(mask).float().view(samples, *shape) / (1 - p)
 
 
-def test_masks_are_those_of_the_definition():
-    """Two workers of 5 samples, in batches of 3 and 2: two steps each."""
+def test_masks_equal_those_of_the_definition():
+    """Two workers with 5 samples each take two steps, with batches of 3 and 2."""
     SEEN.clear()
     fedsim.run(
         {
@@ -65,9 +65,10 @@ def test_masks_are_those_of_the_definition():
         }
     )
     drops = Seeing().drops
-    found = [mask for mask in SEEN if not bool((mask == 1).all())]  # else of a test, or of the recorded forward pass
-    assert len(found) == 12
-    for call, mask in enumerate(found):
+    # drops the masks of tests and of the recorded forward pass
+    masks = [mask for mask in SEEN if not bool((mask == 1).all())]
+    assert len(masks) == 12
+    for call, mask in enumerate(masks):
         worker, step, layer = call // 6, call // 3 % 2, call % 3
         samples, p = (3, 2)[step], drops[layer].p
         shape = ((7,), (3, 1, 1), (4, 2))[layer]
@@ -83,24 +84,24 @@ WAYS = {
 
 
 def coupled():
-    """Samples see each other, so that stacks of it run under vmap."""
+    """Return a model whose samples are coupled by BatchNorm, so that its stacks run under vmap."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 10))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
-    """Where one worker's work is taken as it is, all of them are the same steps on the same batches."""
+    """With one worker, all these settings take the same steps on the same batches."""
     tables = {
         **{"workers": 1, "rounds": 2, "precision": "float64", "engine": "serial", "seed": 4},
         **{"data": {"name": "tests.components:tiny", "train": 60}, "local": {"batch_size": 8, "lr": 0.05}},
     }
     tables["model"] = WAYS[way].get("model", "net")
-    expected, found = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
-    assert torch.allclose(found.global_row, expected.global_row, rtol=0, atol=1e-12)
+    expected, actual = fedsim.run(tables), fedsim.run({**tables, **WAYS[way]})
+    assert torch.allclose(actual.global_row, expected.global_row, rtol=0, atol=1e-12)
 
 
 def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
-    """PyTorch's generator of a GPU is Philox too: with the key of dropout, it would give dropout's words again."""
+    """PyTorch's GPU generator is Philox too; with the same key it would repeat the words of dropout."""
     keys = set[int]()
     monkeypatch.setattr(sequential, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
     data = {"name": "tests.components:tiny", "train": 20}
@@ -128,23 +129,23 @@ CALLS = {
 def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
     function, inputs, shape = CALLS[name]
     task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of its model
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of the experiment's model
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
-    given = inputs.clone(memory_format=torch.preserve_format)
+    passed = inputs.clone(memory_format=torch.preserve_format)
     with dropout.at(3, len(inputs)):
-        found = function(given, p, True, inplace)
+        outputs = function(passed, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
     key = torch.tensor([layer_key(task.experiment.seed, 2, 4)])
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
-    assert torch.allclose(found, inputs * factors[0, 0].float())
-    assert (found is given) == inplace
+    assert torch.allclose(outputs, inputs * factors[0, 0].float())
+    assert (outputs is passed) == inplace
 
 
 @pytest.mark.parametrize("p", [1.5, -0.5])
 def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
     task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of its model
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of the experiment's model
     dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
     with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
         F.dropout(torch.ones(4, 5), p)
@@ -156,19 +157,19 @@ def test_steps_drawn_ahead_are_those_drawn_one_by_one():
     made = keys, 20, 8, dropouts, torch.double
     ahead = FactorsAhead(*made, first_step=starts)
     for step, rows in [(0, 3), (1, 3), (4, 2), (3, 1), (19, 1), (2, 3), (25, 2)]:
-        found = ahead.of(step, rows)
+        factors = ahead.of(step, rows)
         for row in range(rows):
             expected = dropout_factors(keys[row : row + 1], int(starts[row]) + step, 1, 8, dropouts, torch.double)
-            for of_all, alone in zip(found, expected, strict=True):
+            for of_all, alone in zip(factors, expected, strict=True):
                 assert len(of_all) == rows
                 assert torch.equal(of_all[row], alone[0, 0])
 
 
-# Which calls a model has
+# Dropout calls of a model
 
 
 class Recomputing(nn.Module):
-    """Computes dropout once more in the backward pass, where nobody can know which call it is."""
+    """A model that recomputes dropout in the backward pass, where the call cannot be identified."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ def test_a_checkpoint_has_the_same_mask_in_both_passes(reentrant):
 
 
 class Mixed(nn.Module):
-    """Dropout by a module, and by a function where `functional`."""
+    """A model with a dropout module and, if `functional`, a dropout function call."""
 
     def __init__(self, functional: bool) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, prepared):
 @pytest.mark.parametrize("functional", [False, True])
 def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, prepared):
     task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional)  # in place of its model
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional)  # in place of the experiment's model
     dropout, images = RowDropout(task, shared, BatchSource(task, shared)), torch.ones(4, 2, 8, 8, dtype=torch.double)
     assert (len(dropout.calls), dropout.by_modules) == (1 + functional, not functional)
     model, of_round = dropout.new_module().train(), dropout.of(worker=4, round=2)
@@ -225,11 +226,11 @@ def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functio
     model.drop.register_forward_hook(lambda *_: called.append(True))
     with of_round.at(3, 4):
         assert torch._C._len_torch_function_stack() == functional
-        found = model(images)
+        outputs = model(images)
     expected = images.flatten(1)
     for factors in of_round.factors(3, 4):
         expected = expected * factors
-    assert torch.equal(found, model.linear(expected))
+    assert torch.equal(outputs, model.linear(expected))
     assert called
     assert isinstance(model.drop, nn.Dropout)
 

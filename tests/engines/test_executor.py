@@ -57,7 +57,7 @@ def test_with_a_maximum_the_process_with_the_least_load_is_next():
 
 @pytest.fixture
 def executors(prepared):
-    """The executors of two processes, and the members that each of them trains."""
+    """Return the executors of two processes, and the lists of members that they train."""
     task, shared = prepared()
     table = HeartbeatTable(2)
     executors = [
@@ -74,7 +74,7 @@ def executors(prepared):
 
 
 def test_members_whose_rounds_differ_are_assigned_by_their_steps(executors):
-    """Shards of 1, 5, 8, 17 and 20 samples are 1, 2, 2, 5 and 5 steps; one step of the fourth."""
+    """Shards of 1, 5, 8, 17 and 20 samples take 1, 2, 2, 5 and 5 steps; the fourth member takes only one step."""
     executors, trained = executors
     members = [WorkItem(0, 0, 3), WorkItem(1, 1, 1), WorkItem(2, 2, 2), WorkItem(3, 3, 7, 1), WorkItem(4, 4, 1)]
     for executor in executors:

@@ -1,4 +1,4 @@
-"""Processes that are forked: they compute as spawned ones do, whatever the program has done before."""
+"""Forked processes compute as spawned ones do, whatever the program has done before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import fedsim
 from fedsim.system.child_process import can_fork
 from tests.commands import run_python
 
-# Without a main guard, with a model of `__main__`, after computations with OpenMP's threads, in a program whose SIGTERM
-# and folder lock the processes must not keep. A second run finds the processes of the first, with their lock released.
+# A program without a main guard, with a model from `__main__`, after computations with OpenMP threads. Processes must
+# keep neither its SIGTERM handler nor its folder lock. A second run uses the first run's processes, without the lock.
 PROGRAM = """
 import os, signal, sys, tempfile
 import torch
@@ -45,7 +45,7 @@ for start_method in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked only on Linux")
 def test_forked_processes_give_the_same_bits_after_the_program_has_computed():
     done = run_python("-c", PROGRAM, "fork", timeout=120)
     assert (done.stdout, done.returncode) == ("True 3\n", 0), done.stderr
@@ -53,17 +53,17 @@ def test_forked_processes_give_the_same_bits_after_the_program_has_computed():
 
 def test_a_program_with_other_threads_does_not_fork():
     ended = threading.Event()
-    other = threading.Thread(target=ended.wait)
-    other.start()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
     try:
         assert not can_fork()
     finally:
         ended.set()
-        other.join()
+        thread.join()
 
 
 def test_a_daemonic_process_may_run_an_experiment(tmp_path):
-    """It may have no children, so it draws by itself."""
+    """A daemonic process cannot have children, so it draws the picture itself."""
     process = multiprocessing.get_context("spawn").Process(target=_run_in, args=(tmp_path / "run",), daemon=True)
     process.start()
     process.join()

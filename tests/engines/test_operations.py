@@ -1,4 +1,4 @@
-"""The operations of stacks: what takes the place of PyTorch's own under vmap, and what a merged batch refuses."""
+"""Operations of stacks: replacements for PyTorch's own under vmap, and what a merged batch refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inputs():
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
-    """Left as a product where it is used once."""
+    """A weight that is used only once has a deferred outer product as its gradient."""
 
     class Twice(torch.nn.Module):
         def __init__(self):
@@ -49,9 +49,9 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
     module = StackedModule(Twice, merged=True)
     rows = torch.randn(K, 6, dtype=torch.double, generator=torch.Generator().manual_seed(3))
     inputs, targets = torch.linspace(-1, 1, K * BATCH * 2).double().view(K, BATCH, 2), torch.ones(K, BATCH).long()
-    given = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
-    losses, (weight, bias) = module.gradients(*given, leave_products=0)
-    expected_losses, (expected, expected_bias) = module.gradients(*given)
+    arguments = module.views(rows), [], inputs, targets, torch.full((K, BATCH), 1 / BATCH, dtype=torch.double)
+    losses, (weight, bias) = module.gradients(*arguments, leave_products=0)
+    expected_losses, (expected, expected_bias) = module.gradients(*arguments)
     assert isinstance(weight, OuterProductGrad) == (not twice)
     torch.testing.assert_close(weight if twice else weight.computed(), expected)
     torch.testing.assert_close((losses, bias), (expected_losses, expected_bias))
@@ -128,7 +128,7 @@ def test_an_index_out_of_range_does_not_read_another_row(word):
 
 
 def test_probes_do_not_import_the_compiler():
-    """Which takes more than a second, and makes a folder among the temporary files."""
+    """Importing the compiler takes more than a second and creates a temporary folder."""
     program = (
         "import sys, torch; from fedsim.engines.stacking.operations import DataDependenceCheck\n"
         "from fedsim.engines.auto import FlopCount\n"
@@ -143,7 +143,7 @@ def test_probes_do_not_import_the_compiler():
 
 
 def stacked(function, *tensors, factors=()):
-    """Under vmap with substitutes, as a StackedModule calls it."""
+    """Call `function` under vmap with substituted operations, as a StackedModule does."""
 
     def one(factors, *tensors):
         with VmapOverrides(factors) as substitutes:
@@ -156,18 +156,20 @@ def stacked(function, *tensors, factors=()):
 
 @pytest.mark.parametrize("shapes", [[], [(3, 7)] * 2, [(4, 7)]], ids=["too few", "too many", "other samples"])
 def test_factors_that_do_not_fit_the_calls_are_refused(shapes):
-    with pytest.raises(ExperimentError, match="its dropout calls differ between forward passes; use engine=spawn"):
+    with pytest.raises(
+        ExperimentError, match="the model's dropout calls differ between forward passes; use engine=spawn"
+    ):
         stacked(F.dropout, torch.ones(2, 3, 7), factors=[torch.ones(2, *shape) for shape in shapes])
 
 
-def test_what_was_refused_is_kept_nowhere():
+def test_refused_inputs_are_released():
     inputs = torch.ones(3, 7)
-    kept = weakref.ref(inputs)
+    inputs_ref = weakref.ref(inputs)
     with contextlib.suppress(ExperimentError), VmapOverrides([]):
         F.dropout(inputs)
     del inputs
     gc.collect()
-    assert kept() is None
+    assert inputs_ref() is None
 
 
 def random(*shape):
@@ -196,8 +198,8 @@ OPERATIONS = {
 
 
 def has_weights_to_learn(name):
-    """Whether the operation has tensors besides its inputs, and PyTorch a derivative for these alone."""
-    return len(OPERATIONS[name][1]) > 1 and name != "group norm, channels_last"  # at which PyTorch 2.13 crashes
+    """Whether the operation takes weights and PyTorch can differentiate with respect to them alone."""
+    return len(OPERATIONS[name][1]) > 1 and name != "group norm, channels_last"  # where PyTorch 2.13 crashes
 
 
 @pytest.mark.parametrize(
@@ -213,11 +215,11 @@ def test_an_operation_gives_each_row_the_result_and_the_gradients_it_has_alone(n
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     outputs = stacked(function, *leaves)
     towards = random(*outputs.shape)
-    found = torch.autograd.grad(outputs, wanted, towards)
+    stacked_gradients = torch.autograd.grad(outputs, wanted, towards)
     for k in range(2):
         row = [leaf.detach()[k].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         expected = function(*row)
         assert torch.allclose(outputs[k], expected, rtol=0, atol=1e-12)
         gradients = torch.autograd.grad(expected, [tensor for tensor in row if tensor.requires_grad], towards[k])
-        for of_all, gradient in zip(found, gradients, strict=True):
+        for of_all, gradient in zip(stacked_gradients, gradients, strict=True):
             assert torch.allclose(of_all[k], gradient, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""What is said where a device has no memory left; the device is made up, as is its error."""
+"""Messages for a device without free memory (the device and its error are simulated)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class TooLarge(nn.Module):
-    """Trains as if it were on a GPU that is full."""
+    """A model that raises the error of a full GPU in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,20 +28,20 @@ class TooLarge(nn.Module):
 
 def test_all_that_can_be_less_is_named_with_its_number(prepared):
     task, _ = prepared(local={"batch_size": 64})
-    named = "processes (4 now), batched.max_rows (16 now), local.batch_size (64 now)"
-    assert what_would_fit(task, 4, 16) == f"cpu has no memory left; less of this would fit: {named}"
-    assert what_would_fit(task, 1).endswith("would fit: local.batch_size (64 now)")
+    named = "processes (now 4), batched.max_rows (now 16), local.batch_size (now 64)"
+    assert what_would_fit(task, 4, 16) == f"cpu is out of memory; reduce one of: {named}"
+    assert what_would_fit(task, 1).endswith("reduce one of: local.batch_size (now 64)")
     task, _ = prepared(local={"batch_size": 1})
-    assert what_would_fit(task, 1) == "cpu has no memory left; only a smaller model would fit"
+    assert what_would_fit(task, 1) == "cpu is out of memory; use a smaller model"
 
 
-def test_it_is_told_once_and_other_errors_pass(prepared):
+def test_it_is_reported_once_and_other_errors_pass(prepared):
     task, _ = prepared(local={"batch_size": 64})
     with pytest.raises(torch.OutOfMemoryError) as caught, explain_oom(task, 4), explain_oom(task, 2, 8):
         raise torch.OutOfMemoryError(SAID)
     assert str(caught.value) == (
-        "cpu has no memory left; less of this would fit: processes (2 now), batched.max_rows (8 now), "
-        "local.batch_size (64 now) (CUDA out of memory. Tried to allocate 2.00 GiB)"
+        "cpu is out of memory; reduce one of: processes (now 2), batched.max_rows (now 8), "
+        "local.batch_size (now 64) (CUDA out of memory. Tried to allocate 2.00 GiB)"
     )
     with pytest.raises(ZeroDivisionError), explain_oom(task, 1):
         raise ZeroDivisionError
@@ -51,8 +51,8 @@ def test_where_training_needs_too_much_the_run_ends_with_that_line(tiny_experime
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run({**tiny_experiment, "model": "tests.engines.test_out_of_memory:TooLarge"})
     assert str(caught.value).splitlines()[0] == (
-        "worker 0 in round 1 failed: OutOfMemoryError: cpu has no memory left; less of this would fit: "
-        "local.batch_size (16 now) (CUDA out of memory. Tried to allocate 2.00 GiB)"
+        "worker 0 in round 1 failed: OutOfMemoryError: cpu is out of memory; reduce one of: "
+        "local.batch_size (now 16) (CUDA out of memory. Tried to allocate 2.00 GiB)"
     )
 
 
@@ -61,5 +61,5 @@ def test_where_the_rows_alone_need_too_much_the_experiment_is_refused(tiny_exper
         raise torch.OutOfMemoryError(SAID)
 
     monkeypatch.setattr(SharedState, "allocate", full)
-    with pytest.raises(fedsim.ExperimentError, match='^device = "cpu": cpu has no memory left; less of '):
+    with pytest.raises(fedsim.ExperimentError, match='^device = "cpu": cpu is out of memory; reduce one of: '):
         fedsim.run(tiny_experiment)

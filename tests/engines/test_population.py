@@ -1,4 +1,4 @@
-"""Populations of a million workers: what a run does and keeps depends on the cohort, never on the population."""
+"""Populations of a million workers: cost and memory depend on the cohort, not on the population."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.textbook import small_two_nn
 MILLION = {"workers": 10**6, "cohort": 4, "rounds": 3, "partition": {"name": "virtual", "samples": 30}}
 
 
-def test_a_run_on_virtual_shards_is_the_textbook_loop(tiny_experiment):
-    """Every round: sample a cohort, copy, train each with torch.optim.SGD on its own shard, average."""
+def test_a_run_on_virtual_shards_matches_the_textbook_loop(tiny_experiment):
+    """In each round: sample a cohort, copy the model, train each copy with torch.optim.SGD on its shard, average."""
     skewed = {"name": "virtual", "samples": 30, "alpha": 0.5}
     result = fedsim.run({**tiny_experiment, **MILLION, "partition": skewed, "precision": "float64"})
     train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
@@ -81,23 +81,23 @@ def test_a_run_needs_no_memory_for_workers_that_do_not_take_part(tiny_experiment
             tracemalloc.stop()
 
     peak(100)
-    assert peak(10**9) < peak(1000) + 1e6  # a thousand are looked at in both
+    assert peak(10**9) < peak(1000) + 1e6  # both look at a thousand workers
 
 
 def test_fifty_thousand_workers_may_be_byzantine(tiny_experiment):
     attack = {"name": "sign_flipping", "fraction": 0.5}
-    found = []
+    byzantine = []
     fedsim.run(
         {**tiny_experiment, **MILLION, "workers": 10**5, "attack": attack, "aggregate": "median"},
-        on_start=lambda facts: found.extend(facts.byzantine),
+        on_start=lambda facts: byzantine.extend(facts.byzantine),
     )
-    assert len(set(found)) == 50_000
+    assert len(set(byzantine)) == 50_000
 
 
 def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(tiny_experiment):
-    """Their transforms are a lazy sequence, of which those of the cohort are asked for."""
-    one, other = (
+    """The transforms are a lazy sequence, of which only those of the cohort are read."""
+    first, second = (
         fedsim.run(tiny_experiment | MILLION, partition={"name": "tests.components:Darkened", "by": by}).global_row
         for by in (0, 1)
     )
-    assert not torch.equal(one, other)
+    assert not torch.equal(first, second)

@@ -5,19 +5,19 @@ import torch
 from fedsim.engines.distributed.preflight import difference_of, digest
 
 
-def test_a_difference_is_told_in_one_line_with_rank_and_both_values():
+def test_a_difference_is_reported_in_one_line_with_rank_and_both_values():
     same = {"versions": {"torch": "2.6"}, "the experiment": {"rounds": 3, "local.lr": 0.1}}
     assert difference_of([same, same, same]) == []
-    other = {**same, "the experiment": {"rounds": 3, "local.lr": 0.2}}
+    changed = {**same, "the experiment": {"rounds": 3, "local.lr": 0.2}}
     line = "the ranks differ in the experiment: local.lr = 0.1 on rank 0 and 0.2 on rank 2"
-    assert difference_of([same, same, other]) == [line]
+    assert difference_of([same, same, changed]) == [line]
     missing = {**same, "versions": {}}
     assert difference_of([same, missing]) == [
         'the ranks differ in versions: torch = "2.6" on rank 0 and not set on rank 1'
     ]
 
 
-def test_of_many_differences_the_first_are_told():
+def test_of_many_differences_the_first_ones_are_reported():
     claims = [{"the experiment": dict.fromkeys("abcde", value)} for value in (1, 2)]
     assert difference_of(claims)[0].endswith("c = 1 on rank 0 and 2 on rank 1 (and 2 more)")
 

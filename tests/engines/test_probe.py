@@ -1,4 +1,4 @@
-"""What a model is found out to be before its rows are stacked, and that what is stacked agrees with `serial`."""
+"""What the probe of a model detects before rows are stacked, and that stacked models agree with `serial`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 import fedsim
 from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.models import model as models
 from fedsim.runs.setup import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
 from tests.engines.zoo import PICTURES, REFUSED, TEXTS, experiment
+from tests.real_models import CHAR_LSTM, GPT, RESNET
 
 
 @pytest.fixture
 def dry_run():
-    """The probe of an experiment."""
+    """Return a function that returns the StackingProbe of an experiment."""
 
     def probe(tables):
         wanted = fedsim.Experiment(**{**tables, "engine": "serial"})
@@ -27,14 +29,14 @@ def dry_run():
     return probe
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for an operation that it loops over
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for operations that it loops over
 @pytest.mark.parametrize("sync", ["parameters", pytest.param("gradients", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*PICTURES, *TEXTS])
 def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_where_they_can_be(
     kind, sync, monkeypatch
 ):
     tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
-    monkeypatch.setattr(StackingProbe, "of", lambda *given: probes.append(of(*given)) or probes[0])
+    monkeypatch.setattr(StackingProbe, "of", lambda *arguments: probes.append(of(*arguments)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
     stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 3}})
     assert_close(serial, stacked, ROUNDING)
@@ -61,13 +63,60 @@ def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_ex
         dry_run(tables)
 
 
+SMALL = {  # parameters that leave the layers of a model as they are, and make trials fast
+    "char_lstm": CHAR_LSTM["model"],
+    "gpt": {**GPT["model"], "dropout": 0.1},
+    "torchvision:googlenet": {"aux_logits": False},
+}
+FROM_TORCHVISION = ["torchvision:squeezenet1_1"]
+FROM_TORCHVISION += [
+    pytest.param(f"torchvision:{name}", marks=pytest.mark.slow)
+    for name in (
+        *("convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "mnasnet0_5"),
+        *("mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnext50_32x4d"),
+        *("shufflenet_v2_x0_5", "swin_t", "swin_v2_t", "vgg11", "vgg11_bn", "wide_resnet50_2"),
+    )
+]
+
+
+@pytest.mark.parametrize("name", [*models.names(), *FROM_TORCHVISION])
+def test_every_model_is_stacked_as_it_declares(name, dry_run):
+    pixels = 8 if name.startswith("resnet") else 64 if ":" in name else 28
+    data = {"name": "tests.real_models:noise", "shape": [3 if pixels != 28 else 1, pixels, pixels]}
+    task = {"data": "tests.real_models:text", "task": "next_token"} if name in ("char_lstm", "gpt") else {"data": data}
+    task |= {"task": "regression", "data": "tests.other_tasks:planes"} if name == "linear" else {}
+    params = {"inputs": 5} if name == "linear" else SMALL.get(name, {})
+    tables = {**task, "model": {"name": name, **params}, "workers": 3, "local": {"batch_size": 4}}
+    declared = models.get(name).target.stacked
+    if declared not in ("merged", "vmap"):
+        with pytest.raises(fedsim.ExperimentError, match=f"cannot be stacked: {declared}; use engine=spawn$"):
+            dry_run({**tables, "precision": "float64"})
+        return
+    probe = dry_run({**tables, "precision": "float64"})
+    assert declared == ("merged" if probe.merged else "vmap")
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_a_resnet_without_batch_norm_is_merged(norm, dry_run):
+    assert dry_run({**RESNET, "model": {"name": "resnet20", "norm": norm}, "workers": 3, "precision": "float64"}).merged
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, for attention
+def test_functions_of_partial_arguments_in_a_module_are_compared_by_value(dry_run):
+    """A vision transformer, whose deep copy holds other objects of functools.partial."""
+    data = {"name": "tests.real_models:noise", "shape": [3, 8, 8]}
+    tables = {"model": "tests.real_models:small_vit", "data": data, "workers": 3, "precision": "float64"}
+    assert not dry_run(tables).merged
+    assert models.get("torchvision:vit_b_32").target.stacked == "vmap"
+
+
 COUPLED = {
     *("BatchNorm", "BatchNorm without statistics", "BatchNorm without parameters", "BatchNorm frozen"),
     *("BatchNorm twice", "BatchNorm and dropout", "InstanceNorm with statistics", "buffers", "centred batch"),
     *("the last of a batch", "the last of a batch, but for the first", "its share of the batch"),
     *("counts its samples", "branches by its samples"),
 }
-VMAPPED = {  # depend on positions, or give parameters to functions that take no stack of them
+VMAPPED = {  # models that depend on positions, or pass parameters to functions without a stacked version
     *("transposed convolution", "InstanceNorm", "clamped", "without dimensions", "linear, no bias", "linear, one bias"),
     *("linear, single samples", "linear, transposed", "every other sample", "halves of a batch", "einsum"),
     *("centred, if it is many", "transformer", "attention", "recurrent cell"),
@@ -88,7 +137,7 @@ def test_dropouts_are_found_in_their_order_with_what_they_draw_for_a_sample(dry_
 
 
 def test_the_memory_that_a_sample_takes_is_about_that_of_its_activations(dry_run):
-    """Of net in float32: two convolutions, what pooling and ReLU keep, the layers behind."""
+    """`net` in float32: two convolutions, the inputs that pooling and ReLU keep, and the later layers."""
     least = 4 * (10 * 24 * 24 + 20 * 8 * 8)
     assert least < dry_run({"model": "net", "workers": 2, "cohort": 1}).sample_bytes < 8 * least
 
@@ -99,16 +148,16 @@ def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
         with prepare(tables, session) as (task, engine):
             shared = engine.shared
-            kept = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
+            copies = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
             StackingProbe.of(task, shared)
-            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), kept, strict=True):
+            for tensor, old in zip((shared.server.row, shared.cohort.rows, shared.cohort.buffers), copies, strict=True):
                 assert torch.equal(tensor, old)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """Steps along the gradient's direction: of a whole row."""
+    """A client algorithm that normalises the gradient of a whole row."""
 
     lr: float = 0.05
 
@@ -121,7 +170,7 @@ class Normalised:
 
 @dataclass(frozen=True)
 class Decaying(Normalised):
-    """Counts its steps in a number of its own."""
+    """A client algorithm that counts its steps in a Python number."""
 
     def start(self, rows):
         return {"steps": torch.zeros(())}
@@ -133,7 +182,7 @@ class Decaying(Normalised):
 
 @dataclass(frozen=True)
 class Replacing(Normalised):
-    """Puts new tensors into its state, from the first step on."""
+    """A client algorithm that replaces the tensors of its state in each step."""
 
     def step(self, rows, gradients, state):
         state["velocity"] = 0.9 * state.get("velocity", 0.0) + gradients
@@ -144,14 +193,14 @@ class Replacing(Normalised):
     ("algorithm", "reason"),
     [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "a step of local.algorithm fails")],
 )
-def test_a_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
+def test_an_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry_run):
     tables = {**experiment("convolution"), "local": {"algorithm": f"{__name__}:{algorithm}", "batch_size": 4}}
     with pytest.raises(fedsim.ExperimentError, match=re.escape(reason)):
         dry_run(tables)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and picked out
-def test_a_algorithm_may_replace_what_it_keeps(kind):
+@pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and members picked by an index
+def test_an_algorithm_may_replace_what_it_keeps(kind):
     tables = {**experiment(kind), "local": {"algorithm": f"{__name__}:Replacing", "batch_size": 4}}
     serial = fedsim.run({**tables, "engine": "serial"})
     assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)
@@ -171,9 +220,10 @@ def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, wi
 
 
 def test_a_model_that_splits_large_batches_is_refused_when_it_does():
-    """Eight samples of two rows were one piece; of two rows with eight each, a piece is all of one row's."""
+    """Eight samples of two rows are one piece; with eight per row, each piece holds samples of only one row."""
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
     with pytest.raises(
-        fedsim.ExperimentError, match="its operations depend on the size or the values of a batch.*; use engine=spawn$"
+        fedsim.ExperimentError,
+        match="the model's operations depend on the size or the values of a batch.*; use engine=spawn$",
     ):
         fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})

@@ -38,7 +38,7 @@ from tests.leftovers import SHARED
 
 @pytest.fixture(scope="module")
 def session():
-    """A pool without failures. (By this name the fixture that looks for leftovers lets its processes stay.)"""
+    """Yield a pool without failures. (The name `session` exempts its processes from the check for leftovers.)"""
     with ProcessPool(3, threads=2) as pool:
         yield pool
 
@@ -91,7 +91,7 @@ FAILURES = {
     ],
 )
 def test_a_failure_ends_the_call_and_names_worker_and_cause(how, others_wait, tmp_path):
-    """Survivors release their state: a CUDA allocation that a killed process had open would never be freed."""
+    """The survivors release their state: CUDA memory that a killed process had open is never freed."""
     with ProcessPool(2) as pool:
         pool.call(leave_a_note_at_the_end, tmp_path)
         assert FAILURES[how] in failure_of(pool, misbehave, how, 1, others_wait)
@@ -114,7 +114,7 @@ def test_a_death_between_calls_is_found_at_the_next_which_is_the_last():
         cause = "was killed by SIGKILL (exit code -9)"
         assert failure_of(pool, who) == f"process 0, between workers, last in round 3, {cause}"
         assert not pool.at_work
-        assert failure_of(pool, who) == "the process pool has been closed"
+        assert failure_of(pool, who) == "the process pool has been closed; create a new one"
 
 
 def test_a_process_killed_as_it_starts_is_named_without_a_worker():
@@ -155,7 +155,7 @@ def open_things():
 
 
 def test_a_closed_pool_keeps_no_descriptors_and_no_shared_memory():
-    """Whether it is closed once, twice, or after a failure."""
+    """The pool is closed once, twice, or after a failure."""
     counts = []
     for how in ("close", "close", "exit"):
         tensor = torch.zeros(2).share_memory_()
@@ -221,7 +221,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("signals", "stopped"),
     [
-        ([signal.SIGKILL], True),  # the other one is not
+        ([signal.SIGKILL], True),  # the other process is not stopped
         # the second interrupt comes while the pool is being closed
         pytest.param([signal.SIGINT, signal.SIGINT], True, marks=pytest.mark.slow),
         pytest.param([signal.SIGTERM], True, marks=pytest.mark.slow),
@@ -273,4 +273,4 @@ def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_ge
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"fedsim.errors.WorkerError: {message}")
     assert 'under `if __name__ == "__main__":`' in last
-    assert last.endswith("or use engine=serial, which starts none")
+    assert last.endswith("or use engine=serial, which starts no processes")

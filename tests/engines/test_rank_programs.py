@@ -20,8 +20,8 @@ from tests.commands import ROOT, ended, free_port, read_until, start, start_rank
 from tests.engines.test_rendezvous import impostor, ping
 
 
-def ranks_of(count, *words, cwd, own=None):
-    return start_ranks(count, ROOT / "run_experiment.py", *words, cwd=cwd, own=own)
+def ranks_of(count, *words, cwd, words_by_rank=None):
+    return start_ranks(count, ROOT / "run_experiment.py", *words, cwd=cwd, words_by_rank=words_by_rank)
 
 
 def accuracies(folder):
@@ -39,7 +39,7 @@ def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
     codes, _, errors = ended(ranks_of(1, *words, cwd=tmp_path))
     assert codes == [2]
     assert error_lines(errors[0]) == [
-        'error: round 1: the mean of the gradients is not finite, though each of them is (distributed.hook = "fp16")'
+        'error: round 1: distributed.hook = "fp16": the mean gradient is not finite, although each gradient is'
     ]
 
 
@@ -62,22 +62,23 @@ def test_the_command_runs_on_two_ranks_and_prints_once(launch, tmp_path):
 
 FAILING = (
     *("engine=distributed", "data=tests.components:tiny", "rounds=4", "workers=4", "local.batch_size=16"),
-    *("model=tests.models:FailsInRank", "model.after=7", "distributed.timeout=5"),  # after 2 workers' 4 steps: round 2
+    # two workers with 4 steps each: in round 2
+    *("model=tests.models:FailsInRank", "model.after=7", "distributed.timeout=5"),
 )
 
 
 IN_BACKWARD = ("sync=gradients", "model=tests.models:FailsInBackward")
 LINES = {
-    "kill": "error: rank 1 of 3 ended without a word",
+    "kill": "error: rank 1 of 3 ended without an error message",
     "raise": "error: worker 1 in round 2 failed (rank 1): ZeroDivisionError: this model divides by zero",
-    "hang": "error: rank 1 made no step for 5 s; a step that takes longer needs a larger distributed.timeout",
+    "hang": "error: rank 1 made no step for 5 s; if a step takes longer, increase distributed.timeout",
 }
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        pytest.param("kill", (), marks=pytest.mark.slow),  # of two ranks it is tested below
+        pytest.param("kill", (), marks=pytest.mark.slow),  # tested below with two ranks
         ("raise", ()),
         pytest.param("hang", (), marks=pytest.mark.slow),
         ("kill", IN_BACKWARD),
@@ -98,7 +99,7 @@ def test_a_rank_that_fails_in_round_2_ends_the_others_with_one_line_each(how, wo
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank, tmp_path):
-    """Rank 0 keeps the store, by which ranks look after each other."""
+    """Rank 0 holds the store through which the ranks watch each other."""
     words = "engine=distributed", "data=tests.components:tiny", "rounds=100000", "workers=4", "distributed.timeout=3"
     processes = ranks_of(2, *words, "--out", "run", cwd=tmp_path)
     read_until(processes[0], "    3")
@@ -106,12 +107,12 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
     _, errors = processes[1 - rank].communicate(timeout=30)
     processes[rank].kill()
     processes[rank].communicate()
-    assert errors == f"error: rank {rank} gave no sign of life for 3 s (distributed.timeout)\n"
+    assert errors == f"error: rank {rank} sent no heartbeat for 3 s (distributed.timeout)\n"
     assert processes[1 - rank].returncode == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "own", "lines"),
+    ("words", "words_by_rank", "lines"),
     [
         (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
         pytest.param(
@@ -121,11 +122,11 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
         pytest.param(["data=tests.components:absent_on_rank"], {}, ["rank 1: ", ""], marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_differ_say_so_and_stop(words, own, lines, tmp_path):
+def test_ranks_that_differ_say_so_and_stop(words, words_by_rank, lines, tmp_path):
     words = ["engine=distributed", "data=tests.components:tiny", "model=logistic", "rounds=1", *words]
-    codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, own=own))
+    codes, outs, errors = ended(ranks_of(2, *words, cwd=tmp_path, words_by_rank=words_by_rank))
     assert codes == [2, 2]
-    assert [out.count("\n") for out in outs] == [1, 0], "rank 0 has said what it would run"
+    assert [out.count("\n") for out in outs] == [1, 0], "only rank 0 prints, one line about the run"
     for text, expected in zip(errors, lines * (2 // len(lines)), strict=True):
         [line] = error_lines(text)
         assert line.startswith(f"error: {expected}")
@@ -138,8 +139,8 @@ def test_a_folder_that_is_taken_stops_all_ranks(tmp_path):
     words = ["engine=distributed", "data=tests.components:tiny", "--out", "taken"]
     codes, _, errors = ended(ranks_of(2, *words, cwd=tmp_path))
     assert codes == [2, 2]
-    assert "error: taken: is not empty, and not a run folder" in errors[0]
-    assert "error: rank 0: taken: is not empty, and not a run folder" in errors[1]
+    assert "error: taken: is not empty and has no experiment.toml" in errors[0]
+    assert "error: rank 0: taken: is not empty and has no experiment.toml" in errors[1]
 
 
 LEAVING = """
@@ -170,15 +171,16 @@ gc.collect()
 
 
 def test_a_rank_leaves_the_group_and_ends_its_threads_before_the_program_ends(tmp_path):
-    """One that returned from C++ after the end of the interpreter would abort the process."""
+    """A thread that returned from C++ after the interpreter has ended would abort the process."""
     codes, outs, errors = ended(start_ranks(2, "-c", LEAVING, cwd=tmp_path))
     assert (codes, errors) == ([0, 0], ["", ""])
     assert outs == ["False [] []\n"] * 2
 
 
 def test_joining_ends_in_time_or_by_a_signal(tmp_path):
-    """Other programs listen at the port of rank 0: they greet like it, and then PyTorch's own client waits without a
-    timeout for an answer. In the last case the others are missing.
+    """Impostors listen at rank 0's port and greet like it, after which PyTorch's client would wait without a timeout.
+
+    In the last case the other ranks are missing.
     """
     contacts, words = (
         queue.SimpleQueue(),
@@ -210,7 +212,7 @@ def ip(*words):
 
 @pytest.fixture
 def two_machines():
-    """Two network namespaces that a virtual link joins; the first one's address is 10.213.77.1."""
+    """Yield two network namespaces joined by a virtual link. The address of the first one is 10.213.77.1."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and the program `ip`")
     mark = uuid.uuid4().hex[:6]
@@ -219,7 +221,7 @@ def two_machines():
     try:
         for made in (*(ip("netns", "add", name) for name in names), ip(*link)):
             if made.returncode:
-                pytest.skip(f"this system joins no network namespaces: {made.stderr.strip()}")
+                pytest.skip(f"this system cannot connect network namespaces: {made.stderr.strip()}")
         for side, (name, end) in enumerate(zip(names, ends, strict=True), 1):
             assert ip("-n", name, "address", "add", f"10.213.77.{side}/24", "dev", end).returncode == 0
             assert all(ip("-n", name, "link", "set", device, "up").returncode == 0 for device in ("lo", end))
@@ -247,7 +249,7 @@ def test_two_machines_run_the_two_machine_form_of_torchrun(two_machines, tmp_pat
     ]
     codes, outs, errors = ended(processes, 120)
     assert codes == [0, 0], errors
-    assert sorted(map(bool, outs)) == [False, True]  # one of them has rank 0, and speaks
+    assert sorted(map(bool, outs)) == [False, True]  # only the machine with rank 0 prints
     [folder] = tmp_path.glob("run*")
     (tmp_path / "tiny.toml").touch()
     alone = fedsim.run(fedsim.load_experiment(tmp_path / "tiny.toml", [*words, "engine=serial"]))

@@ -1,4 +1,4 @@
-"""What engines hold after a run: no memory of it, also without a cyclic garbage collection."""
+"""Engines hold no memory of a run after its end, even without the cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"
 
 @pytest.fixture
 def matrices(monkeypatch):
-    """Weak references to the matrices of rows that have been allocated, with the garbage collection off."""
-    found, allocate = [], SharedState.allocate.__func__
+    """Yield weak references to all allocated row matrices, with the garbage collector switched off."""
+    references, allocate = [], SharedState.allocate.__func__
 
     def noted(cls, *arguments, **options):
         shared = allocate(cls, *arguments, **options)
-        found.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
+        references.append(StorageWeakRef(shared.cohort.rows.untyped_storage()))
         return shared
 
     monkeypatch.setattr(SharedState, "allocate", classmethod(noted))
     gc.collect()
     gc.disable()
-    yield found
+    yield references
     gc.enable()
 
 
@@ -70,10 +70,10 @@ def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, ti
     monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
     monkeypatch.setattr(pool_backend, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, **changes})
-    assert alive_at_release == [[True], [False]], "before the processes begin, and when all is done"
+    assert alive_at_release == [[True], [False]], "before the processes start, and after the run"
 
 
-def test_releasing_memory_is_no_failure_on_a_failed_device_and_does_nothing_on_a_cpu(monkeypatch):
+def test_releasing_memory_is_not_a_failure_on_a_failed_device_and_does_nothing_on_a_cpu(monkeypatch):
     asked = []
 
     def fail():

@@ -1,4 +1,4 @@
-"""Ranks that are started again continue from the newest checkpoint, with the state that workers keep."""
+"""Restarted ranks continue from the newest checkpoint, with the state of the workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEPT = {
 
 
 def ranks(count, *words, cwd, start=start_ranks):
-    """A group of ranks, to its end: what all wrote to stdout and to stderr."""
+    """Run a group of ranks to its end and return their joint stdout and stderr."""
     (cwd / "tiny.toml").write_text('name = "tiny"\n')
     processes = start(count, str(ROOT / "run_experiment.py"), "tiny.toml", *words, "--resume", "run", cwd=cwd)
     codes, outs, errors = ended(processes, 150)
@@ -39,7 +39,7 @@ def ranks(count, *words, cwd, start=start_ranks):
 
 
 def alone(*words, cwd):
-    """The folder of the same experiment, run in this process."""
+    """Run the same experiment in this process and return its folder."""
     words = [word for word in words if not word.startswith("distributed.")]
     result = fedsim.run(fedsim.load_experiment(cwd / "tiny.toml", [*words, "engine=serial"]), out=cwd / "alone")
     return result.folder
@@ -49,10 +49,10 @@ def row_of(folder):
     return torch.cat([tensor.flatten() for tensor in load_file(folder / "model.safetensors").values()])
 
 
-@pytest.mark.parametrize("kept", [pytest.param(k, marks=[pytest.mark.slow] * (k != "state and buffers")) for k in KEPT])
-def test_two_ranks_keep_the_state_of_workers_and_resume(kept, tmp_path):
+@pytest.mark.parametrize("case", [pytest.param(k, marks=[pytest.mark.slow] * (k != "state and buffers")) for k in KEPT])
+def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
     words = (*WORDS, "model=logistic", "server=sgd", "aggregate.rule=weighted_mean", "workers=5", "cohort=3")
-    words += ("local.steps=3", "local.lr=0.1", "local.momentum=0.9", "precision=float64", *KEPT[kept])
+    words += ("local.steps=3", "local.lr=0.1", "local.momentum=0.9", "precision=float64", *KEPT[case])
     ranks(2, *words, "rounds=2", cwd=tmp_path)
     out, _ = ranks(2, *words, "worker_state_memory=10000", cwd=tmp_path)
     assert "continuing after round 2 of 5" in out
@@ -63,15 +63,15 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(kept, tmp_path):
         assert run.keys() == whole.keys() == {"global", "personal", "fine_tuned"}
         assert all(run[model] == pytest.approx(whole[model], abs=1e-9) for model in run)
     out, _ = ranks(2, *words, "worker_state_memory=10000", cwd=tmp_path)
-    assert "after 5 rounds, 0 of them in this session" in out, "all rounds are on record, by the first rank"
+    assert "after 5 rounds, 0 of them in this session" in out, "rank 0 has already recorded all rounds"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
-def test_torchrun_restarts_a_killed_rank_to_the_same_model(kept, tmp_path):
-    words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *kept)
+@pytest.mark.parametrize("settings", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
+def test_torchrun_restarts_a_killed_rank_to_the_same_model(settings, tmp_path):
+    words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *settings)
     out, errors = ranks(2, *words, cwd=tmp_path, start=start_torchrun)
-    assert "ended without a word" in errors
+    assert "ended without an error message" in errors
     assert "continuing after round 2 of 5" in out
     (tmp_path / "whole").mkdir()
     ranks(2, *words, "model.rank=9", cwd=tmp_path / "whole")
@@ -100,4 +100,6 @@ def test_powersgd_starts_its_state_again_and_warns(tmp_path):
     ranks(2, *words, "rounds=2", cwd=tmp_path)
     out, errors = ranks(2, *words, cwd=tmp_path)
     assert "continuing after round 2 of 5" in out
-    assert errors.count('distributed.hook = "powersgd": its state is in no checkpoint and starts again') == 1
+    assert (
+        errors.count('distributed.hook = "powersgd": the state of this hook is not in the checkpoint and is reset') == 1
+    )

@@ -1,4 +1,4 @@
-"""Which batches the members of a stack have, step by step."""
+"""The batches of a stack's members, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedsim.engines.trainers.stack import Stack
 @pytest.mark.parametrize("at_once", [2**17, 1])
 @pytest.mark.parametrize("ahead", [256, 3, 1])
 def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at_once, prepared, monkeypatch):
-    """Two epochs of shards of 1, 5, 8, 17 and 20 samples in batches of 4; slots are other numbers than workers."""
+    """Two epochs of shards with 1, 5, 8, 17 and 20 samples, batch size 4; slot numbers differ from worker numbers."""
     monkeypatch.setattr(stack_module, "SAMPLES_AT_ONCE", at_once)
     monkeypatch.setattr(stack_module, "STEPS_AT_A_TIME", ahead)
     task, shared = prepared(local={"batch_size": 4, "epochs": 2})

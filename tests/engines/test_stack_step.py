@@ -1,4 +1,4 @@
-"""One local step of a stack: joined gradients move the rows as single ones do, and only those that may move."""
+"""A local step of a stack: joined gradients act like single ones and move only the rows that may move."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gat
 from tests.clients.variants import every_variant, made
 
 K, BATCH = 4, 3
-GPU = torch.device("cuda")  # only named: the step itself lies where its tensors lie
+GPU = torch.device("cuda")  # only a name: the step runs where its tensors are
 
 
 @pytest.fixture
 def steps(prepared):
-    """A task, its stacked module, and a function that makes the state of K different rows."""
+    """Return a task, its stacked module, a function that creates the state of K different rows, and a batch."""
     task, shared = prepared()
     module = StackedModule(task.new_module, merged=True)
 

@@ -1,4 +1,4 @@
-"""The ways to convolve a stack agree with one row after another."""
+"""All implementations of a stacked convolution agree with row-by-row convolutions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fedsim.engines.stacking.operations import WAYS, Options
 
 K, BATCH = 3, 4
-CASES = {  # convolution, channels, size, kernels, bias, options
+CASES = {  # (convolution, channels, size, kernels, bias, options)
     "plain": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options()),
     "no bias, same": (F.conv2d, 2, (6, 7), (4, 2, 3, 4), False, Options(padding="same", dilation=(1, 2))),
     "valid": (F.conv2d, 2, (6, 7), (4, 2, 3, 3), True, Options(padding="valid")),
@@ -30,7 +30,7 @@ IMAGES = [case for case, (convolution, *_) in CASES.items() if convolution is F.
 
 
 def tensors(case, channels_last=False):
-    """Inputs, weights and, perhaps, biases of K rows."""
+    """Return the inputs, weights and (in some cases) biases of K rows."""
     _, channels, size, kernels, with_bias, _ = CASES[case]
     generator = torch.Generator().manual_seed(4)
     shapes = [(K * BATCH, channels, *size), (K, *kernels), (K, kernels[0])][: 3 if with_bias else 2]
@@ -47,17 +47,17 @@ def row_by_row(case, inputs, weight, bias=None):
     return torch.cat([convolution(part, kernels, offsets, *options) for part, kernels, offsets in parts])
 
 
-def convolved(way, case, given):
+def convolved(way, case, leaves):
     convolution, *_, options = CASES[case]
-    inputs, weight, bias = (*given, None)[:3]
+    inputs, weight, bias = (*leaves, None)[:3]
     return way(convolution, inputs, weight, bias, options)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("case", "channels_last"), [*((case, False) for case in CASES), *((c, True) for c in IMAGES)])
-def test_values_and_gradients_are_those_of_each_row_by_itself(case, channels_last, way):
-    given = tensors(case, channels_last)
-    found, expected = convolved(WAYS[way], case, given), row_by_row(case, *given)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(outputs.sin().sum(), given) for outputs in (found, expected)]
+def test_values_and_gradients_equal_those_of_each_row_by_itself(case, channels_last, way):
+    leaves = tensors(case, channels_last)
+    actual, expected = convolved(WAYS[way], case, leaves), row_by_row(case, *leaves)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(outputs.sin().sum(), leaves) for outputs in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)

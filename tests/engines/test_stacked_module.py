@@ -1,4 +1,4 @@
-"""What a stacked module takes and gives; test_probe.py compares the rows of many models with rows trained alone."""
+"""Inputs and outputs of a stacked module. test_probe.py compares many models with rows that are trained alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K, BATCH = 3, 4
 
 
 def gradients_of(stacked, rows):
-    """The gradients of all parameters on noise, by name."""
+    """Return the gradients of all parameters for random inputs, by name."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(K, BATCH, 2, 8, 8, generator=generator, dtype=torch.double)
     targets, weights = torch.arange(K * BATCH).view(K, BATCH) % zoo.CLASSES, torch.full((K, BATCH), 1 / BATCH).double()
@@ -24,7 +24,7 @@ def gradients_of(stacked, rows):
 
 
 class Shared(nn.Module):
-    """Two parameters that are added, whose gradients autograd holds in one tensor, and one that is summed up."""
+    """A model in which two parameters are added (autograd gives them one gradient tensor) and a third is summed."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Shared(nn.Module):
 
 
 def test_gradients_have_memory_of_their_own():
-    """A client algorithm may write to them."""
+    """A client algorithm may write to these gradients."""
     stacked = StackedModule(lambda: Shared().double())
     gradients = list(gradients_of(stacked, new_rows(K, stacked.layout.d, torch.double).fill_(0.1)).values())
     before = [gradient.clone() for gradient in gradients]

@@ -1,4 +1,4 @@
-"""The test of the global model: the same in every engine and mode, and without effect on the model."""
+"""The test of the global model: equal in every engine and mode, and without effect on the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import fedsim
 from fedsim.core.randomness import seed_everything
 from tests import components, models
 
-TEST_BATCH = 250  # on a CPU
+TEST_BATCH = 250  # test batch size on a CPU
 TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
 ENGINES = {
     "serial": {"engine": "serial"},
@@ -27,7 +27,7 @@ def tables(tiny_experiment):
 
 
 def loss_of(model, seed=None, round=None):
-    """Mean loss on the test images, by batches; before each, the generators are seeded for it."""
+    """Return the mean loss on the test images. With `seed`, the generators are seeded before each batch."""
     test = components.tested_on_many(None)[1].to(torch.device("cpu"), torch.float64)
     losses = []
     with torch.random.fork_rng(), torch.no_grad():
@@ -61,7 +61,9 @@ def test_a_model_that_writes_to_its_parameters_is_tested_on_a_copy(engine, table
 
 
 def test_the_losses_that_a_rule_asks_for_are_of_a_copy_of_the_row(tables):
-    """Rows start from the global row all the same, and so do not move by training at learning rate 0."""
+    """Rows still start from the global row, so they do not move with learning rate 0."""
     change = {"model": "tests.models:Halving", "aggregate": "tests.components:lossy_mean", "local": {"lr": 0.0}}
-    one, two = (fedsim.run({**tables, **change, "rounds": rounds}).global_row for rounds in (1, 2))
-    assert torch.equal(one, two)
+    after_one_round, after_two_rounds = (
+        fedsim.run({**tables, **change, "rounds": rounds}).global_row for rounds in (1, 2)
+    )
+    assert torch.equal(after_one_round, after_two_rounds)

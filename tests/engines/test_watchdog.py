@@ -11,17 +11,17 @@ from fedsim.engines.distributed.watchdog import Watchdog, ranks, wait_for_all
 
 
 def watch(store=None, steps=lambda: 7, timeout=3.0):
-    """The watchdog of rank 0 of 3, whose thread has not started: 20 exchanges with the store take a timeout."""
+    """Return the watchdog of rank 0 of 3 before its thread starts. It looks at the store 20 times per timeout."""
     return Watchdog(store or dist.HashStore(), "rank 0", 0, 3, steps, timeout)
 
 
 @pytest.mark.parametrize(
     ("waits", "pulses", "line"),
     [
-        (True, lambda look: (f"{look} {look} 0", f"{look} 0 1"), None),  # rank 1 works
+        (True, lambda look: (f"{look} {look} 0", f"{look} 0 1"), None),  # rank 1 makes progress
         (False, lambda look: (f"{look} 7 0", f"{look} 7 0"), None),  # nobody waits for a long step
-        (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; a step that takes longer"),
-        (True, lambda look: (f"{look} {look} 0", "1 1 0"), "rank 2 gave no sign of life for 3 s (distributed.timeout)"),
+        (True, lambda look: (f"{look} 7 0", f"{look} 7 1"), "rank 1 made no step for 3 s; if a step takes longer"),
+        (True, lambda look: (f"{look} {look} 0", "1 1 0"), "rank 2 sent no heartbeat for 3 s (distributed.timeout)"),
     ],
 )
 def test_it_names_the_rank_that_has_failed(waits, pulses, line):
@@ -44,16 +44,16 @@ def test_a_store_that_is_silent_counts_from_the_last_answer():
         assert look() is None
     lines = [look() for _ in range(22)]
     assert lines[15] is None
-    assert lines[-1] == "rank 0 gave no sign of life for 3 s (distributed.timeout)"
+    assert lines[-1] == "rank 0 sent no heartbeat for 3 s (distributed.timeout)"
 
 
 def test_the_first_cause_counts():
     store = dist.HashStore()
     first, second = watch(store), watch(store)
-    for each in (first, second):
-        each.start()
+    for guard in (first, second):
+        guard.start()
     assert first.say("rank 2: no space left") == second.say("the connection was lost") == "rank 2: no space left"
-    assert all(each.end() for each in (first, second))
+    assert all(guard.end() for guard in (first, second))
 
 
 def test_a_rank_without_ticks_ended_without_a_word():
@@ -61,7 +61,7 @@ def test_a_rank_without_ticks_ended_without_a_word():
     store.set("pulse/2", "1 1 0")
     watching = watch(store, timeout=1.0)
     watching.start()
-    assert watching.find_cause() == "rank 2 of 3 ended without a word"
+    assert watching.find_cause() == "rank 2 of 3 ended without an error message"
     assert watching.end()
 
 
@@ -78,11 +78,11 @@ def test_a_store_that_fails_ends_the_process(monkeypatch, capsys):
     watching.start()
     assert codes.get(timeout=30) == 1
     watching.end()
-    assert capsys.readouterr().err.startswith("error: rank 0 ended without a word\n")
+    assert capsys.readouterr().err.startswith("error: rank 0 ended without an error message\n")
 
 
 def test_the_end_waits_for_a_call_to_a_slow_store():
-    """A thread that returned from it to an interpreter that has ended would abort the process."""
+    """A thread that returned from the store after the interpreter has ended would abort the process."""
     called, go_on = threading.Event(), threading.Event()
 
     class Slow(dist.HashStore):

@@ -1,4 +1,4 @@
-"""The tests of single workers' models on the workers' own test samples."""
+"""Tests of each worker's model on the worker's own test samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedsim.records.reader import Run
 
 @dataclass(frozen=True)
 class KeepsItsRow(SGD):
-    """SGD whose workers keep the last row that they trained, as their personal model."""
+    """SGD in which each worker keeps its last trained row as its personal model."""
 
     def worker_state(self, row):
         return {"last": row.clone()}
@@ -58,17 +58,17 @@ def test_the_test_samples_of_a_worker_are_not_trained_on():
 
 def test_the_figures_of_a_distribution():
     values = np.random.default_rng(0).random(37)
-    found = describe(values.tolist())
+    figures = describe(values.tolist())
     differences = [abs(a - b) for a, b in itertools.product(values, values)]
-    assert found["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
-    assert found["mean"] == pytest.approx(values.mean())
-    assert found["std"] == pytest.approx(values.std())
-    assert found["worst10"] == pytest.approx(np.sort(values)[:4].mean())
+    assert figures["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
+    assert figures["mean"] == pytest.approx(values.mean())
+    assert figures["std"] == pytest.approx(values.std())
+    assert figures["worst10"] == pytest.approx(np.sort(values)[:4].mean())
     assert describe([0.0, 0.0])["gini"] == 0
     assert describe([0.5])["worst10"] == 0.5
 
 
-def test_they_are_those_of_plain_pytorch(tables, tmp_path):
+def test_they_equal_those_of_plain_pytorch(tables, tmp_path):
     tables = {**tables, "rounds": 1, "worker_evaluation": {"fine_tune": 2}, "workers": 4}
     result = fedsim.run(tables, out=tmp_path / "run")
     train, _ = fedsim.load_dataset("tests.components:tiny")
@@ -92,7 +92,7 @@ def test_they_are_those_of_plain_pytorch(tables, tmp_path):
 
 
 def fine_tuned(model, data, positions, worker):
-    """A copy of a model after two epochs of SGD, in the orders of the worker's round 1."""
+    """Return a copy of a model after two epochs of SGD, in the batch orders of the worker's round 1."""
     copy = deepcopy(model)
     optimizer, n = torch.optim.SGD(copy.parameters(), lr=0.05), len(positions)
     for epoch in range(2):
@@ -131,18 +131,18 @@ def test_training_is_the_same_without_them(tables, case):
 def test_engines_agree(tables, changes):
     tables = {**tables, "cohort": 2, "workers": 5, "worker_evaluation": {"fine_tune": 1}}
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
-    found = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
-    assert found[0] == pytest.approx(found[1], abs=1e-9)
-    assert {name.partition("_worker")[0] for name in found[0]} == {"global", "personal", "fine_tuned"}
+    metrics = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-9)
+    assert {name.partition("_worker")[0] for name in metrics[0]} == {"global", "personal", "fine_tuned"}
 
 
 def test_the_personal_model_is_what_the_worker_keeps(tables):
     tables = {**tables, "rounds": 1, "cohort": 1}
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 5}
-    found = fedsim.run(tables, workers=10, partition={"name": "classes_per_worker", "k": 1}).history[-1].metrics
-    # The one worker that has trained is good at its only label; the others have the first model.
-    assert found["personal_worker_accuracy_std"] > 0
-    assert found["personal_worker_accuracy_mean"] >= found["global_worker_accuracy_mean"]
+    metrics = fedsim.run(tables, workers=10, partition={"name": "classes_per_worker", "k": 1}).history[-1].metrics
+    # Only the trained worker is good at its single label; all others still have the initial model.
+    assert metrics["personal_worker_accuracy_std"] > 0
+    assert metrics["personal_worker_accuracy_mean"] >= metrics["global_worker_accuracy_mean"]
 
 
 def test_a_resumed_run_repeats_them(tables, tmp_path):
@@ -212,7 +212,7 @@ def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tabl
 def test_patience_counts_the_rounds_in_which_workers_are_tested(tables):
     stop = {"metric": "metrics.global_worker_accuracy_mean", "patience": 1, "mode": "max", "min_delta": 2.0}
     result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
-    assert len(result.history) == 4  # the first test is the best one, and the second does not improve on it
+    assert len(result.history) == 4  # the first test is the best one; the second does not improve on it
 
 
 def test_the_terminal_shows_them(tables, capsys):
@@ -222,7 +222,7 @@ def test_the_terminal_shows_them(tables, capsys):
     assert "after local training" in lines[0]
 
 
-def test_a_damaged_table_is_one_line(tables, tmp_path):
+def test_a_damaged_table_gives_a_one_line_error(tables, tmp_path):
     fedsim.run(tables, out=tmp_path / "run")
     for line in ("1,x", "1\r2,3", "1" * 200_000):
         (tmp_path / "run" / "workers-00002.csv").write_text(f"worker,samples\n{line}\n", newline="")

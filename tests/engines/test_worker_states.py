@@ -1,4 +1,4 @@
-"""What workers keep between their rounds, and what the server is sent of it."""
+"""Worker state that persists between rounds, and the messages sent to the server."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ COUNTING = {"algorithm": "tests.components:Counting", "batch_size": 16}
 
 
 def states(workers=(), **rows):
-    """Worker states with these rows of the named tensors; other workers start with 7."""
+    """Return worker states in which `workers` have these rows of the named tensors, and all others start with 7."""
     made = WorkerStates({"x": torch.full((2,), 7.0)})
     if workers:
         made.save(workers, {name: torch.tensor(values) for name, values in rows.items()}, range(len(workers)))
     return made
 
 
-def received(kept):
-    """The object as another process gets it."""
-    files = {name: SimpleNamespace(detach=partial(os.dup, file)) for name, file in kept._files.items()}
-    other = WorkerStates.__new__(WorkerStates)
-    other.__setstate__({**kept.__getstate__(), "_files": files})
-    return other
+def received(original):
+    """Return the worker states as another process receives them."""
+    files = {name: SimpleNamespace(detach=partial(os.dup, file)) for name, file in original._files.items()}
+    copy = WorkerStates.__new__(WorkerStates)
+    copy.__setstate__({**original.__getstate__(), "_files": files})
+    return copy
 
 
 def test_a_process_loads_and_saves_its_own_members_only_and_the_server_s_own_row_begins_again():
-    """A worker has the initial state until it is saved."""
+    """A worker has the initial state until its state is saved."""
     rows, server = {"x": torch.zeros(4, 2)}, WorkItem(3, 10, 1)
-    kept, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
-    kept.load_cohort([9, 4, 5], mine, rows)
+    worker_states, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
+    worker_states.load_cohort([9, 4, 5], mine, rows)
     assert rows["x"].tolist() == [[7, 7], [1, 2], [0, 0], [7, 7]]
-    assert len(kept) == 1  # which takes no memory
+    assert len(worker_states) == 1  # an unsaved worker takes no memory
     rows["x"][:] = torch.arange(8.0).view(4, 2)
-    kept.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 was excluded, and another process saves worker 5
-    assert kept.workers == [4, 9, 5]
-    assert kept.tensors()["rows.x"][[0, 2]].tolist() == [[1, 2], [0, 1]]
+    worker_states.save_cohort([9, 4, 5], mine, [4], rows)  # worker 4 is excluded, worker 5 belongs to another process
+    assert worker_states.workers == [4, 9, 5]
+    assert worker_states.tensors()["rows.x"][[0, 2]].tolist() == [[1, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("limit", [None, 8])
@@ -56,7 +56,7 @@ def test_processes_share_what_they_keep_in_memory_or_in_a_file(limit, tmp_path):
     ours = WorkerStates({"x": torch.zeros(2)}, limit, str(tmp_path)).share(workers=100)
     ours.save([3], {"x": torch.tensor([[1.0, 2.0]])}, [0])
     theirs = received(ours)
-    theirs.save(range(50), {"x": torch.full((50, 2), 5.0)}, range(50))  # it grows
+    theirs.save(range(50), {"x": torch.full((50, 2), 5.0)}, range(50))  # the file grows
     ours.add(range(50))
     assert ours.workers == theirs.workers == [3, *range(3), *range(4, 50)]
     assert torch.equal(ours.tensors()["rows.x"], torch.full((50, 2), 5.0))
@@ -67,31 +67,31 @@ def test_saved_tensors_ascend_and_resume():
     saved = states([8, 2], x=[[1.0, 1.0], [3.0, 3.0]]).tensors()
     assert saved["workers"].tolist() == [2, 8]
     assert saved["rows.x"].tolist() == [[3, 3], [1, 1]]
-    other = states([2, 3], x=[[0.0, 0.0], [0.0, 0.0]])
-    other.resume(saved)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in other.tensors().items())
+    resumed = states([2, 3], x=[[0.0, 0.0], [0.0, 0.0]])
+    resumed.resume(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors().items())
 
 
 def test_above_the_limit_the_rows_lie_in_a_file_without_a_name(tmp_path):
-    kept, rows = WorkerStates({"x": torch.zeros(2), "n": torch.zeros(1)}, 24, str(tmp_path)), torch.rand(9, 2)
+    worker_states, rows = WorkerStates({"x": torch.zeros(2), "n": torch.zeros(1)}, 24, str(tmp_path)), torch.rand(9, 2)
     for count in (1, 2, 5, 9):
         workers = list(range(count))
-        kept.save(workers, {"x": rows, "n": rows[:, :1]}, workers)
-        assert bool(kept._files) == (count > 2)
-        assert torch.equal(kept.tensors()["rows.x"], rows[:count])
-        assert torch.equal(kept.tensors()["rows.n"], rows[:count, :1])
+        worker_states.save(workers, {"x": rows, "n": rows[:, :1]}, workers)
+        assert bool(worker_states._files) == (count > 2)
+        assert torch.equal(worker_states.tensors()["rows.x"], rows[:count])
+        assert torch.equal(worker_states.tensors()["rows.n"], rows[:count, :1])
     assert list(tmp_path.iterdir()) == []
-    kept.resume({name: tensor[:3] for name, tensor in kept.tensors().items()})
-    assert torch.equal(kept.tensors()["rows.x"], rows[:3])
+    worker_states.resume({name: tensor[:3] for name, tensor in worker_states.tensors().items()})
+    assert torch.equal(worker_states.tensors()["rows.x"], rows[:3])
 
 
-def test_a_file_that_cannot_grow_is_one_line(tmp_path):
+def test_a_file_that_cannot_grow_gives_a_one_line_error(tmp_path):
     with pytest.raises(fedsim.ExperimentError, match=r"^worker_state_memory = 8: .* cannot grow to 48 B: "):
         WorkerStates({"x": torch.zeros(4)}, 8, str(tmp_path / "none")).reserve([1, 2, 3])
 
 
 @pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
-def test_a_run_with_its_worker_state_in_a_file_has_the_same_bits(engine, tmp_path, tiny_experiment):
+def test_a_run_with_its_worker_state_in_a_file_is_bit_identical(engine, tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "engine": engine, "local": COUNTING, "workers": 9, "cohort": 3, "rounds": 5}
     tables |= {"model": "tests.models:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
     tables |= {"processes": 2} if engine != "serial" else {}
@@ -119,7 +119,7 @@ def test_tensors_that_do_not_fit_are_refused(change):
 
 
 def run_rounds(tables):
-    """The records of a run, and the worker states and the server's state after it."""
+    """Run an experiment and return its records, the worker states and the server state."""
     experiment = fedsim.Experiment(**tables)
     with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
         loop = SynchronousLoop(task, engine)
@@ -134,12 +134,15 @@ def run_rounds(tables):
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
 def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_experiment):
     tables = {**tiny_experiment, **engine, "local": COUNTING, "workers": 5, "cohort": 2, "rounds": 6}
-    records, kept, server = run_rounds(tables)
+    records, worker_states, server = run_rounds(tables)
     expected = Counter(worker for record in records for worker in record.cohort)
-    assert dict(zip(kept["workers"].tolist(), kept["rows.rounds"].flatten().tolist(), strict=True)) == expected
+    assert (
+        dict(zip(worker_states["workers"].tolist(), worker_states["rows.rounds"].flatten().tolist(), strict=True))
+        == expected
+    )
     assert server["rounds"].item() == 12
-    d = kept["rows.change"].shape[1]
-    assert torch.allclose(server["mean"], kept["rows.change"].sum(0) / 5, atol=1e-6)
+    d = worker_states["rows.change"].shape[1]
+    assert torch.allclose(server["mean"], worker_states["rows.change"].sum(0) / 5, atol=1e-6)
     assert {(r.bytes_down, r.bytes_up) for r in records} == {(2 * 4 * (2 * d + 1), 2 * 4 * (2 * d + 1))}
 
 
@@ -149,9 +152,11 @@ def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
-        kept = engine.backend.states
-        assert kept.tensors()["workers"].tolist() == sorted({worker for cohort in cohorts for worker in cohort})
-        assert sum(rows.untyped_storage().nbytes() for rows in kept.rows.values()) < 1.1 * 200 * 4 * 7850
+        worker_states = engine.backend.states
+        assert worker_states.tensors()["workers"].tolist() == sorted(
+            {worker for cohort in cohorts for worker in cohort}
+        )
+        assert sum(rows.untyped_storage().nbytes() for rows in worker_states.rows.values()) < 1.1 * 200 * 4 * 7850
 
 
 BUFFERS = {"model": "tests.lethal:MortalNormalised", "buffers": "local", "local": {"batch_size": 16}}
@@ -161,7 +166,7 @@ BUFFERS = {"model": "tests.lethal:MortalNormalised", "buffers": "local", "local"
     "changes", [{"local": COUNTING}, pytest.param(BUFFERS, marks=pytest.mark.slow)], ids=["", "buffers"]
 )
 def test_a_lost_process_leaves_no_trace_in_what_workers_keep(changes, tmp_path, tiny_experiment):
-    """A repeated round begins with the state before it."""
+    """A repeated round starts with the state from before that round."""
     model = {"name": changes.get("model", "tests.lethal:Mortal"), "folder": str(tmp_path)}
     tables = {**tiny_experiment, **changes, "model": model, "rounds": 3}
     spawn = {**tables, "engine": "spawn", "processes": 2}

@@ -1,4 +1,4 @@
-"""Post-local SGD by PyTorch's own classes, on ranks that have met: what `sync = "post_local"` is held to."""
+"""Post-local SGD with PyTorch's own classes on joined ranks, the reference for `sync = "post_local"`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TABLES = {
 
 
 def post_local_row() -> torch.Tensor:
-    """The averaged model [d] of as many workers as there are ranks, whose samples come as fedsim draws them."""
-    from torch.distributed.optim import PostLocalSGDOptimizer  # which warns, on import, of PyTorch's own code
+    """Return the averaged model [d] of one worker per rank, trained on fedsim's batches."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # warns on import
 
     rank, count = dist.get_rank(), dist.get_world_size()
     train = components.tiny(None, train=SAMPLES)[0].to(torch.device("cpu"), torch.float64)
     shard = fedsim.dataset_split(train, count, "iid", seed=0)[rank]
-    steps = SAMPLES // count // BATCH  # in a round
+    steps = SAMPLES // count // BATCH  # per round
     model = DistributedDataParallel(start_of(two_nn))
     state = PostLocalSGDState(None, None, SWITCH * steps, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook)

@@ -1,7 +1,7 @@
-"""Small models of many sorts, and data for them, with which tests try what can be stacked.
+"""Small models of many kinds, and data for them, for tests of what can be stacked.
 
-`PICTURES` take images [batch, 2, 8, 8], `TEXTS` token numbers [batch, 6]; all tell three classes apart. `REFUSED`
-cannot be stacked; why not stands beside each.
+`PICTURES` take images [batch, 2, 8, 8], `TEXTS` take token numbers [batch, 6], and all have three classes. The models
+in `REFUSED` cannot be stacked; each has the reason next to it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def texts(root):
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, WORDS, (61, 6), generator=generator)
     targets = tokens.sum(1) % CLASSES
-    tokens[:, -1] = 0  # the padding of some models
+    tokens[:, -1] = 0  # padding token of some models
     return tuple(TensorData(tokens[part], targets[part], dtype=torch.long) for part in (slice(51), slice(51, 61)))
 
 
 def model(*, kind: str) -> nn.Module:
-    """The component: `{"name": "tests.engines.zoo:model", "kind": ...}`."""
+    """Return the model of this kind. In an experiment: `{"name": "tests.engines.zoo:model", "kind": ...}`."""
     made = {"in pieces": in_pieces, **PICTURES, **TEXTS, **{name: make for name, (make, _) in REFUSED.items()}}
     return made[kind]()
 
 
 def experiment(kind):
-    """Tables of an experiment with this model: uneven shards, short last batches, one worker with a single sample."""
+    """Return the tables of an experiment with this model: uneven shards, short batches, one worker with one sample."""
     data = "texts" if kind in TEXTS or kind in REFUSED_TEXTS else "pictures"
     return {
         "rounds": 2,
@@ -61,7 +61,7 @@ def sizes_1_to_20(labels, n_workers, rng):
 
 
 class Function(nn.Module):
-    """Some layers, and a forward pass of (these, inputs)."""
+    """A module with the given layers whose forward pass is `forward(self, inputs)`."""
 
     def __init__(self, forward: Callable[..., Tensor], **layers: nn.Module | nn.Parameter | Tensor) -> None:
         super().__init__()
@@ -81,23 +81,23 @@ def after(*layers: nn.Module, features: int) -> nn.Module:
 
 
 def convolved(*layers: nn.Module, **options) -> nn.Module:
-    """A convolution, these layers, and an end."""
+    """Return a model of a convolution, these layers, pooling and a linear layer."""
     conv = nn.Conv2d(2, 4, 3, **{"padding": 1, **options})
     return after(conv, *layers, nn.AdaptiveAvgPool2d(2), features=16)
 
 
 def linear(forward: Callable[..., Tensor], **layers: nn.Module | nn.Parameter | Tensor) -> nn.Module:
-    """`forward(self, outputs of a linear layer)`."""
+    """Return a model with the forward pass `forward(self, outputs of a linear layer)`."""
     return Function(lambda self, x: forward(self, self.layer(x.flatten(1))), layer=nn.Linear(128, CLASSES), **layers)
 
 
 def on_pixels(forward: Callable[..., Tensor]) -> nn.Module:
-    """A linear layer over `forward(pixels [batch, 128])`."""
+    """Return a model with a linear layer after `forward(pixels [batch, 128])`."""
     return Function(lambda self, x: self.layer(forward(x.flatten(1))), layer=nn.Linear(128, CLASSES))
 
 
 def embedded(forward: Callable[..., Tensor], embedding: nn.Module | None = None, **layers: nn.Module) -> nn.Module:
-    """A linear layer over `forward(self, embedded tokens [batch, 6, 8])`."""
+    """Return a model with a linear layer after `forward(self, embedded tokens [batch, 6, 8])`."""
     table = embedding or nn.Embedding(WORDS, WIDTH)
     end = nn.Linear(WIDTH, CLASSES)
     return Function(lambda self, x: self.end(forward(self, self.table(x))), table=table, end=end, **layers)
@@ -133,7 +133,7 @@ def tied() -> nn.Module:
 
 
 def counting() -> nn.Module:
-    """Changes an integer buffer in place, and puts another tensor in place of a second one."""
+    """Return a model that changes an integer buffer in place and replaces the tensor of another buffer."""
 
     def forward(self: nn.Module, outputs: Tensor) -> Tensor:
         if self.training:
@@ -145,7 +145,7 @@ def counting() -> nn.Module:
 
 
 def clamping() -> nn.Module:
-    """Changes its parameters in place."""
+    """Return a model that changes its parameters in place."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if self.training:
@@ -157,7 +157,7 @@ def clamping() -> nn.Module:
 
 
 def without_dimensions() -> nn.Module:
-    """d is odd, so that rows are padded; one parameter has no elements."""
+    """Return a model with an odd number of parameters (so rows are padded), one of them without elements."""
     scale, shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.5))
     none = nn.Parameter(torch.zeros(3, 0))
     return linear(lambda self, outputs: outputs * self.scale + self.shift, scale=scale, shift=shift, none=none)
@@ -199,7 +199,7 @@ def remembering() -> nn.Module:
 
 
 def functional(forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> nn.Module:
-    """`forward(inputs [batch, 128], weight [3, 128], bias [3])`."""
+    """Return a model with the forward pass `forward(inputs [batch, 128], weight [3, 128], bias [3])`."""
     weight, bias = nn.Parameter(torch.randn(CLASSES, 128) / 10), nn.Parameter(torch.zeros(CLASSES))
     return Function(lambda self, x: forward(x.flatten(1), self.weight, self.bias), weight=weight, bias=bias)
 
@@ -213,13 +213,13 @@ def dropped(drop: nn.Module, *before: nn.Module, features: int) -> nn.Module:
 
 
 def experts() -> nn.Module:
-    """Two layers, each for the samples that a mask picks."""
+    """Return a model whose two layers each process the samples that a mask selects."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         pixels = x.flatten(1)
-        mine, found = pixels.mean(1) > 0, pixels.new_zeros(len(pixels), CLASSES)
-        found[mine], found[~mine] = self.one(pixels[mine]), self.other(pixels[~mine])
-        return found
+        mine, outputs = pixels.mean(1) > 0, pixels.new_zeros(len(pixels), CLASSES)
+        outputs[mine], outputs[~mine] = self.one(pixels[mine]), self.other(pixels[~mine])
+        return outputs
 
     return Function(forward, one=nn.Linear(128, CLASSES), other=nn.Linear(128, CLASSES))
 
@@ -308,7 +308,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 
 REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
 STATE = "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
-DRAWS = "it draws random numbers outside of torch.nn.functional.dropout"
+DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
 OTHERWISE = "the gradient of {} changes when rows are stacked"
 VMAP = "torch.func.vmap cannot run it: "
 
@@ -321,11 +321,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torch.dropout": (lambda: in_training(lambda outputs: torch.dropout(outputs, 0.3, True)), DRAWS),
     "dropout of weights": (
         lambda: functional(lambda x, weight, bias: F.linear(x, F.dropout(weight, 0.3), bias)),
-        "it applies dropout to a tensor whose first dimension is not the batch",
+        "the model applies dropout to a tensor whose first dimension is not the batch",
     ),
     "dropout for few": (
         lambda: in_training(lambda outputs: F.dropout(outputs, 0.3) if len(outputs) < 4 else outputs),
-        "its dropout calls differ between forward passes",
+        "the model's dropout calls differ between forward passes",
     ),
     "BatchNorm without momentum": (lambda: convolved(nn.BatchNorm2d(4, momentum=None)), f"{VMAP}RuntimeError"),
     "control flow": (lambda: in_training(lambda outputs: outputs * 2 if outputs.sum() > 0 else outputs), VMAP),
@@ -349,6 +349,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "transformer with dropout": (lambda: transformer(0.2), DRAWS),
     "embedding of bounded norm": (
         lambda: embedded(lambda self, h: h.mean(1), nn.Embedding(WORDS, WIDTH, max_norm=9.0)),
-        "it has an embedding with max_norm, scale_grad_by_freq or sparse",
+        "the model has an embedding with max_norm, scale_grad_by_freq or sparse",
     ),
 }

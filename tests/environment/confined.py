@@ -1,4 +1,4 @@
-"""Restricted environments: file systems of a few kilobytes, resource limits, users without rights."""
+"""Restricted environments: file systems of a few kilobytes, resource limits, and users without rights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from tests.commands import ROOT
 
-NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the latter without root
-NOBODY = 64_999  # a user who has no processes
+NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the second one works without root
+NOBODY = 64_999  # ID of a user without processes
 
 QUICK = [
     "data=tests.components:tiny",
@@ -31,7 +31,7 @@ QUICK = [
 
 @functools.cache
 def _namespace():
-    """The prefix that gives a command its own table of mounts; None if the system does not allow that."""
+    """Return the command prefix that gives a process its own mounts, or None if the system does not allow that."""
     for prefix in NAMESPACES:
         with contextlib.suppress(OSError):
             mount = [*prefix, "sh", "-c", "mount -t tmpfs -o size=4k none /mnt"]
@@ -41,18 +41,18 @@ def _namespace():
 
 
 def outcomes(*commands, mounts, cwd):
-    """The outcomes of command lines, run in one process, after file systems are mounted as (folder, options).
+    """Return the outcomes of command lines, run in one process after mounting file systems (folder, options).
 
-    A string among the commands is run by a shell, such as a further mount; it has no outcome.
+    A string among the commands is run by a shell (for example another mount) and has no outcome.
     """
     prefix = _namespace()
     if prefix is None:
-        pytest.skip("needs a table of mounts of its own (unshare --mount), which this system does not give")
+        pytest.skip("needs a mount namespace (unshare --mount), which this system does not allow")
     for folder, _ in mounts:
         folder.mkdir(exist_ok=True)
-    given = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
+    command_lines = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
     script = [f"mount -t tmpfs -o {options} none {shlex.quote(str(folder))}" for folder, options in mounts]
-    script.append(shlex.join([sys.executable, "-m", "tests.environment.probe", json.dumps(given)]))
+    script.append(shlex.join([sys.executable, "-m", "tests.environment.probe", json.dumps(command_lines)]))
     done = subprocess.run(
         [*prefix, "sh", "-ec", "\n".join(script)],
         capture_output=True,
@@ -66,13 +66,13 @@ def outcomes(*commands, mounts, cwd):
 
 
 def surroundings(**more):
-    """The environment of a program that uses this copy of fedsim."""
+    """Return the environment of a program that uses this copy of fedsim."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 @contextlib.contextmanager
 def limited(which, most):
-    """Set a soft limit of this process until the block ends."""
+    """Set a soft resource limit of this process until the block ends."""
     soft, hard = resource.getrlimit(which)
     resource.setrlimit(which, (most, hard))
     try:
@@ -82,17 +82,17 @@ def limited(which, most):
 
 
 def as_somebody_else():
-    """The prefix that runs a command as a user who may only read and write files."""
+    """Return the command prefix that runs a process as another user, who may only read and write files."""
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv")
     privileges = "-all,+dac_override"
     words = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     words += [f"--inh-caps={privileges}", f"--ambient-caps={privileges}", f"--bounding-set={privileges}"]
     if subprocess.run([*words, sys.executable, "-c", ""], capture_output=True).returncode:
-        pytest.skip("needs the right to become another user, which root has")
+        pytest.skip("needs the right to become another user (run as root)")
     return words
 
 
 def one_line_of_error(text):
-    """Whether a text is one error line."""
+    """Whether `text` is a single error line."""
     return text.startswith("error: ") and text.count("\n") == 1

@@ -1,7 +1,7 @@
-"""Runs command lines in one process, one after another: `python -m tests.environment.probe JSON`.
+"""Run command lines in one process, one after another: `python -m tests.environment.probe JSON`.
 
-JSON is a list of lists of words, and of strings, which a shell runs. The outcomes of the lists are printed as JSON:
-[exit code, stdout, stderr], with the traceback, if any, in place of the exit code.
+JSON is a list: a list of words is a command line of fedsim, a string is a shell command. The outcomes of the command
+lines are printed as JSON: [exit code, stdout, stderr], with a traceback in place of the exit code after an exception.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ NO_CURVE = ["records.curve=false"]
 NO_MODEL = ["records.model=false", *NO_CURVE]
 
 
-FULL = {  # the size of the disk, and the command, which writes to the folder named so
+FULL = {  # size of the disk, and a command that writes to a folder of this name
     "metrics": ("28k", ["run", *QUICK, *NO_MODEL, "rounds=200", "--out"]),
     "model": ("24k", ["run", *QUICK, "rounds=100000", "--out"]),
     "curve": ("52k", ["run", *QUICK, "rounds=2", "--out"]),
     "comparison": ("60k", ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out"]),
 }
-READ_ONLY = {  # commands, and how their error begins
+READ_ONLY = {  # commands, and the beginnings of their errors
     ("run", *QUICK, "rounds=2", "--out", "new"): "new: cannot be a run folder: ",
     ("run", *QUICK, "rounds=2", "--out", "empty"): "empty/experiment.toml: cannot be written: ",
     (
@@ -46,7 +46,7 @@ WRITTEN_LAST = {"metrics": "metrics.jsonl", "curve": "curve.png", "report": "rep
 
 @pytest.fixture(scope="module")
 def confined(tmp_path_factory):
-    """A folder with what full disks hold in the end, and the outcomes by what was confined."""
+    """Return a folder with the files on full disks, and the outcomes by name of the full or read-only disk."""
     folder = tmp_path_factory.mktemp("confined")
     place, made = folder / "place", folder / "made"
     tables = {"engine": "serial", "model": "logistic", "data": "tests.components:tiny", "rounds": 2}
@@ -63,38 +63,38 @@ def confined(tmp_path_factory):
         "mount -t tmpfs -o size=4k none /proc",
         ["run", *QUICK, *NO_MODEL, "rounds=1", "--out", folder / "without_proc"],
     ]
-    found = outcomes(*commands, mounts=[*mounts, (place, "size=1m")], cwd=folder)
-    return folder, dict(zip([*FULL, "report", *READ_ONLY, "proc"], found, strict=True))
+    results = outcomes(*commands, mounts=[*mounts, (place, "size=1m")], cwd=folder)
+    return folder, dict(zip([*FULL, "report", *READ_ONLY, "proc"], results, strict=True))
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
-    folder, found = confined
-    kept, remedy = folder / "kept", "free some space, or choose another folder with --out\n"
+    folder, results = confined
+    copies, remedy = folder / "kept", "free some space, or choose another folder with --out\n"
     full = r"cannot be written: No space left on device: [\d.]+ k?B are free, but [\d.]+ [kM]?B are needed; "
     lines = {name: rf"/{file}: {full}" for name, file in WRITTEN_LAST.items()}
     lines["model"] = r": [\d.]+ kB are free, but what this run keeps needs [\d.]+ kB; "
     for name, line in lines.items():
-        code, out, error = found[name]
+        code, out, error = results[name]
         assert code == 2, code
         assert re.fullmatch(rf"error: \S+/x{line}{remedy}", error), error
-    assert "    1 " not in found["model"][1], "told before the first of 100,000 rounds"
-    assert list((kept / "model").iterdir()) == [], "what never began leaves nothing"
-    assert (kept / "curve" / "x" / "model.safetensors").is_file(), "the model comes before its picture"
-    text = (kept / "metrics" / "x" / "metrics.jsonl").read_text()
-    rounds = [json.loads(line)["round"] for line in text.splitlines()]  # every line is whole
-    assert rounds == list(range(1, len(rounds) + 1)), "what was recorded before is there"
+    assert "    1 " not in results["model"][1], "the error comes before the first of 100,000 rounds"
+    assert list((copies / "model").iterdir()) == [], "a run that never started leaves no files"
+    assert (copies / "curve" / "x" / "model.safetensors").is_file(), "the model is written before the picture"
+    text = (copies / "metrics" / "x" / "metrics.jsonl").read_text()
+    rounds = [json.loads(line)["round"] for line in text.splitlines()]  # fails unless every line is complete
+    assert rounds == list(range(1, len(rounds) + 1)), "earlier records are complete"
     assert 1 < len(rounds) < 200
     assert text.endswith("\n")
-    assert not list((kept / "metrics" / "x").glob(".*.part"))
-    assert f"{len(rounds)} of 200 rounds are in" in found["metrics"][1]
+    assert not list((copies / "metrics" / "x").glob(".*.part"))
+    assert f"{len(rounds)} of 200 rounds are in" in results["metrics"][1]
 
-    code, out, error = found["comparison"]
+    code, out, error = results["comparison"]
     assert code in (1, 2)
     assert "No space left on device" in error
     assert "Traceback" not in error
-    finished = [each.name for each in (kept / "comparison" / "x" / "runs").iterdir() if len(read_history(each)) == 20]
+    finished = [each.name for each in (copies / "comparison" / "x" / "runs").iterdir() if len(read_history(each)) == 20]
     assert finished, out
-    _goes_on_where_there_is_room(kept / "comparison" / "x", tmp_path / "larger", finished)
+    _goes_on_where_there_is_room(copies / "comparison" / "x", tmp_path / "larger", finished)
 
 
 def _goes_on_where_there_is_room(plan, folder, finished):
@@ -107,10 +107,10 @@ def _goes_on_where_there_is_room(plan, folder, finished):
 
 
 def test_a_folder_that_can_only_be_read_is_one_line_that_says_so(confined):
-    folder, found = confined
+    folder, results = confined
     remedy = "Read-only file system; make the folder writable, or choose another folder with --out\n"
     for words, start in READ_ONLY.items():
-        code, _, error = found[words]
+        code, _, error = results[words]
         assert (code, error) == (2, f"error: {folder}/place/{start}{remedy}")
 
 

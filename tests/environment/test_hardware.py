@@ -12,9 +12,9 @@ from fedsim.system import devices
 
 @pytest.fixture
 def one_core():
-    """This process, and those that it starts, may use one core."""
+    """Restrict this process, and the processes that it starts, to one core."""
     if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this system does not say which cores a process may use")
+        pytest.skip("this system does not report the cores that a process may use")
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield
@@ -26,9 +26,9 @@ def test_one_core_is_one_process_unless_more_are_asked_for(one_core, tiny_experi
     assert devices.default_processes(torch.device("cpu"), 100, 1) == 1
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "workers": 4}
     alone = fedsim.run(tables).global_row
-    found = []
-    fedsim.run({**tables, "engine": "auto"}, on_start=lambda facts: found.append(facts.how["processes"]))
-    assert found == [1]
+    processes = []
+    fedsim.run({**tables, "engine": "auto"}, on_start=lambda facts: processes.append(facts.how["processes"]))
+    assert processes == [1]
     several = fedsim.run({**tables, "engine": "spawn", "processes": 2})
     assert torch.equal(several.global_row, alone)
 

@@ -1,4 +1,4 @@
-"""What pip installs: the wheel, outside of the checkout, with the packages of the core alone."""
+"""The wheel that pip installs works outside the checkout with only the core packages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_hint_installs_this_project_and_not_another_one():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the content of the wheel, which is built from the source distribution."""
+    """Return a folder with the contents of the wheel, which is built from the source distribution."""
     built, folder = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("installed")
     words = [sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
@@ -76,19 +76,19 @@ def installed(tmp_path_factory):
 
 
 def _requirements(distribution):
-    """The names of what a distribution requires without extras, and of what those require."""
-    found, waiting = set(), [distribution]
+    """Return the names of all direct and indirect requirements of a distribution, without extras."""
+    names, waiting = set(), [distribution]
     while waiting:
         for line in waiting.pop().requires or ():
             requirement = Requirement(line)
             name = _normal(requirement.name)
-            if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-                found.add(name)
+            if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                names.add(name)
                 try:
                     waiting.append(metadata.distribution(name))
-                except metadata.PackageNotFoundError:  # a CPU build of PyTorch is there without the libraries of CUDA
+                except metadata.PackageNotFoundError:  # a CPU build of PyTorch comes without the CUDA libraries
                     continue
-    return found
+    return names
 
 
 def _normal(name):

@@ -19,7 +19,7 @@ SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false",
 
 
 def run(*words, before=(), cwd, **most):
-    """`fedsim *words` under limits, such as RLIMIT_NOFILE=(soft, hard)."""
+    """Run `fedsim *words` under resource limits, such as RLIMIT_NOFILE=(soft, hard)."""
 
     def limit():
         for name, pair in most.items():
@@ -35,7 +35,7 @@ def test_too_few_files_are_reported_before_any_process_starts(cli, monkeypatch):
     refused = cli("run", *SPAWN, "processes=6", "--out", "x")
     message = (
         r"error: processes = 6: starting them takes about \d+ open files, but the limit is 30 \(RLIMIT_NOFILE\); "
-        r"raise the limit \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts none\n"
+        r"raise the limit \(ulimit -n \d+\), use fewer processes, or engine=serial, which starts no processes\n"
     )
     assert refused.exit_code == 1
     assert re.fullmatch(message, refused.stderr), refused.stderr
@@ -53,12 +53,12 @@ def test_as_many_files_as_the_error_asks_for_are_enough_as_a_hard_limit(tmp_path
 
 
 @pytest.mark.slow
-def test_too_few_processes_are_one_line(tmp_path):
+def test_too_few_processes_give_a_one_line_error(tmp_path):
     tmp_path.chmod(0o777)
     before = as_somebody_else()
     words = [*SPAWN, "processes=4", "--out", "x"]
     if os.geteuid():
-        pytest.skip("needs a user who has no processes, whom root can become")
+        pytest.skip("needs root, to become a user without processes")
     done = run("run", *words, before=["prlimit", "--nproc=3", *before], cwd=tmp_path)
     message = (
         "error: a process cannot be started: Resource temporarily unavailable; this user may have at most 3 "
@@ -92,7 +92,7 @@ def test_a_limit_is_reported_with_its_value():
     assert limits.limit_hint(OSError(errno.ENOENT, "No such file")) == ""
 
 
-def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
+def test_an_unexpected_error_of_the_system_gives_a_one_line_error(cli, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(errno.EIO, "Input/output error", "/some/where")
 
@@ -109,5 +109,5 @@ def test_an_unexpected_error_of_the_system_is_one_line(cli, monkeypatch):
 def test_a_file_beside_the_package_is_of_the_user(file, is_of_user):
     with pytest.raises(ZeroDivisionError) as caught:
         exec(compile("1 / 0", str(file), "exec"))
-    caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without the frame of this test
+    caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this test's own frame
     assert bool(limits.frames_of_user(caught.value)) == is_of_user

@@ -1,4 +1,4 @@
-"""Main memory: its need is checked before the first round, and an out-of-memory error is one line."""
+"""Main memory: the need is checked before the first round, and an out-of-memory error takes one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedsim import ExperimentError, WorkerError
 from fedsim.runs import checks
 from fedsim.system.limits import format_failure
 
-ROW = 4 * 7_850  # bytes of the model "logistic"
+ROW = 4 * 7_850  # bytes of a row of the model "logistic"
 SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "engine": "serial", "rounds": 1}
 
 
@@ -44,7 +44,7 @@ def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}])
-def test_memory_that_runs_out_in_a_round_is_one_line(engine):
+def test_memory_that_runs_out_in_a_round_gives_a_one_line_error(engine):
     with pytest.raises(WorkerError) as caught:
         fedsim.run({**SERIAL, "model": "tests.models:Greedy", **engine})
     assert "worker 0 in round 1 failed" in str(caught.value)

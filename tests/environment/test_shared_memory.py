@@ -14,13 +14,13 @@ from fedsim.errors import ExperimentError
 from fedsim.system import devices
 from tests.environment.confined import QUICK, limited, outcomes
 
-needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+needs_files_in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
 
 
 @pytest.mark.slow
 @needs_files_in_memory
 def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
-    """/dev/shm has 4 kB, and can only be read; results are those of a run that shares nothing."""
+    """/dev/shm has 4 kB and is read-only. The results equal those of a run that shares nothing."""
     words = [*QUICK, "rounds=2", "records.curve=false"]
     commands = [
         ["run", *words, "--out", "one"],
@@ -28,8 +28,8 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
         ["run", *words, "engine=spawn", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
     ]
     shm = devices.SHARED_MEMORY
-    found = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
-    assert [(code, error) for code, _, error in found] == [(0, "")] * 3
+    results = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
+    assert [(code, error) for code, _, error in results] == [(0, "")] * 3
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())
@@ -39,27 +39,27 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
 @needs_files_in_memory
 def test_what_is_shared_keeps_its_values_views_and_order(tmp_path):
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
-    rows, other, flags, empty = base[:, :5], base[1], torch.tensor([True, False, True]), torch.zeros(0, 7)
-    kept = base.clone()
-    share(each for each in (rows, other, flags, empty, rows))
-    assert torch.equal(rows, kept[:, :5])
+    rows, second_row, flags, empty = base[:, :5], base[1], torch.tensor([True, False, True]), torch.zeros(0, 7)
+    original = base.clone()
+    share(each for each in (rows, second_row, flags, empty, rows))
+    assert torch.equal(rows, original[:, :5])
     assert rows.stride() == (6, 1)
     assert flags.tolist() == [True, False, True]
     assert empty.shape == (0, 7)
     assert rows.is_shared()
     assert flags.is_shared()
     rows[1, 0] = -1.0
-    assert other[0] == -1.0, "views of one storage stay so"
-    assert base[1, 0] == 6.0, "what was not given stays where it is"
+    assert second_row[0] == -1.0, "views of the same storage still share it"
+    assert base[1, 0] == 6.0, "tensors that were not passed are not moved"
     assert all(each.data_ptr() % 64 == 0 for each in (rows, flags))
     place = rows.data_ptr()
     share([rows])
-    assert rows.data_ptr() == place, "what is shared already is not moved"
+    assert rows.data_ptr() == place, "shared tensors are not moved again"
 
 
 @needs_files_in_memory
 def test_all_that_is_shared_together_takes_one_file():
-    gc.collect()  # the files of earlier tests
+    gc.collect()  # closes the files of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     tensors = [torch.zeros(10) for _ in range(30)]
     share(tensors)
@@ -86,7 +86,7 @@ def test_without_files_in_memory_shared_memory_is_asked_for_its_room(monkeypatch
     devices.require_shared_memory(10**18)
 
 
-def test_a_filter_of_system_calls_is_no_error(monkeypatch):
+def test_a_filter_of_system_calls_is_not_an_error(monkeypatch):
     def refused(name):
         raise PermissionError(1, "Operation not permitted")
 
@@ -95,9 +95,9 @@ def test_a_filter_of_system_calls_is_no_error(monkeypatch):
 
 
 @needs_files_in_memory
-def test_a_failed_allocation_is_one_line():
+def test_a_failed_allocation_gives_a_one_line_error():
     with limited(resource.RLIMIT_FSIZE, 4096):
-        message = r"shared memory: 40 kB cannot be had: File too large; files may have at most 4.1 kB \(ulimit -f"
+        message = r"shared memory: 40 kB cannot be allocated: File too large; files may have at most 4.1 kB \(ulimit -f"
         with pytest.raises(ExperimentError, match=message):
             share([torch.zeros(10_000)])
     with limited(resource.RLIMIT_AS, _address_space() + 2**28):
@@ -120,6 +120,6 @@ def test_shared_memory_beyond_the_free_memory_is_refused(tmp_path, monkeypatch):
     machine = tmp_path / "meminfo"
     machine.write_text("MemAvailable: 30 kB\n")
     monkeypatch.setattr(devices, "MEMORY", machine)
-    message = r"memory: what the processes share takes 40 kB, but only 30.7 kB are free; .*engine=serial"
+    message = r"memory: shared memory of the processes takes 40 kB, but only 30.7 kB are free; .*engine=serial"
     with pytest.raises(ExperimentError, match=message):
         share([torch.zeros(10_000)])

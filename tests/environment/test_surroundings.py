@@ -19,7 +19,7 @@ NO_PICTURES = ["records.curve=false", "records.model=false"]
 
 @pytest.mark.slow
 def test_odd_surroundings_change_nothing(tmp_path):
-    """All at once: no home, an empty PATH, no such TMPDIR, ASCII alone, and a terminal without columns."""
+    """No home folder, an empty PATH, a missing TMPDIR, an ASCII locale and a terminal without columns."""
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     programs = {
         "bare": start_python(
@@ -33,13 +33,13 @@ def test_odd_surroundings_change_nothing(tmp_path):
         ),
         "help": start_python("-m", "fedsim", "run", "--help", cwd=tmp_path, COLUMNS="0", **ascii_only),
     }
-    found = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
-    for out, error, code in found.values():
+    outputs = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
+    for out, error, code in outputs.values():
         assert code == 0, error
         assert "Traceback" not in error
         assert out
-    assert found["ascii"][1] == found["help"][1] == ""
-    assert found["ascii"][0].endswith("gr\\xfcn\n")
+    assert outputs["ascii"][1] == outputs["help"][1] == ""
+    assert outputs["ascii"][0].endswith("gr\\xfcn\n")
     assert (tmp_path / "grün" / "summary.txt").is_file()
     environment = json.loads((tmp_path / "bare" / "environment.json").read_text())
     assert environment["git_commit"] is None
@@ -71,7 +71,7 @@ def test_a_user_without_a_home_folder_can_load_data(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["does/not/exist", "x" * 120])
 def test_processes_need_no_temporary_folder(folder, tmp_path):
-    if len(folder) > 100:  # too long for the name of a socket
+    if len(folder) > 100:  # too long for a socket name
         (tmp_path / folder).mkdir()
     words = "engine=spawn", "processes=1", "data=tests.components:tiny", "model=logistic", "rounds=1", "--out", "run"
     process = start_python("-m", "fedsim", "run", *words, cwd=tmp_path, TMPDIR=str(tmp_path / folder))

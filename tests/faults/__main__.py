@@ -1,11 +1,11 @@
 """Inject random faults into runs: kills, stops, signals, suspensions, foreign files.
 
-    python -m tests.faults --minutes 60            # a line for each injection, a table at the end
-    python -m tests.faults --seed 3 --only 17      # injection 17 of seed 3 again
+    python -m tests.faults --minutes 60            # one line per injection, then a table
+    python -m tests.faults --seed 3 --only 17      # repeat injection 17 of seed 3
 
-What injection i does is a function of (seed, i); at what instant of the run it hits depends on the machine. Exit code 1
-if an injection fails: if a run does not end in bounded time, prints a traceback, leaves processes, shared memory or
-temporary files behind, or if a resumed run has other bits than one without faults.
+Injection i depends only on (seed, i), but the moment at which it hits a run depends on the machine. The exit code is 1
+if an injection fails. An injection fails if a run does not end in bounded time, prints a traceback, or leaves
+processes, shared memory or temporary files behind, or if a resumed run is not bit-identical to one without faults.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def main(words: list[str] | None = None) -> int:
     root = Path(tempfile.mkdtemp(prefix="fedsim-faults-"))
     scratch = root / "temporary"
     scratch.mkdir()
-    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # also of the programs
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # used by the programs too
     numbers = [options.only] if options.only is not None else range(options.injections)
     counts, failures, deadline = Counter(), Counter(), time.monotonic() + 60 * options.minutes
-    from tests.faults.injections import KINDS  # after the choice of the folder for temporary files
+    from tests.faults.injections import KINDS  # imported after the folder for temporary files is chosen
     from tests.faults.ways import WAYS, Wholes
     from tests.forking import fork_workers
 
@@ -64,12 +64,12 @@ def main(words: list[str] | None = None) -> int:
     if not failures.total():
         Finalize(
             None, shutil.rmtree, [root], exitpriority=-200
-        )  # after those of multiprocessing, which has files there
+        )  # runs after the clean-up of multiprocessing, which has files there
     return int(failures.total() > 0)
 
 
 def failure_of(kind, way, wholes, rng, folder, scratch) -> str | None:
-    """Why an injection fails; its folder stays then."""
+    """Return why an injection failed, keeping its folder, or None."""
     from tests.faults.ways import FaultError, Trial
     from tests.leftovers import left_behind, segments
 
@@ -79,7 +79,8 @@ def failure_of(kind, way, wholes, rng, folder, scratch) -> str | None:
         kind(trial, wholes, rng)
         if left := left_behind(memory):
             raise FaultError(f"shared memory is left: {left}")
-        left = {name for name in set(os.listdir(scratch)) - files if not name.startswith("torchelastic_")}  # torchrun's
+        # files of torchrun
+        left = {name for name in set(os.listdir(scratch)) - files if not name.startswith("torchelastic_")}
         if left:
             raise FaultError(f"temporary files are left: {left}")
     except FaultError as fault:

@@ -1,4 +1,4 @@
-"""The kinds of injections: what is done to a run, and what must hold then."""
+"""The kinds of fault injections: what each does to a run, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests.faults.ways import POOLS, RANKS, WAYS, FaultError, Trial, Wholes
 from tests.hostile.mutations import EXTREMES, OPERATIONS, mutated
 from tests.runs.test_resuming import broken_off
 
-READ_SECONDS = 30  # to read foreign files
-LAST_WORDS = ("error: ", "interrupted", "terminated")  # how the line begins that a program prints as it fails
+READ_SECONDS = 30  # time limit for reading foreign files
+LAST_WORDS = ("error: ", "interrupted", "terminated")  # beginnings of the last line of a failing program
 
 
 def finish(trial: Trial, wholes: Wholes, allowed: set[int], stopped: int | None = None) -> None:
-    """Check how the programs end; resume what has not finished, and compare it with a run without faults."""
+    """Check how the programs end, resume an unfinished run, and compare the result with a run without faults."""
     codes, errors = trial.end(stopped)
     lines, ended = sum(line.startswith(LAST_WORDS) for line in errors.splitlines()), len(codes) - codes.count(0)
     said = (
         trial.way == "torchrun" or sum(code > 0 for code in codes) <= lines <= ended
-    )  # a second signal ends it at once
+    )  # a second signal ends a program at once
     if not set(codes) <= allowed | {0} or not said:
         raise FaultError(f"exit codes {codes}: {errors[-3000:]}")
     if any(codes):
@@ -46,7 +46,7 @@ def finish(trial: Trial, wholes: Wholes, allowed: set[int], stopped: int | None 
 
 
 def child_is_lost(trial: Trial, wholes: Wholes, rng: random.Random, number: int) -> None:
-    """Kill or stop a process of the run that is not the main one; of ranks, one of them."""
+    """Kill or stop a random child process of the run, or one rank."""
     wholes.start(trial, rng)
     while not (children := trial.children()) and trial.lives:
         time.sleep(0.005)
@@ -64,7 +64,7 @@ def stopped_child(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def killed_run(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Kill all at once, or only the main program, and perhaps the resumed run too."""
+    """Kill all processes or only the main program, up to three times, then resume."""
     for _ in range(rng.randint(1, 3)):
         wholes.start(trial, rng)
         trial.send(signal.SIGKILL, trial.pids() if rng.random() < 0.7 else trial.mains)
@@ -74,7 +74,7 @@ def killed_run(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def suspended(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Stop all processes, and let them go on, perhaps after longer than the time-outs, as a laptop does."""
+    """Suspend all processes and resume them, perhaps after the timeouts, as a laptop does."""
     wholes.start(trial, rng)
     pids = trial.pids()
     trial.send(signal.SIGSTOP, pids)
@@ -84,7 +84,7 @@ def suspended(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def signalled(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Send Ctrl-C or SIGTERM to the main program or to all processes, once or twice."""
+    """Send SIGINT or SIGTERM to a main program or to all processes, once or twice."""
     number = rng.choice([signal.SIGINT, signal.SIGTERM])
     wholes.start(trial, rng)
     targets = trial.pids() if rng.random() < 0.5 else {rng.choice(trial.mains)}
@@ -95,7 +95,7 @@ def signalled(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def lonely_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Start one of two ranks, perhaps where a program listens that is not the other one, and perhaps interrupt it."""
+    """Start one of two ranks, perhaps with an impostor in place of the other, and perhaps interrupt it."""
     rank, number = rng.choice(["0", "1", "1"]), rng.choice([None, signal.SIGINT, signal.SIGTERM])
     port = free_port() if rank == "0" else impostor(rng.choice(GREETINGS), queue.SimpleQueue())
     trial.folder.mkdir(parents=True)
@@ -106,15 +106,15 @@ def lonely_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
         time.sleep(rng.random())
         trial.send(number, trial.mains)
     codes, errors = trial.end()
-    allowed = {1, 128 + number} if number else {1}  # the time-out may come before the signal
+    allowed = {1, 128 + number} if number else {1}  # the timeout may come before the signal
     if len(codes) != 1 or not allowed.issuperset(codes) or not errors.startswith(LAST_WORDS) or errors.count("\n") != 1:
         raise FaultError(f"rank {rank} of 2, alone: exit code {codes}: {errors}")
 
 
 @contextlib.contextmanager
-def bounded(what: str) -> Iterator[None]:
+def bounded(action: str) -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise FaultError(f"{what}: more than {READ_SECONDS} s")
+        raise FaultError(f"{action}: more than {READ_SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(READ_SECONDS)
@@ -126,7 +126,7 @@ def bounded(what: str) -> Iterator[None]:
 
 
 def foreign_files(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Change files of a run or a comparison, and read its folder by all commands and functions."""
+    """Damage files of a run or comparison, then read the folder with all commands and functions."""
     whole, folder = wholes.folder(trial.way) / "run", trial.folder / "run"
     trial.folder.mkdir(parents=True)
     if trial.way != "compare" and rng.random() < 0.5:
@@ -162,7 +162,7 @@ def foreign_files(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def change(path: Path, files: list[Path], rng: random.Random) -> None:
-    """Change a file in one of the ways in which files are damaged, or written by others."""
+    """Damage a file, or replace it in the way another program could."""
     content = path.read_bytes()
     at = rng.randrange(len(content) + 1)
     kind = rng.choice(["cut", "bits", "insert", "tree", "tree", "swap", "link", "folder", "pipe"])
@@ -196,7 +196,7 @@ def change(path: Path, files: list[Path], rng: random.Random) -> None:
 
 
 def parsed(line: bytes) -> list[Any]:
-    """The tree of a line, nothing of a half line."""
+    """Return the JSON value of a line in a list, or [] for an incomplete line."""
     try:
         return [json.loads(line)]
     except ValueError:
@@ -204,7 +204,8 @@ def parsed(line: bytes) -> list[Any]:
 
 
 Injection = Callable[[Trial, Wholes, random.Random], None]
-KINDS: dict[Injection, tuple[float, tuple[str, ...]]] = {  # weight, and the ways to which it applies
+# weight, and the ways of running to which the injection applies
+KINDS: dict[Injection, tuple[float, tuple[str, ...]]] = {
     killed_child: (3.0, (*POOLS, *RANKS)),
     stopped_child: (1.0, (*POOLS, *RANKS)),
     killed_run: (3.0, tuple(WAYS)),

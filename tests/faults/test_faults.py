@@ -1,4 +1,4 @@
-"""Some of the injections of `python -m tests.faults`."""
+"""A few injections of `python -m tests.faults`."""
 
 from __future__ import annotations
 

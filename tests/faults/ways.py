@@ -1,4 +1,4 @@
-"""The ways of running a small experiment, each as a user's programs in a folder of their own."""
+"""The ways to run a small experiment, each as a user's programs in a separate folder."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ WAYS: dict[str, tuple[Any, ...]] = {
         *COMPARISON,
         "--jobs",
         "2",
-    ),  # in jobs of one process
+    ),  # jobs of one process each
     "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed", "distributed.timeout=5"),
     "torchrun": (*TORCHRUN, *RESUME, "engine=distributed", "distributed.timeout=5"),
 }
 RANKS, POOLS = ("ranks", "torchrun"), ("spawn", "batched", "race", "compare")
-LONGEST = START_TIMEOUT + 60.0  # seconds until programs end: a process may be stopped while it starts
-LONGEST_STAY = 40.0  # seconds that processes of a killed launcher stay
+LONGEST = START_TIMEOUT + 60.0  # seconds until programs end (a process may be stopped while it starts)
+LONGEST_STAY = 40.0  # seconds until the processes of a killed launcher are gone
 MARK = "FEDSIM_FAULT"
 SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
 
 
 class FaultError(Exception):
-    """What a promise of fedsim does not allow."""
+    """A violated promise of fedsim."""
 
 
 @dataclass
 class Trial:
-    """The programs of one way of running: one, or one for each rank."""
+    """The programs of one way of running: a single program, or one per rank."""
 
     way: str
     folder: Path
@@ -95,7 +95,7 @@ class Trial:
             self.programs = [start(*words, cwd=self.folder, **environment)]
 
     def await_handlers(self) -> None:
-        """Wait until the programs catch signals: what happens before is Python's and the launcher's affair."""
+        """Wait until the programs catch signals. Earlier signals are handled by Python or the launcher."""
         deadline = time.monotonic() + LONGEST
         while not all(map(_catches_signals, self.mains)) and self.lives and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -109,11 +109,11 @@ class Trial:
         return [program.pid for program in self.programs]
 
     def pids(self) -> set[int]:
-        """All living processes."""
+        """Return the IDs of all living processes."""
         return {pid for main in self.mains for pid in processes_of_group(main)} | _marked(self.folder)
 
     def children(self) -> list[int]:
-        """The processes that may be lost; of forked ranks, the ranks themselves."""
+        """Return the IDs of the processes that may be killed; for forked ranks, the ranks themselves."""
         return sorted(self.pids() - set(self.mains if self.way != "ranks" else ()))
 
     def send(self, number: int, pids: Any) -> None:
@@ -124,9 +124,9 @@ class Trial:
                 continue
 
     def end(self, stopped: int | None = None) -> tuple[list[int], str]:
-        """The exit codes and stderr, at the end of the programs; one that is stopped for good is killed then."""
+        """Wait for the programs to end and return their exit codes and stderr. The `stopped` process is killed last."""
         deadline, errors, codes = time.monotonic() + LONGEST, "", []
-        if self.way == "torchrun" and stopped:  # it waits forever for a rank that is stopped after its last round
+        if self.way == "torchrun" and stopped:  # torchrun waits forever for a rank that is stopped after its last round
             killer = threading.Timer(LONGEST_STAY, self.send, [signal.SIGKILL, [stopped]])
             killer.daemon = True
             killer.start()
@@ -159,22 +159,22 @@ class Trial:
             raise FaultError(f"the resumed run ended with {codes}: {errors[-3000:]}")
 
     def compare_with(self, whole: Path) -> None:
-        """Check that the run folders hold the same bits, where that is promised."""
+        """Check that the run folders are bit-identical where fedsim promises it."""
         for path in [whole / "run", *sorted((whole / "run" / "runs").glob("*"))]:
-            other = self.folder / path.relative_to(whole)
+            counterpart = self.folder / path.relative_to(whole)
             if not (path / "model.safetensors").exists():
                 continue
-            if not (other / "model.safetensors").exists():
-                raise FaultError(f"{other.name} holds no model")
+            if not (counterpart / "model.safetensors").exists():
+                raise FaultError(f"{counterpart.name} holds no model")
             try:
                 if self.way != "race":
-                    assert_the_same(other, path)
+                    assert_the_same(counterpart, path)
             except AssertionError as error:
-                raise FaultError(f"{other.name} differs from a run without faults: {str(error)[:300]}") from None
+                raise FaultError(f"{counterpart.name} differs from a run without faults: {str(error)[:300]}") from None
 
 
 class Wholes:
-    """Runs without faults, by way, made when they are first needed."""
+    """Runs without faults, one per way of running, made on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root, self.seconds = root, dict[str, float]()
@@ -193,7 +193,7 @@ class Wholes:
         return self._root / f"whole-{way}"
 
     def start(self, trial: Trial, rng: random.Random) -> None:
-        """Start the programs, and wait to a random instant of the run."""
+        """Start the programs and wait until a random moment of the run."""
         self.folder(trial.way)
         trial.start()
         trial.await_handlers()
@@ -209,15 +209,15 @@ def _catches_signals(pid: int) -> bool:
 
 
 def _marked(folder: Path) -> set[int]:
-    """The living processes that a launcher has started in sessions of their own."""
-    mark, found = f"{MARK}={folder}".encode(), set()
+    """Return the living processes that a launcher has started in their own sessions."""
+    mark, pids = f"{MARK}={folder}".encode(), set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (path / "environ").read_bytes().split(b"\0"):
-                found |= {int(path.name)} if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z" else set()
-        except OSError:  # it has ended, or is another user's
+                pids |= {int(path.name)} if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z" else set()
+        except OSError:  # the process has ended or belongs to another user
             continue
-    return found
+    return pids
 
 
 def _command(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""Random changes of valid trees of tables and lists, and of bytes."""
+"""Random changes to valid trees of tables and lists, and to bytes."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ small = st.integers(0, 10**9)
 
 
 def mutations(values: list[Any], keys: list[str], most: int = 5) -> st.SearchStrategy:
-    """Lists of mutations for `mutated`: (where, operation, value, key); `where` counts modulo the number of places."""
+    """Return a strategy for lists of (where, operation, value, key); `where` is taken modulo the number of places."""
     value = st.sampled_from(values) | st.integers() | st.floats() | st.text(max_size=20)
     key = st.sampled_from(keys) | st.text(max_size=8)
     return st.lists(st.tuples(small, st.sampled_from(OPERATIONS), value, key), min_size=1, max_size=most)
 
 
 def mutated(tree: Any, changes: list) -> Any:
-    """A changed copy of a tree of tables and lists."""
+    """Return a changed copy of a tree of tables and lists."""
     tree = copy.deepcopy(tree)
     for where, operation, value, key in changes:
         places = list(_places(tree))
@@ -69,13 +69,13 @@ def mutated(tree: Any, changes: list) -> Any:
         elif operation == "add":
             parent.append(value)
         elif operation == "swap":
-            other, there = places[(where // 7) % len(places)]
-            parent[at] = copy.deepcopy(other[there])
+            donor, there = places[(where // 7) % len(places)]
+            parent[at] = copy.deepcopy(donor[there])
     return tree
 
 
 def _places(tree: Any):
-    """All (table or list, key or index) of a tree."""
+    """Yield all (table or list, key or index) of a tree."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -90,11 +90,11 @@ edits = st.lists(
         small, st.integers(0, 40), st.binary(max_size=12) | st.sampled_from([b"\n", b"\xff", b"[" * 3000, b"9" * 5000])
     ),
     max_size=4,
-)  # for `edited`: where, how many bytes are removed, what is inserted
+)  # (where, number of removed bytes, inserted bytes)
 
 
 def edited(content: bytes, changes: list) -> bytes:
-    """Changed bytes."""
+    """Return changed bytes."""
     for where, length, new in changes:
         at = where % (len(content) + 1)
         content = content[:at] + new + content[at + length :]
@@ -102,7 +102,7 @@ def edited(content: bytes, changes: list) -> bytes:
 
 
 def without(tree: Any, *unfit: type) -> Any:
-    """A tree without leaves of these types."""
+    """Return a copy of a tree without leaves of these types."""
     if isinstance(tree, dict):
         return {key: without(value, *unfit) for key, value in tree.items() if not isinstance(value, unfit)}
     if isinstance(tree, list):

@@ -1,6 +1,6 @@
-"""Whatever files hold, loading them ends soon, in one of fedsim's own errors at worst, and imports nothing.
+"""Files with any content load quickly, raise at worst a FedsimError, and import nothing.
 
-`pytest -m slow tests/hostile` tries 11,000 inputs; the default suite a few hundred.
+`pytest -m slow tests/hostile` tries 11,000 inputs, the default suite a few hundred.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from tests.data.test_sources import write_mnist
 from tests.hostile.mutations import DEEP, EXTREMES, edited, edits, mutated, mutations, without
 from tests.report.folders import invent_round, on_the_clock
 
-LONGEST = 30.0  # seconds for an input; the slowest takes a few hundredths
-LONGEST_LINE = 2_000  # characters of an error
+LONGEST = 30.0  # seconds per input; the slowest takes a few hundredths
+LONGEST_LINE = 2_000  # characters of an error line
 
 KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "comparison", "label", "variant"})
 NAMES = [
@@ -90,7 +90,7 @@ COMPARISONS = [
 
 
 def fuzz(strategy, check, examples):
-    """Check so many inputs, each in bounded time and memory, with FedsimError as the only way to fail."""
+    """Check `examples` inputs, each in bounded time and memory; only FedsimError may be raised."""
 
     @settings(
         max_examples=examples,
@@ -108,7 +108,7 @@ def fuzz(strategy, check, examples):
             for line in str(error).split("\n"):
                 assert len(line) < LONGEST_LINE, line[:LONGEST_LINE]
         assert time.perf_counter() - started < LONGEST
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kilobytes"
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "memory grew by 500 MB or more"
         assert "canary" not in sys.modules
 
     every_input()
@@ -116,13 +116,13 @@ def fuzz(strategy, check, examples):
 
 @pytest.fixture(params=[pytest.param(25, id="few"), pytest.param(1_300, id="many", marks=pytest.mark.slow)])
 def examples(request):
-    """How many inputs are tried."""
+    """Number of inputs to try."""
     return request.param
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with a module that nobody may import, and a folder for files."""
+    """Return a folder for files, in a working directory with a module that must not be imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "canary.py").write_text("def boom(**anything): raise SystemExit('imported')\n")
     (tmp_path / "sub").mkdir()
@@ -145,7 +145,7 @@ values = st.lists(st.sampled_from([str(value) for value in EXTREMES] + NAMES), m
 words_of_a_command = st.lists(
     st.tuples(keys | st.text(max_size=9), values | st.text(max_size=20)).map("=".join) | st.text(max_size=12),
     max_size=4,
-).map(lambda words: [word for word in words if ":" not in word])  # else they are imported, as they should be
+).map(lambda words: [word for word in words if ":" not in word])  # words with a colon would be imported, as intended
 
 
 def test_experiment_files_and_words(here, examples):
@@ -164,7 +164,7 @@ def test_experiment_files_and_words(here, examples):
 
 
 def page_of(folder: Path) -> None:
-    """All of a report but what is the same for all."""
+    """Return the parts of a report that differ between reports."""
     records = read_records(folder)
     context, data = run_page(records) if isinstance(records, Run) else comparison_page(records)
     assert len(to_script_json(data)) < 3_000_000
@@ -202,7 +202,7 @@ def write_file(folder: Path, name: str, tree, cuts) -> None:
 
 
 def json_of(tree) -> bytes:
-    with contextlib.suppress(ValueError):  # a number of too many digits
+    with contextlib.suppress(ValueError):  # a number with too many digits
         return json.dumps(tree, ensure_ascii=False).encode("utf-8", errors="surrogatepass")
     return b"{}"
 
@@ -231,7 +231,7 @@ def test_reports_of_run_folders(tmp_path, examples):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The folder of a comparison that is finished."""
+    """Return the folder of a finished comparison."""
     folder = tmp_path_factory.mktemp("compared")
     tables = {"rounds": 2, "workers": 2, "engine": "serial", "model": "logistic", "local": {"steps": 1}}
     plan = plan_comparison(tables, {"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
@@ -244,7 +244,7 @@ def compared(tmp_path_factory):
 
 
 def test_comparisons_reported_and_put_together(here, compared, examples, monkeypatch):
-    monkeypatch.setattr("fedsim.comparison.runner._write", lambda *_: None)  # which is the same for all
+    monkeypatch.setattr("fedsim.comparison.runner._write", lambda *_: None)  # writes the same for all inputs
     whole = json.loads((compared / "comparison.json").read_text())
     metrics = next((compared / "runs").glob("*")) / "metrics.jsonl"
     lines = metrics.read_text()

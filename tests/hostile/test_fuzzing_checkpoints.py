@@ -1,4 +1,4 @@
-"""A loop refuses or accepts a changed state, and then continues from the true state as if nothing had happened."""
+"""A loop refuses or accepts a changed state, then continues from the true state as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KINDS = {
     "k_sync": {**TIMED, "policy": {"name": "k_sync", "k": 2}},
 }
 KEYS = ["now", "pending", "scheduler", "done", "drawn", "in_flight", "idle", "arrivals", "started", "clock", "has_last"]
-LONGEST = 10.0  # seconds
+LONGEST = 10.0  # seconds per input
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def loop(request):
-    """A loop after two rounds, and its state."""
+    """Return a loop after two rounds, and its state."""
     tables = {
         **{"rounds": 4, "workers": 4, "engine": "serial", "model": "logistic", "data": "tests.components:tiny"},
         **{"local": {"batch_size": 16, "steps": 2}, **KINDS[request.param]},

@@ -1,4 +1,4 @@
-"""Which imports a file may cause, and how the user allows them."""
+"""Which imports a file can cause, and how the user allows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedsim.runs.rule_replay import load_round
 
 
 def naming(kind):
-    """Tables that name a component of this kind as NAME."""
+    """Return tables that name a component of this kind as NAME."""
     if kind == "pre-aggregators":
         return {"aggregate": {"rule": [{"rule": "NAME"}, "mean"]}}
     *outer, last = COMPONENTS[kind][0].partition(",")[0].split(".")
@@ -29,7 +29,7 @@ def naming(kind):
     return tables
 
 
-NAMED = {kind: naming(kind) for kind in COMPONENTS if kind != "hooks"}  # which have names only
+NAMED = {kind: naming(kind) for kind in COMPONENTS if kind != "hooks"}  # hooks cannot be imported
 LOCAL_COMPONENTS = """
 import os
 from functools import partial
@@ -47,7 +47,7 @@ def perceptron(*, hidden: int = 3):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with modules of its own."""
+    """Yield a working directory that contains its own modules."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_components.py").write_text(LOCAL_COMPONENTS)
@@ -111,7 +111,7 @@ def test_a_package_of_the_working_directory_is_local(here):
     (here / "own_package" / "deep.py").write_text(LOCAL_COMPONENTS)
     path = write(here / "x.toml", NAMED["models"], "own_package.deep:perceptron")
     with pytest.raises(ExperimentError, match="--allow-imports"):
-        fedsim.load_experiment(path)  # any folder would be such a package, as one that has just been unpacked
+        fedsim.load_experiment(path)  # any folder could be such a package, for example an unpacked archive
     (here / "own_package" / "__init__.py").write_text("")
     assert fedsim.load_experiment(path).model.component()
 
@@ -137,7 +137,7 @@ def test_a_package_of_the_working_directory_is_local(here):
     ],
 )
 def test_a_local_module_gives_no_access_to_other_modules(here, name):
-    (here / "json.py").write_text("def loads(): ...")  # Python's own comes first
+    (here / "json.py").write_text("def loads(): ...")  # Python's own json module takes precedence
     with pytest.raises(ExperimentError, match=r"--allow-imports|no such model"):
         fedsim.load_experiment(write(here / "x.toml", NAMED["models"], name))
 
@@ -203,7 +203,7 @@ def test_allow_imports_reaches_the_processes(cli, here):
     assert refused.exit_code == 2
     assert refused.stderr.count("--allow-imports") == 2
     assert cli(*words, "--allow-imports").exit_code == 0
-    assert cli("report", "run").exit_code == 0  # which imports nothing
+    assert cli("report", "run").exit_code == 0  # `report` imports nothing
 
 
 def test_allow_imports_reaches_jobs_and_resumed_comparisons(cli, here):

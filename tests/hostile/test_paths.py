@@ -1,4 +1,4 @@
-"""Only regular files inside of a folder are read; nothing is written outside."""
+"""Only regular files inside a folder are read, and nothing is written outside it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ READERS = {
 
 
 def in_time(function, *arguments):
-    """The exception of a function that must end soon; a pipe without a writer would block it."""
+    """Return the exception of a function that must end soon, where a pipe without a writer would block it."""
     raised = []
 
     def work():
@@ -72,7 +72,7 @@ def test_a_link_to_nowhere_in_place_of_runs_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "a\0b", "a" * 5000, "\x1b[2J", "/proc/self/mem"])
-def test_a_path_that_is_no_experiment_is_one_short_line(path):
+def test_a_path_that_is_not_an_experiment_gives_a_one_line_error(path):
     with pytest.raises(ExperimentError) as caught:
         fedsim.load_experiment(path)
     (line,) = caught.value.lines
@@ -94,7 +94,7 @@ def test_a_path_that_is_no_experiment_is_one_short_line(path):
     ],
     ids=lambda words: " ".join(words),
 )
-def test_a_name_that_no_file_can_have_is_one_short_line(cli, name, words):
+def test_a_name_that_no_file_can_have_gives_a_one_line_error(cli, name, words):
     done = cli(*(word.replace("NAME", name) for word in words))
     assert (done.exit_code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -139,13 +139,14 @@ def test_a_report_shows_no_run_outside_of_the_comparison(tmp_path):
             read_records(plan)
     held["runs"][0]["folder"] = held["runs"][1]["folder"]
     (plan / "comparison.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match="folder = .*: is another run's"):  # a million runs in one folder's space
+    # A file must not list one folder as a million runs.
+    with pytest.raises(RecordError, match="folder = .*: is also the folder of another run"):
         read_records(plan)
 
 
 @pytest.fixture
 def compared(tmp_path):
-    """A comparison of two runs that have not started, and its folder."""
+    """Return a comparison of two runs that have not started, and its folder."""
     plan = plan_comparison({"workers": 2, "rounds": 1}, {"seed": [0, 1]})
     with ComparisonFolder(tmp_path / "comparison", plan):
         pass
@@ -178,7 +179,7 @@ def test_nothing_is_copied_from_where_a_comparisons_folder_points(compared, tmp_
     (folder / "runs" / plan.runs[0].id).mkdir(parents=True)
     (folder / "runs" / plan.runs[0].id / "error.txt").write_text("it failed")
     (folder / "runs" / plan.runs[0].id / "key").symlink_to(tmp_path / "private")
-    with pytest.raises(RecordError, match="key: is neither a file nor a folder, and is not copied"):
+    with pytest.raises(RecordError, match="key: is not a regular file or folder, so it cannot be copied"):
         merge([folder], tmp_path / "other")
 
 
@@ -214,15 +215,15 @@ def test_a_file_is_read_if_it_lies_where_it_should_and_is_no_larger(tmp_path):
 
 
 def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
-    """Messages between processes of one run (pipes, ranks) are not files."""
+    """Messages between the processes of a run (pipes, ranks) are not files."""
     suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
     between_processes = {("system", "messages.py"), ("core", "objects.py"), ("engines", "group.py")}
     between_processes |= {("engines", "distributed", "process_group.py")}
-    of_the_package = "with np.load(MNIST5K_FILE) as file:"  # without pickles, as by default
-    found = [
+    of_the_package = "with np.load(MNIST5K_FILE) as file:"  # does not unpickle, by default
+    suspects = [
         (path.relative_to(PACKAGE).parts, line.strip())
         for path in PACKAGE.rglob("*.py")
         for line in path.read_text().splitlines()
         if suspicious.search(line)
     ]
-    assert [line for parts, line in found if parts not in between_processes and line != of_the_package] == []
+    assert [line for parts, line in suspects if parts not in between_processes and line != of_the_package] == []

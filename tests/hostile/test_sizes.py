@@ -1,4 +1,4 @@
-"""Work that would fill the memory or take very long is refused before it begins, in a line that names the sizes."""
+"""Work that would fill the memory or take very long is refused in advance, with a line that states the sizes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_lists_that_do_not_fit_into_memory_are_refused(tables, message):
 
 @pytest.mark.parametrize("hidden", [10**6, 10**9, 10**18])
 def test_a_model_that_does_not_fit_into_memory_is_refused(hidden):
-    with pytest.raises(ExperimentError, match=r'model.name = "2nn": (has [0-9,]+ parameters|cannot be made)') as caught:
+    with pytest.raises(
+        ExperimentError, match=r'model.name = "2nn": the model (has [0-9,]+ parameters|cannot be created)'
+    ) as caught:
         fedsim.run({"engine": "serial", "model": {"name": "2nn", "hidden": hidden}})
     assert len(caught.value.lines) == 1
 
@@ -117,7 +119,7 @@ def metrics(folder, records):
 def test_a_page_does_not_grow_with_phases(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5])
     many = [{**invent_round(number, 0.5), "seconds": {f"p{number}": 1.0}} for number in range(1, 200)]
-    with pytest.raises(RecordError, match="metrics.jsonl line 51: seconds: more than 50 phases have been named"):
+    with pytest.raises(RecordError, match="metrics.jsonl line 51: seconds: the file names more than 50 phases"):
         read_records(metrics(folder, many))
     with pytest.raises(RecordError, match="seconds"):
         read_records(metrics(folder, [{**invent_round(1, 0.5), "seconds": {f"p{n}": 1.0 for n in range(99)}}]))
@@ -134,7 +136,7 @@ def test_a_page_does_not_grow_with_workers_times_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["environment.json", "partition.json", "comparison.json", "metrics.jsonl"])
-def test_deep_json_is_one_clear_line(tmp_path, name):
+def test_deep_json_gives_a_one_line_error(tmp_path, name):
     folder = invent_run(tmp_path / "run", [0.5])
     (folder / name).write_text('{"round": 1, "a": ' + "[" * 100_000)
     with pytest.raises(RecordError):

@@ -1,4 +1,4 @@
-"""Text from the files of an unknown author: printed without control characters, and in lines of bounded length."""
+"""Text from untrusted files is printed without control characters and in lines of bounded length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """A folder with a run and a comparison, whose files have strings wherever they can have some."""
+    """Return a folder with a run and a comparison whose files contain strings wherever possible."""
     folder = tmp_path_factory.mktemp("clean")
     fedsim.run(TABLES, folder / "run")
     axes = {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
@@ -50,7 +50,7 @@ def clean(tmp_path_factory):
 
 
 def spoiled(tree, key=""):
-    """(dotted key, copy of the tree) for each value and each key of the tree: EVIL is in this place of the copy."""
+    """Yield (dotted key, copy of the tree with EVIL in that place) for each key and value of the tree."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             place = f"{key}.{name}".lstrip(".")
@@ -64,7 +64,7 @@ def spoiled(tree, key=""):
 
 
 def contents(path, places=None):
-    """The contents of a file with EVIL in one place, for each of its places, or for those of these keys."""
+    """Return the file's contents with EVIL in one place, for each place, or only for the keys in `places`."""
     text = path.read_text()
     if path.suffix == ".txt":
         return [EVIL + text]
@@ -85,7 +85,7 @@ def assert_harmless(text):
         assert len(line) < LONGEST_LINE
 
 
-FILES = {  # with the keys whose values some command prints
+FILES = {  # files, and the keys whose values some command prints
     "run/experiment.toml": ["name"],
     "run/environment.json": ["fedsim", "packages.torch"],
     "run/metrics.jsonl": ["metrics.drift"],

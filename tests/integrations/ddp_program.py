@@ -1,4 +1,4 @@
-"""A rank that trains a model by DistributedDataParallel with each of several rules, and saves its parameters."""
+"""A rank that trains a model with DistributedDataParallel and several rules, and saves the parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fedsim.integrations.ddp import RobustState, robust_hook
 
 STEPS = 3
-SMALL = 0.0001  # MB of a bucket: several buckets
+SMALL = 0.0001  # MB per bucket, which makes several buckets
 
 
 def new_model():
@@ -41,7 +41,7 @@ class CountingState(RobustState):
 
 
 def trained(rule, params, bucket_cap_mb):
-    """The parameters after each step."""
+    """Train with one rule and return the parameters after each step."""
     rank = dist.get_rank()
     model = DistributedDataParallel(new_model(), bucket_cap_mb=bucket_cap_mb)
     state = CountingState(rule, **params)

@@ -1,4 +1,4 @@
-"""A rank that trains a model by Lightning with a rule, and saves its parameters."""
+"""A rank that trains a model with Lightning and a rule, and saves the parameters."""
 
 # ruff: noqa: E402
 
@@ -13,7 +13,7 @@ import torch
 from fedsim.system.packages import import_torchvision
 from tests.integrations.ddp_program import STEPS, loss, new_model
 
-import_torchvision()  # Lightning imports it, also one that does not fit the build of PyTorch
+import_torchvision()  # Lightning imports torchvision, even if it does not fit this PyTorch build
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy

@@ -1,4 +1,4 @@
-"""The communication hook equals a loop in one process that aggregates the gradients of the ranks."""
+"""The communication hook equals a loop in one process that aggregates the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_one_process(rule, params, ranks=RANKS):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The parameters of each rank after each step, by the name of the case, and what each rank has printed."""
+    """Return each rank's parameters after each step, by case, and each rank's output."""
     folder = tmp_path_factory.mktemp("ranks")
     cases = json.dumps(REFUSED | {f"{name}.": case for name, case in CASES.items()})
     codes, printed, errors = ended(start_ranks(RANKS, PROGRAM, cases, folder, cwd=folder), 120)
@@ -58,7 +58,7 @@ def steps(trained):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_hook_aggregates_whole_gradients_though_there_are_several_buckets(name, steps):
-    """All ranks have the same bits after each step; what foolsgold keeps and dnc draws, one process has not."""
+    """All ranks are bit-identical after each step. A single process has neither foolsgold's memory nor dnc's draws."""
     assert all(torch.equal(steps[name][0], other) for other in steps[name])
     if name not in ("foolsgold", "dnc"):
         assert torch.allclose(steps[name][0], in_one_process(*CASES[name]), atol=1e-6)
@@ -79,7 +79,7 @@ def test_gradients_that_do_not_fit_the_parameters_are_an_error():
     weight = torch.nn.Parameter(torch.zeros(2))
     set_gradients([weight], [[None], [torch.ones(2)]])
     assert weight.grad.tolist() == [0.5, 0.5]
-    with pytest.raises(fedsim.ExperimentError, match=r"^gradients\[1\]: 1 parameters need as many gradients, not 0$"):
+    with pytest.raises(fedsim.ExperimentError, match=r"^gradients\[1\]: contains 0 gradients for 1 parameters; "):
         set_gradients([weight], [[torch.ones(2)], []])
     with pytest.raises(
         fedsim.ExperimentError, match=r"^gradients\[0\]\[0\]: must have shape \(2,\) as in parameters\[0\]\[0\]"

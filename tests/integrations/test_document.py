@@ -1,4 +1,4 @@
-"""The programs of the documents on other libraries run, and their tables are right."""
+"""The programs in the documents about other libraries run, and the tables are correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATES = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
 
 
 def rows(title, head):
-    """The cells of the table with this heading, without backquotes."""
+    """Return the cells of the table below a heading, without backquotes."""
     section = TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     table = section.partition(f"| {head} |")[2].partition("\n\n")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ")]
@@ -71,7 +71,8 @@ def test_the_program_of_ranks_runs(tmp_path, monkeypatch):
 @requires("lightning")
 def test_the_program_of_lightning_runs(tmp_path):
     first = (
-        "from fedsim.system.packages import import_torchvision\nimport_torchvision()\n"  # here it may not fit PyTorch
+        # torchvision may not fit this PyTorch build
+        "from fedsim.system.packages import import_torchvision\nimport_torchvision()\n"
     )
     path = tmp_path / "train_lightning.py"
     path.write_text(first + PROGRAMS[path.name])
@@ -81,10 +82,10 @@ def test_the_program_of_lightning_runs(tmp_path):
 
 def test_the_rules_that_depend_on_the_origin_are_listed():
     listed = re.findall(r"`(\w+)`", TEXT.partition("These rules do not:")[2].partition("\n\n")[0])
-    given = {"f": 2, "c": 1.0, "tau": 1.0}
+    parameters = {"f": 2, "c": 1.0, "tau": 1.0}
 
     def result(registration, updates):
-        params = {name: value for name, value in given.items() if name in registration.parameters.model_fields}
+        params = {name: value for name, value in parameters.items() if name in registration.parameters.model_fields}
         root, losses = (
             updates[0] if "root" in registration.takes else None,
             torch.ones(11) if "losses" in registration.takes else None,

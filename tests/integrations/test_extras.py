@@ -1,4 +1,4 @@
-"""The modules whose package is missing."""
+"""Modules whose optional package is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_module_says_what_to_install(module, package, extra, monkeypatch):
     monkeypatch.delitem(sys.modules, f"fedsim.integrations.{module}", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)  # then its import fails
+    monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
     with pytest.raises(
         MissingPackageError, match=rf"needs the package {package}, .*: pip install 'fedsim-sgd\[{extra}\]'$"
     ):

@@ -1,4 +1,4 @@
-"""The strategy for Flower, with Flower's messages, and in a simulation of Flower."""
+"""The strategy for Flower, with Flower's messages and in a Flower simulation."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedsim.integrations.flower import Strategy
 
 NODES, ROUNDS = 7, 2
 START = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32), "count": np.array(5)}
-IDS = [2**64 - 1 - 10 * node for node in range(NODES)]  # node numbers of Flower have 64 bits without a sign
+IDS = [2**64 - 1 - 10 * node for node in range(NODES)]  # Flower's node IDs are unsigned 64-bit integers
 WITHOUT_EVALUATION = {"fraction_evaluate": 0.0, "min_train_nodes": NODES}
 
 
 @pytest.fixture(autouse=True)
 def identity(monkeypatch):
-    """Flower's messages ask for the run, node and task of their process, which are set in a ServerApp."""
+    """Set the run, node and task IDs that Flower's messages read and a ServerApp would set."""
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 class InProcess(Grid):
-    """A grid whose nodes are functions."""
+    """A Flower grid whose nodes are functions."""
 
     def __init__(self, reply):
         self.reply = reply
@@ -59,7 +59,7 @@ def numpy(arrays):
 
 
 def update(node, round):
-    """What a client adds to the arrays; clients 0 and 1 are Byzantine."""
+    """Return what client `node` adds to the arrays. Clients 0 and 1 are Byzantine."""
     generator = np.random.default_rng((node, round))
     scale = 100 if node < 2 else 1
     return {name: scale * generator.standard_normal(array.shape).astype(array.dtype) for name, array in START.items()}
@@ -72,7 +72,7 @@ def moved(arrays, node, round):
 def replying(message, node, change=lambda arrays, node: arrays, metrics=None):
     received = numpy(message.content["arrays"])
     arrays = change(moved(received, node, message.content["config"]["server-round"]), node)
-    arrays = dict(reversed(arrays.items()))  # in another order
+    arrays = dict(reversed(arrays.items()))  # in reverse order
     metrics = MetricRecord({"num-examples": node + 1, "loss": float(node)} if metrics is None else metrics)
     return Message(content=RecordDict({"arrays": record(arrays), "metrics": metrics}), reply_to=message)
 
@@ -81,12 +81,12 @@ def result_of(strategy, reply=replying, rounds=ROUNDS):
     return strategy.start(InProcess(reply), record(START), num_rounds=rounds)
 
 
-def expected_rows(rule, *, rounds=ROUNDS, **given):
-    """The floating arrays as a row, after rounds of `fedsim.aggregate` on the same updates."""
+def expected_rows(rule, *, rounds=ROUNDS, **inputs):
+    """Return the floating-point arrays as a row, after rounds of `fedsim.aggregate` on the same updates."""
     row = flat(START)
     for round in range(1, rounds + 1):
-        rows = torch.stack([flat(update(node, round)) for node in reversed(range(NODES))])  # in the order of IDS
-        row = row + fedsim.aggregate(rows, rule=rule, **given)
+        rows = torch.stack([flat(update(node, round)) for node in reversed(range(NODES))])  # ordered by node ID
+        row = row + fedsim.aggregate(rows, rule=rule, **inputs)
     return row
 
 
@@ -139,13 +139,13 @@ def test_a_rule_keeps_its_state_from_round_to_round():
 
 
 def test_a_server_optimizer_moves_the_global_arrays():
-    server, own = (fedsim.ServerOptimizer("bmuf", nesterov=True) for _ in range(2))
+    server, optimizer = (fedsim.ServerOptimizer("bmuf", nesterov=True) for _ in range(2))
     result = numpy(result_of(Strategy("median", server=server, **WITHOUT_EVALUATION)).arrays)
     row = flat(START)
     for round in range(1, ROUNDS + 1):
         rows = torch.stack([flat(update(node, round)) for node in range(NODES)])
-        own.broadcast(row)
-        row = own.step(row, fedsim.aggregate(rows, rule="median"))
+        optimizer.broadcast(row)
+        row = optimizer.step(row, fedsim.aggregate(rows, rule="median"))
     assert torch.allclose(flat(result), row, atol=1e-4)
 
 
@@ -157,15 +157,15 @@ def test_updates_that_are_not_finite_are_excluded_and_logged(caplog):
     rows = torch.stack([flat(update(node, 1)) for node in range(NODES) if node != 3])
     assert torch.allclose(flat(numpy(result.arrays)), flat(START) + fedsim.aggregate(rows, rule="median"), atol=1e-5)
     assert f"excluded the updates of nodes {IDS[3]}" in caplog.text
-    with pytest.raises(fedsim.ExperimentError, match=f"^the updates of nodes {IDS[3]} hold NaN"):
+    with pytest.raises(fedsim.ExperimentError, match=f"^the updates of nodes {IDS[3]} contain NaN"):
         result_of(Strategy("median", nonfinite="error", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, broken))
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"rule": "fltrust"}, r"^root: is required by the rule fltrust$"),
-        ({"rule": "qfedavg"}, r"^loss_key: is required by the rule qfedavg$"),
+        ({"rule": "fltrust"}, r"^root: the rule fltrust requires this argument; pass"),
+        ({"rule": "qfedavg"}, r"^loss_key: the rule qfedavg requires this argument; pass"),
     ],
 )
 def test_a_wrong_option_is_an_error_before_the_first_round(options, line):
@@ -180,5 +180,5 @@ def test_a_wrong_reply_is_an_error_that_names_the_node():
     with pytest.raises(fedsim.ExperimentError, match=rf"^node {IDS[1]}\['weight'\]: must have shape \(2, 3\)"):
         result_of(Strategy("mean", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, flattened))
     without_loss = Strategy("qfedavg", loss_key="loss", **WITHOUT_EVALUATION)
-    with pytest.raises(fedsim.ExperimentError, match=rf"^node {min(IDS)}: its reply has no metric loss$"):
+    with pytest.raises(fedsim.ExperimentError, match=rf'^node {min(IDS)}: the reply lacks the metric "loss"'):
         result_of(without_loss, lambda m, n: replying(m, n, metrics={"num-examples": 1}))

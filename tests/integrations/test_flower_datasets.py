@@ -1,4 +1,4 @@
-"""Partitioners of Flower Datasets as partitions of fedsim, and the reverse, with the real package."""
+"""Partitioners of the package Flower Datasets as partitions of fedsim, and the reverse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flwr_datasets.partitioner import DirichletPartitioner
 from fedsim.integrations.flower_datasets import FedsimPartitioner, flower_partition
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Specifying null_placement"),  # of pyarrow, by datasets
+    pytest.mark.filterwarnings("ignore:Specifying null_placement"),  # from pyarrow, through datasets
     pytest.mark.filterwarnings("ignore:The sum of partition sizes"),
     pytest.mark.filterwarnings("ignore:feature_"),
 ]
@@ -80,9 +80,12 @@ def test_an_experiment_takes_a_partitioner_by_its_import_path(tiny_experiment):
     [
         (
             {"partitioner": "Dirichlet"},
-            'partition.partitioner = "Dirichlet": no such partitioner of flwr_datasets; did',
+            'partition.partitioner = "Dirichlet": no such class in flwr_datasets.partitioner; did',
         ),
-        ({"partitioner": "NaturalIdPartitioner"}, "partition.partitioner = .*: makes 6 partitions for 5 workers$"),
+        (
+            {"partitioner": "NaturalIdPartitioner"},
+            "partition.partitioner = .*: returned 6 partitions for 5 workers; must be",
+        ),
         ({"partitioner": "SizePartitioner", "partition_sizes": [9] * 5}, "partition.name = .* exactly one worker"),
     ],
 )
@@ -104,7 +107,7 @@ def test_every_partition_is_a_partitioner(strategy):
 
 
 def test_a_partitioner_has_the_transforms_of_its_partition():
-    with pytest.warns(SettingWarning, match=r"^feature_rotation also changes samples: apply transform"):
+    with pytest.warns(SettingWarning, match=r"^feature_rotation also changes samples; apply transform"):
         partitioner = FedsimPartitioner(2, "feature_rotation", groups=2)
     assert [partitioner.transform(0), partitioner.transform(1)] == fedsim.partition_transforms(
         2, "feature_rotation", groups=2
@@ -119,7 +122,9 @@ def test_a_wrong_partition_is_an_error():
         FedsimPartitioner(2, "dirichlet", alfa=1)
     partitioner = FedsimPartitioner(2, "dirichlet", partition_by="lable")
     partitioner.dataset = dataset()
-    with pytest.raises(ExperimentError, match=r"^partition_id = 2: must be from 0 to 1$"):
+    with pytest.raises(ExperimentError, match=r"^partition_id = 2: must be between 0 and 1$"):
         partitioner.load_partition(2)
-    with pytest.raises(ExperimentError, match=r"^column \"lable\": not in the data set; did you mean \"label\"\?$"):
+    with pytest.raises(
+        ExperimentError, match=r"^column \"lable\": the data set has no such column; did you mean \"label\"\?$"
+    ):
         partitioner.load_partition(0)

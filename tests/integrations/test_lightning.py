@@ -12,7 +12,7 @@ from fedsim.system.packages import import_torchvision
 from tests.commands import ended, start_ranks
 from tests.integrations.test_ddp import in_one_process
 
-import_torchvision()  # Lightning imports it, also one that does not fit the build of PyTorch
+import_torchvision()  # Lightning imports torchvision, even if it does not fit this PyTorch build
 pytest.importorskip("lightning", reason="needs the package lightning")
 PROGRAM = Path(__file__).parent / "lightning_program.py"
 
@@ -33,5 +33,5 @@ def test_a_strategy_without_ranks_is_an_error():
     with pytest.raises(fedsim.ExperimentError, match=r"^g = 1: unknown key \(the aggregation rule is krum\)"):
         RobustGradients("krum", g=1)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(fedsim.ExperimentError, match=r'^RobustGradients: needs Trainer\(strategy="ddp"\), not Single'):
+    with pytest.raises(fedsim.ExperimentError, match="^RobustGradients: .* but the strategy is Single"):
         RobustGradients("krum", f=1).on_train_start(trainer, None)

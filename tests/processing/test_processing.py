@@ -1,4 +1,4 @@
-"""Processors: the chain that is applied to each update before it is aggregated, and error feedback."""
+"""Processors: the chain that is applied to each update before aggregation, and error feedback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedsim.processing.processors import qsgd
 from tests import components
 from tests.textbook import Federation
 
-D = 7850  # parameters of the model "logistic"
+D = 7850  # number of parameters of the model "logistic"
 SMALL = {"model": "logistic", "rounds": 1}
 CLIP = {"name": "clip", "max_norm": 0.1}
 TOP_5 = {"name": "top_k", "k": 5}
@@ -23,7 +23,7 @@ NOISE = {"name": "gaussian_noise", "std": 0.1}
 
 
 def halved(update: Tensor, metrics: dict[str, Tensor], *, factor: float = 0.5) -> Tensor:
-    """A processor of a user, which records a tensor."""
+    """A user-defined processor that records a tensor."""
     metrics["norm"] = update.norm()
     return factor * update
 
@@ -74,7 +74,8 @@ def test_a_processor_of_a_user_records_the_mean_of_its_metric(tiny_experiment):
     ]
     history = fedsim.run({**tables, "processors": chain}).history
     norms = fedsim.run({**tables, "processors": ["tests.processing.test_processing:halved"]}).history
-    assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}  # the last in the chain
+    # recorded by the last processor of the chain
+    assert history[0].metrics == {"norm": pytest.approx(2 * norms[0].metrics["norm"])}
 
 
 def columnwise(updates: Tensor, metrics: dict[str, float]) -> Tensor:
@@ -101,11 +102,11 @@ def test_a_result_of_another_shape_or_with_wrong_bytes_is_an_error(name, error):
 def test_each_place_of_a_chain_worker_and_round_draws_other_numbers():
     chain, row = chain_of("gaussian_noise", "gaussian_noise", std=1.0), torch.zeros(1000)
     apply_chain(chain, row, 0, (1, 0), {})
-    assert row.std() == pytest.approx(2**0.5, rel=0.1)  # of independent numbers; 2 of equal ones
-    others = [torch.zeros(1000) for _ in range(3)]
-    for other, coordinates in zip(others, [(1, 0), (1, 1), (2, 0)], strict=True):
-        apply_chain(chain, other, 0, coordinates, {})
-    assert [torch.equal(row, other) for other in others] == [True, False, False]
+    assert row.std() == pytest.approx(2**0.5, rel=0.1)  # for independent draws; equal draws would give 2
+    other_rows = [torch.zeros(1000) for _ in range(3)]
+    for other_row, coordinates in zip(other_rows, [(1, 0), (1, 1), (2, 0)], strict=True):
+        apply_chain(chain, other_row, 0, coordinates, {})
+    assert [torch.equal(row, other_row) for other_row in other_rows] == [True, False, False]
 
 
 def test_qsgd_has_no_bias_and_gives_zero_for_zero():
@@ -129,7 +130,7 @@ def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
         ({"processors": ["clop"]}, 'did you mean "clip"?'),
     ],
 )
-def test_a_chain_that_cannot_be_applied_is_one_line(tables, error):
+def test_a_chain_that_cannot_be_applied_gives_a_one_line_error(tables, error):
     with pytest.raises(ExperimentError) as raised:
         fedsim.Experiment(**tables)
     (line,) = str(raised.value).splitlines()
@@ -167,12 +168,12 @@ def test_only_processors_that_ask_for_it_have_a_residual():
 
 
 def half(update):
-    """A processor that depends on its input continuously, so that rounding stays small."""
+    """A processor that depends continuously on its input, so that rounding errors stay small."""
     return update / 2
 
 
 def test_each_worker_keeps_its_own_residual_between_its_rounds():
-    """A loop in plain PyTorch, with a dictionary of what each worker has left out."""
+    """Compare with a plain PyTorch loop that stores what each worker has left out in a dictionary."""
     tables = {**TABLES, "sync": "gradients", "local": {"batch_size": 16, "lr": 0.1, "steps": 1}, "rounds": 5}
     tables |= {"aggregate": "mean"}
     result = fedsim.run({**tables, "processors": [HALF]})

@@ -1,4 +1,4 @@
-"""Early stopping: when a run ends, what it records, and what resuming and comparing do with it."""
+"""Early stopping: when a run ends, what it records, and its effect on resuming and comparing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 
 SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
-# No step of this size changes a float32 parameter, so nothing improves after round 1.
+# A step of this size changes no float32 parameter, so the result does not improve after round 1.
 STANDING = {**SMALL, "model": "2nn", "local": {"lr": 1e-30}, "data.validation_fraction": 0.2, "stop": {"patience": 2}}
 
 
@@ -44,7 +44,7 @@ def test_a_run_ends_after_the_round_that_decides_it(settings, losses, ends):
 
 @pytest.mark.parametrize("nothing", [None, math.nan])
 def test_rounds_without_a_cohort_have_no_train_loss_and_do_not_count(nothing):
-    """A round with a cohort counts, though its loss is not finite: a file has null for NaN."""
+    """A round with a cohort counts even if its loss is not finite (null in the file)."""
     rounds = [(1.0, [0]), (nothing, []), (nothing, []), (1.0, [0]), (nothing, []), (nothing, [0])]
     history = [RoundRecord(round=k, train_loss=loss, cohort=cohort) for k, (loss, cohort) in enumerate(rounds, start=1)]
     stop = Stop(metric="train_loss", patience=2)
@@ -84,7 +84,7 @@ def test_a_comparison_has_runs_of_different_lengths(tiny_experiment, tmp_path):
     compared = fedsim.compare(tables, plan, tmp_path)
     assert [len(run.history) for run in compared.runs][:2] == [3, 3]
     assert all(run.error is None for run in compared.runs)
-    assert len(fedsim.compare(tables, plan, tmp_path).runs) == 4  # all of them are found finished
+    assert len(fedsim.compare(tables, plan, tmp_path).runs) == 4  # all runs are finished already
 
 
 def test_a_run_can_stop_on_a_metric(tiny_experiment):
@@ -101,7 +101,7 @@ def test_a_run_can_stop_on_a_metric(tiny_experiment):
         ({"patience": 2}, "data.validation_fraction"),
         ({"metric": "accuracy", "target": 0.5}, "test_accuracy"),
         ({"metric": "metrics.top_k", "target": 0.5}, "stop.mode"),
-        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "not in round 1"),
+        ({"metric": "metrics.top_k", "mode": "max", "target": 0.5}, "was not recorded in round 1"),
     ],
 )
 def test_a_wrong_table_is_refused(stop, words, tiny_experiment):
@@ -127,7 +127,9 @@ BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max",
     ],
 )
 def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
-    with pytest.raises(ExperimentError, match=r"^stop.metric = .* workers keep a part of it; use stop.metric=metrics"):
+    with pytest.raises(
+        ExperimentError, match=r"^stop.metric = .* workers keep a part of the model; use stop.metric=metrics"
+    ):
         fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
 
 

@@ -28,7 +28,7 @@ def finished(tiny_experiment, tmp_path):
 
 @pytest.fixture
 def drawn(tiny_experiment, tmp_path):
-    """The folder of a run with all that a run keeps by default."""
+    """Return the folder of a run with everything that a run stores by default."""
     return fedsim.run({**tiny_experiment, "records": {}}, tmp_path / "run").folder
 
 
@@ -59,7 +59,7 @@ def test_events_are_written_to_their_own_file(finished, tmp_path):
         {"event": "worker replaced", "round": 3, "process": 1, "worker": None, "why": "was killed", "attempt": 1},
         {"event": "worker replaced", "round": 4, "process": 0},
     ]
-    assert not (tmp_path / "b").exists(), "no round is on record"
+    assert not (tmp_path / "b").exists(), "no round is recorded"
 
 
 def test_the_environment_names_versions_device_and_commit(finished):
@@ -137,7 +137,7 @@ def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, 
 
 
 def test_the_experiment_file_is_removed_last(tiny_experiment, tmp_path, monkeypatch):
-    """A run that is killed as it cleans up can be started again with resume."""
+    """A run that is killed while it removes its files can be started again with resume."""
     unlinked, unlink = [], Path.unlink
 
     def noted(path, **options):
@@ -152,7 +152,7 @@ def test_the_experiment_file_is_removed_last(tiny_experiment, tmp_path, monkeypa
 
 
 def test_events_before_begin_are_written_by_begin(tiny_experiment, tmp_path):
-    """A folder with events and no experiment would be no run that can be resumed."""
+    """A folder with events but no experiment could not be resumed."""
     with RunFolder(tmp_path / "run") as folder:
         folder.event("worker replaced", round=0)
         assert list((tmp_path / "run").iterdir()) == []
@@ -223,7 +223,7 @@ def test_new_folder_names_are_unique(tmp_path, monkeypatch):
         assert all(name.is_dir() for name in names)
         (names[0] / "file").touch()
     assert len(set(names)) == 4
-    assert list(Path("runs").iterdir()) == names[:1]  # empty ones are removed
+    assert list(Path("runs").iterdir()) == names[:1]  # empty folders are removed
     assert all(re.match(r"x-\d{8}-\d{6}(-\d+)?$", name.name) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Results as data: frames of pandas, and results, models and comparisons that are read from folders."""
+"""Results as data: pandas frames, and results, models and comparisons that are loaded from folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARISON = {"aggregate.rule": ["mean", ["nnm", "median"]], "seed": [0, 1]}
 
 
 def normalised():
-    """A model with buffers."""
+    """Return a model with buffers."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.BatchNorm1d(10))
 
 
@@ -30,7 +30,7 @@ def run_folder(tiny_experiment, tmp_path):
 
 
 def load_run(folder):
-    """The data of these runs has an import path."""
+    """Load a run whose data set is named by an import path."""
     return fedsim.load_run(folder, allow_imports=True)
 
 
@@ -38,14 +38,14 @@ def load_model(folder):
     return fedsim.load_model(folder, allow_imports=True)
 
 
-def assert_same_result(one, other):
-    assert one.history == other.history
-    assert one.experiment.resolved() == other.experiment.resolved()
-    assert (one.folder, one.stopped) == (other.folder, other.stopped)
-    assert torch.equal(one.global_row, other.global_row)
-    for name, value in one.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[name])
-    assert repr(one) == repr(other)
+def assert_same_result(first, second):
+    assert first.history == second.history
+    assert first.experiment.resolved() == second.experiment.resolved()
+    assert (first.folder, first.stopped) == (second.folder, second.stopped)
+    assert torch.equal(first.global_row, second.global_row)
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name])
+    assert repr(first) == repr(second)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_the_row_of_a_loaded_run_stays_if_its_model_is_trained_further(run_folde
     assert result.global_row.abs().max() > 0
 
 
-def test_a_run_without_a_model_is_loaded_and_its_model_is_one_line(tiny_experiment, tmp_path):
+def test_a_run_without_a_model_is_loaded_and_its_model_gives_a_one_line_error(tiny_experiment, tmp_path):
     result = fedsim.run({**tiny_experiment, "records.model": False}, tmp_path / "run")
     loaded = load_run(tmp_path / "run")
     assert loaded.test_accuracy == result.test_accuracy
-    with pytest.raises(RecordError, match=r"model\.safetensors: no such file; .* records\.model is false$"):
+    with pytest.raises(RecordError, match=r"model\.safetensors: does not exist, .* records\.model is false$"):
         loaded.model  # noqa: B018
 
 
@@ -101,7 +101,7 @@ def test_import_paths_in_a_folder_need_to_be_allowed(tiny_experiment, tmp_path):
 
 
 @pytest.mark.parametrize("load", [fedsim.load_run, fedsim.load_model, fedsim.load_comparison])
-def test_a_folder_that_holds_nothing_is_one_line(tmp_path, load):
+def test_a_folder_that_holds_nothing_gives_a_one_line_error(tmp_path, load):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RecordError, match=r"^\S+: is not (a run folder|the folder of a comparison) \(no \S+\)$"):
             load(folder)
@@ -112,10 +112,10 @@ def test_a_model_that_does_not_fit_or_leads_elsewhere_is_refused(run_folder, tmp
     tensors = load_file(path)
     name = next(iter(tensors))
     save_file({**tensors, name: torch.zeros(3)}, path)
-    with pytest.raises(RecordError, match=rf'"{name}" is \[3\] there, and \[20\] in the model$'):
+    with pytest.raises(RecordError, match=rf'"{name}": \[3\] in the file, \[20\] in the model$'):
         load_model(run_folder)
     save_file({**tensors, "more": torch.zeros(3)}, path)
-    with pytest.raises(RecordError, match='"more" is .3. there, and missing in the model$'):
+    with pytest.raises(RecordError, match='"more": .3. in the file, missing in the model$'):
         load_model(run_folder)
     path.write_bytes(b"\xff" * 100)
     with pytest.raises(RecordError, match="model.safetensors: is damaged: "):
@@ -158,7 +158,7 @@ def test_a_comparison_with_a_failed_run_and_one_with_shards_only(tiny_experiment
     assert len(comparison.failed) == 1
     assert fedsim.load_comparison(tmp_path / "comparison", allow_imports=True).table == comparison.table
     (tmp_path / "sharded" / "shards").mkdir(parents=True)
-    with pytest.raises(RecordError, match="its shards are not combined yet: fedsim compare"):
+    with pytest.raises(RecordError, match="to combine its shards, run: fedsim compare"):
         fedsim.load_comparison(tmp_path / "sharded")
 
 
@@ -190,7 +190,7 @@ def test_frames_always_have_the_losses():
     assert json.dumps(row) == '{"round": 1, "test_accuracy": NaN, "test_loss": NaN, "train_loss": NaN}'
 
 
-def test_a_frame_without_pandas_is_one_line(tiny_experiment, monkeypatch):
+def test_a_frame_without_pandas_gives_a_one_line_error(tiny_experiment, monkeypatch):
     result = fedsim.run(tiny_experiment)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackageError, match=r"^Result\.to_dataframe needs the package pandas, .*\[pandas\]'$"):

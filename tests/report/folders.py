@@ -1,4 +1,4 @@
-"""Run folders and comparison folders to read: of real runs, and made up without a run."""
+"""Run and comparison folders for the report tests, from real runs and made up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUNDS, WORKERS = 4, 5
 
 
 def write_run(folder: Path, *, byzantine: list[int] = (), **settings: Any) -> Path:
-    """Run logistic regression, and add weights and a partition to its records."""
+    """Run logistic regression, add weights and a partition to its records, and return the folder."""
     experiment = {
         "name": "tried",
         "model": "logistic",
@@ -32,7 +32,7 @@ def write_run(folder: Path, *, byzantine: list[int] = (), **settings: Any) -> Pa
 
 
 def _weights_without(cohort: list[int], byzantine: list[int]) -> dict[str, Any]:
-    """Equal weights for the honest workers, 0 for the Byzantine ones; the first of these is excluded."""
+    """Return equal weights for honest workers and 0 for Byzantine ones, the first of which is excluded."""
     honest = [worker for worker in cohort if worker not in byzantine]
     weights = [1 / len(honest) if worker in honest else 0.0 for worker in cohort]
     return {"coefficients": weights, "excluded": list(byzantine)[:1], "attack_success": 0.25}
@@ -54,7 +54,7 @@ def write_comparison(folder: Path) -> Path:
 
 
 def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
-    """A comparison folder whose runs `make(path, point)` writes, or does not write."""
+    """Write a comparison folder whose runs `make(path, point)` may write, and return the folder."""
     runs = []
     for number, values in enumerate(itertools.product(*axes.values())):
         point = dict(zip(axes, values, strict=True))
@@ -66,7 +66,7 @@ def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
 
 
 def invent_run(folder: Path, accuracies: list[float], rounds: int | None = None, **settings: Any) -> Path:
-    """A run folder with these accuracies, of a run that planned `rounds`."""
+    """Write a made-up run folder with these accuracies, planned for `rounds` rounds, and return the folder."""
     folder.mkdir(parents=True)
     plan = {"name": "made_up", "rounds": rounds or len(accuracies), "workers": 2, **settings}
     lines = [f"{key} = {json.dumps(value)}" for key, value in plan.items()]
@@ -91,7 +91,7 @@ def invent_round(number: int, accuracy: float) -> dict[str, Any]:
 
 
 def on_the_clock(seconds: float, updates: int = 2, staleness: dict[str, int] | None = None):
-    """Asynchronous keys for `add_to_rounds`: every round takes so many virtual seconds and updates."""
+    """Return a function for `add_to_rounds` that adds asynchronous keys: `seconds` and `updates` per round."""
 
     def keys(record: dict[str, Any]) -> dict[str, Any]:
         number = record["round"]
@@ -103,14 +103,14 @@ def on_the_clock(seconds: float, updates: int = 2, staleness: dict[str, int] | N
 
 
 def add_to_rounds(folder: Path, keys) -> None:
-    """Add `keys(record)` to every line of the metrics."""
+    """Add `keys(record)` to every line of metrics.jsonl."""
     path = folder / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**record, **keys(record)}) + "\n" for record in records))
 
 
 def timed_comparison(folder: Path) -> Path:
-    """Two variants and two seeds: "sync" tests at 10, 20, 30 s, "asgd" at 1, 2, 3 s (seed 0) or 2, 4, 6 s (seed 1)."""
+    """Write a comparison of two variants: "sync" tests every 10 s; "asgd" every 1 s (seed 0) or 2 s (seed 1)."""
 
     def make(path: Path, point: dict[str, Any]) -> None:
         if point["variant"]["label"] == "sync":

@@ -1,4 +1,4 @@
-"""The page in a real browser: the charts are drawn, the controls work, and nothing is fetched."""
+"""The page in a real browser: charts are drawn, controls work, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """A function that opens the page about a folder. At the end of the test, no page may have logged or fetched."""
+    """Yield a function that opens the page of a folder. Afterwards, check that no page logged or fetched anything."""
     opened = []
 
     def open_page(folder, width=1200):
@@ -55,14 +55,14 @@ def show(browser, tmp_path):
 
 
 def plotted(page, chart="curves-chart", named=False):
-    """The visible traces of a chart, or those that its legend names, as (name, y)."""
+    """Return the visible traces of a chart, or only those in its legend, as (name, y)."""
     read = """([id, named]) => document.getElementById(id)._fullData
         .filter((t) => t.visible === true && (t.showlegend || !named)).map((t) => [t.name, Array.from(t._input.y)])"""
     return [tuple(trace) for trace in page.evaluate(read, [chart, named])]
 
 
 def lines(page):
-    """The lines that the legend of the curves names."""
+    """Return the names of the lines in the legend of the curves."""
     return dict(plotted(page, named=True))
 
 
@@ -71,7 +71,7 @@ def layout(page, path, chart="curves-chart"):
 
 
 def wait_until(page, condition):
-    """Wait for a condition, without the eval of `page.wait_for_function`, which the page's policy forbids."""
+    """Wait for a condition without `page.wait_for_function`, whose eval the page's policy forbids."""
     for _ in range(200):
         if condition():
             return
@@ -80,7 +80,7 @@ def wait_until(page, condition):
 
 
 def test_the_controls_of_a_comparison_choose_what_is_drawn(show, tmp_path):
-    """Of a comparison on the clock whose accuracy is 1 / workers, after 0.5."""
+    """A comparison on the virtual clock whose accuracy is 1 / workers in round 2 and 0.5 before."""
 
     def make(path, point):
         invent_run(path, [0.5, 1 / point["workers"]], mode="clock")
@@ -99,7 +99,7 @@ def test_the_controls_of_a_comparison_choose_what_is_drawn(show, tmp_path):
     curves.get_by_label("Against").select_option(label="rounds")
     assert layout(page, "xaxis.title.text") == "round"
     assert lines(page) == {"mean · 1 · 2": [0.5, 0.5], "krum · 1 · 2": [0.5, 0.5]}
-    assert len(plotted(page)) == 2 * (1 + 2)  # a thin line for each of two seeds
+    assert len(plotted(page)) == 2 * (1 + 2)  # a thin line for each of the two seeds
     curves.get_by_label("Spread").select_option(label="hidden")
     assert len(plotted(page)) == 2
     curves.get_by_label("workers").select_option(label="all")
@@ -180,7 +180,7 @@ def test_names_with_markup_are_shown_as_text(show, tmp_path, make):
     assert page.locator("img").count() == 0
     for place in ("header", "#time-chart .legendtext"):
         assert "</script><script>alert(1)" in page.locator(place).first.text_content()
-    page.locator("#curves-chart .drag").first.hover()  # the hover text has the names, too
+    page.locator("#curves-chart .drag").first.hover()  # the hover text contains the names
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The table of the page: differences to the best row, and the weights of Byzantine workers."""
+"""The summary table of the page: differences from the best row, and weights of Byzantine workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.records.formatting import MISSING
 from fedsim.report.comparison_page import comparison_page
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
-# The final accuracies of each (rule, attack), one for each seed; None for a run that has not begun.
+# The final accuracies of each (rule, attack), one per seed. None: the run has not begun.
 FINAL = {
     ("mean", "none"): [0.9, 0.8, 0.7],
     ("median", "none"): [0.88, 0.78, 0.68],
@@ -22,7 +22,7 @@ FINAL = {
 
 
 def test_a_row_has_statistics_over_the_seeds_and_its_paired_difference_to_the_best(tmp_path):
-    """Of the equal mean and krum the first is the best; under alie the mean alone has all its runs."""
+    """Mean and Krum are equal, so the first is the best. Under alie only the mean has all its runs."""
 
     def make(path, point):
         final = FINAL[point["aggregate.rule"], point["attack.name"]][point["seed"]]
@@ -42,7 +42,7 @@ def test_a_row_has_statistics_over_the_seeds_and_its_paired_difference_to_the_be
     assert [each["test accuracy"].mark for each in cells] == ["★", "", "", "★", "", ""]
     assert [each["difference to best"].sort for each in cells] == [
         *(None, pytest.approx(-0.02), pytest.approx(0.0), None),
-        pytest.approx((0.6 - 0.1 + 0.5 - 0.2) / 2),  # of the two seeds that both have
+        pytest.approx((0.6 - 0.1 + 0.5 - 0.2) / 2),  # over the two seeds that both have
         None,
     ]
     assert [each["Byzantine weight"].text for each in cells] == ["75 %"] * 5 + [MISSING]

@@ -1,4 +1,4 @@
-"""The figures and tables that the page is made from."""
+"""The figures and tables of the page."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SCALES = "virtual_seconds", "updates"
 
 
 def find(figures, **choices):
-    """The only figure of these choices."""
+    """Return the only figure with these choices."""
     (figure,) = [each for each in figures if all(each["when"].get(name) == value for name, value in choices.items())]
     return figure
 
 
 def lines_of(figure):
-    """The named lines of a figure of curves, as {name: [(x, y), ...]}."""
-    found = {}
+    """Return the named lines of a figure of curves, as {name: [(x, y), ...]}."""
+    lines = {}
     for trace in figure["data"]:
         if "name" in trace:
-            found[trace["name"]] = list(zip(trace["x"], trace["y"], strict=True))
-    return found
+            lines[trace["name"]] = list(zip(trace["x"], trace["y"], strict=True))
+    return lines
 
 
 def values_of(figure):
@@ -42,7 +42,7 @@ def spread_of(figure):
 
 
 def run_with(folder, weights, byzantine=()):
-    """A run whose rounds have these {worker: weight}, or {worker: "excluded"}."""
+    """Return a run whose rounds have these {worker: weight}, or {worker: "excluded"}."""
     invent_run(folder, [0.5] * len(weights))
     lines = []
     for number, record in enumerate(weights, start=1):
@@ -69,20 +69,20 @@ def test_many_rounds_share_the_columns_of_weights(tmp_path):
     assert weights["x"] == [1, 3, 5]
     assert figure["layout"]["xaxis"]["title"]["text"] == "round (each column is the mean of 2 rounds)"
     assert weights["z"] == [[pytest.approx(0.3), pytest.approx(0.3), None], [None, None, 1.0]]
-    assert excluded["z"] == [[None, 1, None], [None, None, None]]  # excluded in one round of two
+    assert excluded["z"] == [[None, 1, None], [None, None, None]]  # excluded in one of two rounds
 
 
 def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
     figures = run_curves(read_records(run_folder))
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    found = {figure["when"]["metric"]: values_of(figure) for figure in figures}
-    assert found["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
-    assert set(found["Test and train loss"]) == {"test loss", "train loss"}
-    assert found["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
-    assert set(found["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
-    assert found["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
-    assert found["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
-    assert found["Attack success"] == {"attack success": [0.25] * len(records)}
+    curves = {figure["when"]["metric"]: values_of(figure) for figure in figures}
+    assert curves["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
+    assert set(curves["Test and train loss"]) == {"test loss", "train loss"}
+    assert curves["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
+    assert set(curves["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
+    assert curves["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
+    assert curves["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
+    assert curves["Attack success"] == {"attack success": [0.25] * len(records)}
 
 
 def test_a_number_of_some_rounds_has_a_joined_curve_and_a_column(fresh_run):
@@ -125,7 +125,7 @@ def test_shared_settings_are_equal_in_all_runs(comparison_folder):
     assert shared["model.name"] == "logistic"
     assert not {"aggregate.rule", "local.lr", "seed"} & set(shared)
     assert len(charts["weights-chart"]) == 12
-    assert sorted(len(figure["when"]["run"]) for figure in charts["partition-chart"]) == [6, 6]  # shared by six runs
+    assert sorted(len(figure["when"]["run"]) for figure in charts["partition-chart"]) == [6, 6]  # six runs share it
 
 
 def test_the_partition_of_a_large_population_names_the_workers_that_it_shows():
@@ -150,7 +150,7 @@ def test_a_run_on_the_clock_has_its_scales_metrics_tiles_and_columns(tmp_path):
     assert ("virtual time", "7.5 s", "2.5 s per round") in context["tiles"]
     assert ("updates", "6", "mean staleness 1.5") in context["tiles"]
     assert {("mode", "clock"), ("policy", "asgd")} <= set(context["facts"])
-    assert "rule" not in dict(context["facts"])  # the policy does not use it
+    assert "rule" not in dict(context["facts"])  # not used by the policy
     assert {"virtual seconds", "updates", "mean staleness"} <= set(context["table"]["head"])
 
 
@@ -166,7 +166,7 @@ def test_a_comparison_on_the_clock_interpolates_and_shows_the_time_to_the_target
     context, charts = comparison_page(read_records(timed_comparison(tmp_path / "comparison")))
     lines = lines_of(find(charts["curves-chart"], metric="Test accuracy", scale="virtual_seconds"))
     assert lines["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
-    # Seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s; seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s. Both are known from 2 to 3 s.
+    # Seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s; seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s. They overlap from 2 to 3 s.
     assert lines["asgd"] == [(2, pytest.approx((0.5 + 0.3) / 2)), (3, pytest.approx((0.6 + 0.4) / 2))]
     assert context["table"]["head"][2:6] == ["virtual s to 90 percent", "updates", "arrivals", "virtual s"]
     cells = [[str(cell) for cell in row["cells"][2:6]] for row in context["table"]["rows"]]
@@ -190,7 +190,7 @@ def test_lines_of_very_different_length_have_a_logarithmic_scale(tmp_path):
 
 
 def made_up_comparison(folder, axes, final):
-    """A comparison whose runs of two rounds end with the accuracy `final(point)`."""
+    """Return a comparison whose runs of two rounds end with the accuracy `final(point)`."""
     return read_records(write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)])))
 
 
@@ -207,7 +207,7 @@ def test_two_seeds_have_a_line_each_and_four_a_band_and_the_mean_is_that_of_the_
     else:
         assert [trace["y"] for trace in spread] == [pytest.approx([0.1, 1.0, mean.mean - mean.half_width, 0.1])]
     cell = context["table"]["rows"][0]["cells"][0]
-    assert f"{cell.text} {cell.spread}" == mean.text()  # a half is rounded up: 0.82345 is 0.8235
+    assert f"{cell.text} {cell.spread}" == mean.text()  # 0.82345 is rounded up to 0.8235
     heat_map = find(charts["heat-map-chart"], value="Final test accuracy")
     assert heat_map["data"][0]["text"] == [[f"{cell.text}<br>{cell.spread}"] * 2]
     assert line["y"][-1] == float(cell.text)
@@ -217,7 +217,7 @@ def test_two_seeds_have_a_line_each_and_four_a_band_and_the_mean_is_that_of_the_
 
 
 def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_path):
-    """The median is 0.1 ahead where lr = 0.2; elsewhere both are equal. Without an attack all have 0.2 more."""
+    """The median leads by 0.1 for lr = 0.2, otherwise both are equal. Without an attack, accuracies are 0.2 higher."""
 
     def final(point):
         lead = 0.1 * (point["aggregate.rule"] == "median" and point["local.lr"] == 0.2)
@@ -252,7 +252,7 @@ def test_the_number_is_drawn_against_each_axis_of_three_or_more_numbers_and_a_me
     of_scale, of_workers = charts["values-chart"]
     assert [of_scale["when"], of_workers["when"]] == [{"against": "attack.scale"}, {"against": "workers"}]
     assert lines_of(of_scale)["mean · 2"] == [(0.5, 0.85), (2.0, 0.65), (10.0, 0.25)]
-    assert lines_of(of_scale)["krum · 2"] == [(0.5, 0.75), (10.0, 0.75)]  # the runs of scale 2 are missing
+    assert lines_of(of_scale)["krum · 2"] == [(0.5, 0.75), (10.0, 0.75)]  # no runs of scale 2
     assert lines_of(of_workers)["mean · 0.5"] == [(2.0, 0.85), (3.0, 0.85), (4.0, 0.85)]
     assert [trace["y"] for trace in spread_of(of_scale)[:2]] == [[0.8, 0.6, 0.2], [0.9, 0.7, 0.3]]
     assert of_scale["data"][-1]["meta"] == {"axis0": "1", "axis2": "2"}

@@ -1,4 +1,4 @@
-"""Values and numbers as text."""
+"""Text of values and numbers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'`$
 
 
 class Elements(HTMLParser):
-    """The parts of a page: (tag, attributes) of every element, all texts and scripts."""
+    """The parts of a page: (tag, attributes) of every element, all texts and all scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_the_page_of_a_run_shows_its_settings_and_results(run_folder, tmp_path):
 
 
 def test_the_page_of_a_comparison_opens_with_the_best_of_each_group(tmp_path):
-    """The labels and names are those of the page; the first rule leads by 0.1 in both seeds."""
+    """The sentence uses the page's labels and names. The first rule leads by 0.1 in both seeds."""
 
     def make(path, point):
         invent_run(path, [0.7 - 0.1 * (point["aggregate"] == "mean") + 0.1 * point["seed"]])
@@ -185,5 +185,5 @@ def test_the_page_of_a_run_says_that_attackers_are_drawn_in_each_round_and_that_
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"round": 2, "test_accuracy": 0.5, "diverged": "an update holds NaN"}) + "\n")
     page = write_report(folder).read_text()
-    assert "Each round draws other Byzantine workers" in page
+    assert "The Byzantine workers change from round to round" in page
     assert "Stopped after round 2 of 3: diverged in round 2: an update holds NaN" in page

@@ -1,4 +1,4 @@
-"""Runs that end because updates or the global model hold NaN or infinity: `aggregate.nonfinite = "stop"`."""
+"""Runs that end because updates or the global model contain NaN or infinity (`aggregate.nonfinite = "stop"`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runs.test_nonfinite import ENGINES, TIMED
 STOP = {"rounds": 4, "workers": 5, "aggregate": {"rule": "median", "nonfinite": "stop"}}
 ATTACKED = {**STOP, "attack": {"name": "inf", "workers": [1, 3], "start_round": 3}}
 DIVERGED = "2 of 5 updates hold NaN or infinity (rows of workers 1, 3)"
-STOPPED = f"diverged in round 3: {DIVERGED}; the results are those of the model before it"
+STOPPED = f"diverged in round 3: {DIVERGED}; the results are those of the model before this round"
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
@@ -35,7 +35,7 @@ def test_work_that_is_not_finite_ends_a_run_on_the_clock(policy, tiny_experiment
     data = {"data": "tests.components:with_a_hole", "partition": "tests.components:in_blocks", "model": "logistic"}
     tables = {**tiny_experiment, **data, **TIMED, "policy": policy, "rounds": 3}
     result = fedsim.run({**tables, "aggregate": {"nonfinite": "stop"}})
-    assert result.history[-1].diverged == "the work of worker 0 from its round 1 holds NaN or infinity"
+    assert result.history[-1].diverged == "the result of worker 0 (the worker's round 1) contains NaN or infinity"
     assert result.global_row.isfinite().all()
     assert math.isfinite(result.test_loss)
 

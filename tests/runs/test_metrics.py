@@ -1,4 +1,4 @@
-"""A number that a component records in a round reaches all outputs."""
+"""A number that a component records in a round appears in all outputs."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_a_record_is_a_dict_of_its_fields_and_is_read_as_it_was_written():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
-def test_a_number_that_is_not_finite_is_no_value_of_a_metric(value):
+def test_a_number_that_is_not_finite_is_not_a_metric_value(value):
     assert metrics_in([RoundRecord(round=1, test_loss=value)]) == []

@@ -1,4 +1,4 @@
-"""Updates, buffers and global rows that hold NaN or infinity."""
+"""Updates, buffers and global rows that contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES = {
 
 @pytest.fixture
 def tables(tiny_experiment):
-    """Worker 0 has samples that are NaN."""
+    """Return an experiment in which some samples of worker 0 are NaN."""
     changes = {"data": "tests.components:with_a_hole", "partition": "tests.components:in_blocks", "model": "logistic"}
     return {**tiny_experiment, **changes, "rounds": 3, "local": {"batch_size": 16, "lr": 0.05}}
 
@@ -64,7 +64,7 @@ def test_an_update_with_nan_is_excluded_and_recorded(mode, tables, session):
 def test_a_worker_whose_message_is_nan_is_excluded_though_an_attack_replaces_its_update(
     algorithm, engine, tables, session
 ):
-    """So the run is that in which worker 2 is honest, and sends an update and a message with NaN."""
+    """The run equals one in which worker 2 is honest and sends an update and a message that contain NaN."""
     excluding = {"rule": "mean", "nonfinite": "exclude"}
     tables |= {"data": "tests.components:with_a_hole_at_the_end", "aggregate": excluding, **ENGINES[engine]}
     tables |= {"local": {"algorithm": algorithm, **tables["local"]}}
@@ -84,9 +84,9 @@ def test_buffers_with_nan_do_not_count_though_an_attack_replaces_their_update(sy
 
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "fedbuff", "locked race", "free race"])
 def test_the_train_loss_is_a_mean_over_updates_that_were_not_excluded(mode, tables, session):
-    """Steps of almost no length, so all losses are those of the first model; all samples of worker 0 are NaN."""
+    """Steps are tiny, so all losses are those of the initial model. All samples of worker 0 are NaN."""
     tables = {**in_mode(tables, mode), "rounds": 1, "model": "2nn", "aggregate": {"nonfinite": "exclude"}}
-    tables.pop("clock", None)  # equal speeds: one round of each worker
+    tables.pop("clock", None)  # equal speeds: one update per worker and round
     tables["partition"] = {"name": "tests.components:same_last", "first": 60}
     tables["local"] = {"batch_size": 16, "lr": 1e-30}
     result = fedsim.run(tables, session=session if "race" in mode else None)
@@ -96,7 +96,7 @@ def test_the_train_loss_is_a_mean_over_updates_that_were_not_excluded(mode, tabl
 
 
 def test_the_train_loss_is_nan_if_all_updates_were_excluded(tables):
-    """Worker 0 is so fast that all updates of the round are its own."""
+    """Worker 0 is so fast that it sends all updates of the round."""
     clock = {"slowdown": {"name": "list", "values": [1.0, 100.0, 100.0]}}
     tables = {**tables, **MODES["fedbuff"], "rounds": 1, "clock": clock, "aggregate": {"nonfinite": "exclude"}}
     record = fedsim.run(tables).history[0]
@@ -113,7 +113,7 @@ def test_an_update_with_nan_is_kept_on_demand(mode, tables):
 
 @pytest.mark.parametrize("mode", ["rounds", "gradients", "asgd"])
 def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(mode, tables, tmp_path):
-    """Each worker's update is finite; the server's step overflows."""
+    """Each worker's update is finite, but the server's step overflows."""
     clean = {**tables, "data": "tests.components:tiny", "checkpoint": {"every": 1}}
     good = fedsim.run({**in_mode(clean, mode), "rounds": 1}, tmp_path / "run")
     loud = {**in_mode(clean, mode), "local": {"batch_size": 16, "lr": 1e38}}
@@ -148,7 +148,7 @@ ENGINES = {
 
 
 def statistics_of_finite_workers(policy, rounds):
-    """The mean of the BatchNorm buffers of workers 0 and 1, weighted by samples, of a model that never moves."""
+    """Return the BatchNorm buffers of a model that never moves, averaged over workers 0 and 1 by sample counts."""
     train, _ = components.with_a_hole_at_the_end(None)
     train = train.to(torch.device("cpu"), torch.float64)
     shards, states = components.in_blocks(train.targets, 3), {}
@@ -182,12 +182,12 @@ def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, ta
     result = fedsim.run({**tables, **change}, session=session)
     assert [record["excluded"] for record in result.history] == [[2], [2]]
     for name, expected in statistics_of_finite_workers(policy, 2).items():
-        found = result.model.state_dict()[name].double()
-        assert torch.allclose(found, expected.double(), rtol=0, atol=1e-12), name
+        buffer = result.model.state_dict()[name].double()
+        assert torch.allclose(buffer, expected.double(), rtol=0, atol=1e-12), name
 
 
 class Overflowing(models.Normalised):
-    """Has finite gradients, and a buffer that overflows."""
+    """A model with finite gradients and a buffer that overflows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,8 +209,8 @@ def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session)
     }
     with pytest.raises(fedsim.ExperimentError, match=r"round 1: .* buffers .*\(1 of 38 numbers"):
         fedsim.run(tables, session=session if "race" in mode else None)
-    kept = {**tables, "aggregate": {"nonfinite": "keep"}}
-    assert len(fedsim.run(kept, session=session if "race" in mode else None).history) == 3
+    keeping = {**tables, "aggregate": {"nonfinite": "keep"}}
+    assert len(fedsim.run(keeping, session=session if "race" in mode else None).history) == 3
 
 
 @pytest.mark.parametrize("nonfinite", ["error", "exclude"])

@@ -1,4 +1,4 @@
-"""With aggregate.nonfinite = "exclude", a worker with one bad batch is excluded in the rounds of that batch only."""
+"""With aggregate.nonfinite = "exclude", a worker with one bad batch is excluded only in the rounds of that batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS, BATCH = 8, 16
 
 
 def with_one_bad_sample(root):
-    """Images as numbers; the last holds NaN."""
+    """A data set of float images, the last of which contains NaN."""
     train, test = components.tiny(root)
     inputs = train.inputs.float()
     inputs[-1] = torch.nan
@@ -24,7 +24,7 @@ def with_one_bad_sample(root):
 
 
 def only_biases(update):
-    """Leaves out the weights of `logistic`, and all NaN."""
+    """A processor that drops the weights of `logistic`, and with them all NaN."""
     sent = torch.zeros_like(update)
     sent[-10:] = update[-10:].nan_to_num()
     return sent
@@ -68,7 +68,7 @@ def test_what_an_excluded_worker_keeps_does_not_spoil_its_later_rounds(case, eng
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("local", [{"algorithm": "scaffold", "option": 1}, {"algorithm": "mimelite"}])
 def test_a_full_gradient_with_nan_does_not_reach_the_server(local, engine, tiny_experiment, session):
-    """Each full gradient has the bad sample, also where the row is finite."""
+    """Every full gradient uses the bad sample, even if the row is finite."""
     result = run(tiny_experiment, {}, engine, session, **local)
     assert [record.excluded for record in result.history] == [[2]] * ROUNDS
     assert result.global_row.isfinite().all()

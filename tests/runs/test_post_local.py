@@ -28,7 +28,7 @@ BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 
 @dataclass(frozen=True)
 class Returning(ServerStep):
-    """A server optimizer that remembers where it started, and how often it stepped."""
+    """A server optimizer that remembers its initial row and its number of steps."""
 
     def start(self, rows):
         return {"start": rows.clone(), "steps": torch.zeros_like(rows)}
@@ -56,13 +56,13 @@ CASES = {
 
 
 def world(engine):
-    """What one round leaves to the next."""
+    """Return the state that a round passes on to the next one."""
     shared = engine.shared
     return [tensor.clone() for tensor in (shared.server.row, shared.server.buffers)], engine.backend.states.tensors()
 
 
 def worlds(tables, session):
-    """After each round of a run."""
+    """Return the state after each round of a run."""
     with prepare(fedsim.Experiment(**tables), session) as (task, engine):
         loop, after = SynchronousLoop(task, engine), []
         for round in range(1, task.experiment.rounds + 1):
@@ -72,18 +72,18 @@ def worlds(tables, session):
 
 
 def continued(tables, start, session):
-    """After each round behind the switch of a run with sync = "parameters" that starts from a world as it was there."""
+    """Return the states after each round since the switch, for a sync = "parameters" run that starts from `start`."""
     experiment, after = fedsim.Experiment(**tables), []
     with prepare(experiment, session) as (task, engine):
         shared = engine.shared
-        rows, kept = start
+        rows, worker_states = start
         for tensor, value in zip((shared.server.row, shared.server.buffers), rows, strict=True):
             tensor.copy_(value)
-        engine.backend.states.resume(kept)
+        engine.backend.states.resume(worker_states)
         for name, value in task.experiment.server.component.start(shared.server.row).items():
             shared.server.states["parameters"][name].copy_(value)
         loop = SynchronousLoop(task, engine)
-        loop.resume(loop.state())  # so that all processes know which workers have state
+        loop.resume(loop.state())  # tells all processes which workers have state
         for round in range(SWITCH + 1, ROUNDS + 1):
             loop.run_round(round)
             after.append(world(engine))
@@ -100,12 +100,12 @@ def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switc
     engine, case, tiny_experiment, session
 ):
     tables = {**tiny_experiment, "rounds": ROUNDS, "engine": engine, **ENGINES[engine], **CASES[case]}
-    found = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, session)
+    actual = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, session)
     without_server = {key: value for key, value in tables.items() if key != "server"}
     before = worlds({**without_server, "sync": "gradients", "rounds": SWITCH}, session)
-    assert all(map(same, found[:SWITCH], before))
-    assert all(map(same, found[SWITCH:], continued(tables, found[SWITCH - 1], session)))
-    assert not any(same(one, other) for one, other in pairwise(found))
+    assert all(map(same, actual[:SWITCH], before))
+    assert all(map(same, actual[SWITCH:], continued(tables, actual[SWITCH - 1], session)))
+    assert not any(same(one, other) for one, other in pairwise(actual))
 
 
 def test_bytes_follow_the_phase(tiny_experiment):
@@ -126,8 +126,8 @@ def test_on_the_virtual_clock_steps_wait_for_everybody_before_the_switch_and_rou
 
     in_step, in_rounds = (seconds(**tables, sync=sync)[0] for sync in ("gradients", "parameters"))
     assert in_step > in_rounds
-    found = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
-    assert found == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
+    measured = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
+    assert measured == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
 
 
 def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
@@ -139,5 +139,5 @@ def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
     rows += [fedsim.run({**tables, "records": {}, "rounds": rounds}).global_row for rounds in (1, 2)]
     moves = [after - before for before, after in pairwise(rows)]
     for round, factor in ((1, -0.25), (2, 1.0)):
-        kept = load_round(tmp_path / "run", round, allow_imports=True).tensors["updates"]
-        torch.testing.assert_close(factor * kept.mean(0), moves[round - 1])
+        updates = load_round(tmp_path / "run", round, allow_imports=True).tensors["updates"]
+        torch.testing.assert_close(factor * updates.mean(0), moves[round - 1])

@@ -45,23 +45,23 @@ def test_progress_that_records_do_not_hold_is_none():
 
 
 def test_the_mean_staleness_is_over_applied_results():
-    one = asynchronous(1, 0.0, 4, 4, {"0": 1, "2": 2, "5": 1})
-    assert mean_staleness([one]) == (0 + 2 * 2 + 5) / 4
-    assert mean_staleness([one, asynchronous(2, 0.0, 6, 6, {"12": 2})]) == (0 + 2 * 2 + 5 + 2 * 12) / 6
+    record = asynchronous(1, 0.0, 4, 4, {"0": 1, "2": 2, "5": 1})
+    assert mean_staleness([record]) == (0 + 2 * 2 + 5) / 4
+    assert mean_staleness([record, asynchronous(2, 0.0, 6, 6, {"12": 2})]) == (0 + 2 * 2 + 5 + 2 * 12) / 6
     nothing = [asynchronous(1, 0.0, 0, 1, {}), RoundRecord(round=2), RoundRecord(round=3)]
     assert mean_staleness(nothing) is None
-    assert mean_staleness([*nothing, one]) == (0 + 2 * 2 + 5) / 4
+    assert mean_staleness([*nothing, record]) == (0 + 2 * 2 + 5) / 4
 
 
 @pytest.mark.parametrize("change", [{}, {"sync": "gradients"}, {"policy": "asgd"}], ids=["models", "gradients", "asgd"])
 def test_equivalent_policies_have_equal_progress(tiny_experiment, change):
-    """With one worker there is nothing to wait for: one update and one trip for each piece of work."""
+    """With one worker nobody waits: each work item is one arrival and one update."""
     tables = {**tiny_experiment, "workers": 1, "mode": "clock", **change}
     result = fedsim.run(tables)
     steps = 1 if change == {} else math.ceil(203 / 16)
     seconds = [math.ceil(203 / 16) * number for number in (1, 2)]
-    found = progress_of(result.history, result.experiment.resolved())
-    assert found == [(number, seconds[number - 1], steps * number, steps * number) for number in (1, 2)]
+    points = progress_of(result.history, result.experiment.resolved())
+    assert points == [(number, seconds[number - 1], steps * number, steps * number) for number in (1, 2)]
 
 
 def test_k_sync_counts_only_used_arrivals(tiny_experiment):
@@ -75,7 +75,7 @@ def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
     tables = {**tiny_experiment, "rounds": 3, "sync": "post_local", "gradient_rounds": 2}
     result = fedsim.run({**tables, "local": {"batch_size": 16, "lr": 0.05}})
     assert [record["cohort"] for record in result.history] == [[0, 1, 2]] * 3
-    steps = math.ceil(68 / 16)  # of 203 samples, two workers have 68 and one 67
-    found = progress_of(result.history, result.experiment.resolved())
-    assert [progress.updates for progress in found] == [steps, 2 * steps, 2 * steps + 1]
-    assert [progress.arrivals for progress in found] == [3 * steps, 6 * steps, 6 * steps + 3]
+    steps = math.ceil(68 / 16)  # of the 203 samples, two workers have 68 and one has 67
+    points = progress_of(result.history, result.experiment.resolved())
+    assert [progress.updates for progress in points] == [steps, 2 * steps, 2 * steps + 1]
+    assert [progress.arrivals for progress in points] == [3 * steps, 6 * steps, 6 * steps + 3]

@@ -1,4 +1,4 @@
-"""Runs with qfedavg, compared with loops written from Li et al. 2020, Algorithms 1 and 2."""
+"""Runs with qfedavg, compared with loops for Algorithms 1 and 2 of Li et al. 2020."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORKERS, CLASSES, SIDE, LR = 3, 3, 4, 0.2
 
 
 def pictures(root):
-    """18 training images of 4 x 4 pixels; 6 of them are the test images."""
+    """A data set of 18 training images with 4 x 4 pixels, 6 of which are the test images."""
     images = torch.randn(18, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
     targets = torch.arange(18) % CLASSES
     images[targets == 1, :, 0] += 1
@@ -34,20 +34,20 @@ EXPERIMENT = {
     "precision": "float64",
     "model": f"{__name__}:linear",
     "data": f"{__name__}:pictures",
-    "local": {"batch_size": 100, "lr": LR},  # one step a round, on the whole shard
+    "local": {"batch_size": 100, "lr": LR},  # one step per round, on the whole shard
 }
 
 
 def samples(federation):
-    """Each worker's inputs and targets."""
+    """Return each worker's (inputs, targets)."""
     return [federation.train.gather(shard) for shard in federation.shards]
 
 
 def fair_rounds(q, batches=None, seen=None):
-    """The row after three rounds of q-FedSGD, which are those of q-FedAvg with one local step of rate 1 / L.
+    """Return the row after three rounds of q-FedSGD, which equals q-FedAvg with one local step of rate 1 / L.
 
-    `batches` are the data of the gradients, None: those of the workers; `seen` the data of the losses F_k, None: the
-    same.
+    `batches`: data for the gradients (default: the workers' samples). `seen`: data for the losses F_k (default:
+    `batches`).
     """
     federation = Federation(linear, pictures, WORKERS, 100)
     batches = batches or samples(federation)
@@ -73,14 +73,14 @@ def test_a_run_is_the_algorithm_with_the_local_learning_rate(sync, q):
 
 
 def test_the_rules_learning_rate_replaces_the_algorithms():
-    given = row_of(aggregate={"rule": "qfedavg", "lr": LR})
-    assert torch.equal(given, row_of(aggregate={"rule": "qfedavg"}))
-    assert not torch.allclose(given, row_of(aggregate={"rule": "qfedavg", "lr": 0.1}))
+    with_same_rate = row_of(aggregate={"rule": "qfedavg", "lr": LR})
+    assert torch.equal(with_same_rate, row_of(aggregate={"rule": "qfedavg"}))
+    assert not torch.allclose(with_same_rate, row_of(aggregate={"rule": "qfedavg", "lr": 0.1}))
 
 
 def test_losses_are_of_transformed_and_poisoned_samples():
-    """Worker k has its images rotated by k times 90 degrees; worker 2 trains on flipped labels."""
-    data = samples(Federation(linear, pictures, WORKERS, 100))  # the shards of iid, which feature_rotation has too
+    """The images of worker k are rotated by k times 90 degrees, and worker 2 trains on flipped labels."""
+    data = samples(Federation(linear, pictures, WORKERS, 100))  # feature_rotation splits into the same shards as iid
     seen = [(torch.rot90(inputs, k, (2, 3)), targets) for k, (inputs, targets) in enumerate(data)]
     seen[2] = seen[2][0], CLASSES - 1 - seen[2][1]
     ours = row_of(

@@ -1,4 +1,4 @@
-"""The loop that replaces lost processes and repeats their rounds, around loops without processes."""
+"""The loop that replaces lost processes and repeats their rounds, around loops without real processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedsim.runs.recovery import recovering
 
 
 class Fake:
-    """A loop that adds 1 to a tensor in every round, and an engine; `losses` names the calls that lose a process."""
+    """A loop that adds 1 to a tensor in each round, and its engine. `losses` names the calls that lose a process."""
 
     can_lose_processes = True
 
@@ -124,7 +124,7 @@ def test_only_losses_are_repeated_and_only_if_retries_are_allowed():
 
 
 def test_a_loop_without_processes_or_retries_is_returned_as_it_is():
-    """So that no unused snapshots are taken."""
+    """Otherwise unused snapshots would be taken."""
     fake = Fake(retries=0)
     assert fake.loop() is fake
     fake = Fake()

@@ -1,4 +1,4 @@
-"""A run whose processes are killed or stopped replaces them, repeats the round, and ends with the same result."""
+"""A run whose processes are killed or stopped replaces them, repeats the round and reaches the same result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPAWN = {"engine": "spawn", "processes": 2}
 
 @pytest.fixture
 def mortal(tmp_path):
-    """An experiment whose model kills its process on order."""
+    """Return an experiment whose model kills its process when ordered."""
     folder = tmp_path / "orders"
     folder.mkdir()
     return {**TABLES, "model": {"name": "tests.lethal:Mortal", "folder": str(folder)}}
@@ -50,7 +50,7 @@ def untimed(history):
 
 
 def run_ordered(tables, orders, out=None, session=None):
-    """The result of a run with orders by round, and its warnings."""
+    """Run an experiment with orders by round, and return its result and its warnings."""
     folder = folder_of(tables)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -101,7 +101,7 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
 
 
 def test_a_round_that_is_repeated_draws_the_same_cohort_by_losses(mortal, session):
-    """A process dies in training, and one while it computes the losses of candidates."""
+    """One process dies in training, and one while it computes the losses of the candidates."""
     sampling = {"name": "power_of_choice", "candidates": 6}
     tables = {**mortal, **SPAWN, "workers": 8, "cohort": 3, "sampling": sampling}
     result, said = run_ordered(tables, {1: ["train"], 3: ["test"]}, session=session)
@@ -125,26 +125,28 @@ def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, ses
     assert "was killed by SIGKILL (exit code -9) while it held a lock" in said[0]
     assert len(said) == 1
     updates = [record["asynchronous"]["updates"] for record in result.history]
-    assert updates == [updates[0], 2 * updates[0], 3 * updates[0]], "none is lost, and none is there twice"
+    assert updates == [updates[0], 2 * updates[0], 3 * updates[0]], "no round is missing or recorded twice"
     half_written = result.global_row[: len(result.global_row) // 2]
-    assert abs(float(half_written.mean())) < 0.1, "1, to which it had been moved when the process died, is gone again"
+    assert abs(float(half_written.mean())) < 0.1, "the value 1 from the interrupted update has been undone"
 
 
 @pytest.mark.slow
 def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
-    """With stacks: each of two processes has one."""
-    monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # after which it is killed
+    """With stacks, each of the two processes has one stack."""
+    monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # seconds before a stopped process is killed
     tables = {**mortal, "engine": "batched", "processes": 2, "timeout": 3.0, "rounds": 2}
     with fedsim.Session() as session:
         result, said = run_ordered(tables, {2: ["train-stop"]}, session=session)
         assert_as_without_faults(result, tables, session)
-    assert re.match(r"process \d has given no sign of life for 3 s \(a stack of workers in round 2\); a step", said[0])
+    assert re.match(
+        r"process \d has given no sign of life for 3 s \(a stack of workers in round 2\); if a step", said[0]
+    )
     assert len(said) == 1
 
 
 @pytest.mark.slow
 def test_auto_replaces_the_processes_of_the_engine_that_it_chose(mortal, monkeypatch):
-    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)  # so long that processes pay
+    monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)  # so slow that several processes pay off
     tables = {**mortal, "engine": "auto", "processes": 2}
     result, said = run_ordered(tables, {3: ["train"]})
     assert_as_without_faults(result, tables, engine="serial", processes=None)
@@ -174,7 +176,7 @@ def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path)
 
 @pytest.mark.parametrize("retries", [2, 0])
 def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch):
-    """The first time a pool of processes starts, one of them is killed at once."""
+    """One process is killed as soon as the first pool starts."""
     killed = []
 
     class Killed(ProcessPool):
@@ -204,7 +206,7 @@ def test_a_process_that_dies_when_all_is_done_takes_nothing_with_it(session, mon
     with monkeypatch.context() as patch:
         patch.setattr(pool_backend, "_drop_executor", die_second)
         result = fedsim.run(tables, session=session)
-    assert_as_without_faults(result, tables, session)  # the session starts new processes
+    assert_as_without_faults(result, tables, session)  # the session has started new processes
 
 
 SOAKED = {
@@ -219,7 +221,7 @@ SOAKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOAKED)
 def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
-    """Kills at random instants of rounds, and while processes are being replaced; not before or after all rounds."""
+    """Kills at random moments of rounds and during replacements, but not before the first or after the last round."""
     tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "process_retries": 100, **SOAKED[kind]}
     rng, times, killed, timers = random.Random(kind), [time.monotonic()], [], []
 
@@ -233,7 +235,7 @@ def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
         if record["round"] in range(7, 50, 7):
             soon = 7 * statistics.median(after - before for before, after in pairwise(times))
             timers.append(threading.Timer(rng.uniform(0, soon), kill_one))
-            if record["round"] % 2 == 0:  # and once more, while processes are being replaced
+            if record["round"] % 2 == 0:  # a second kill, during the replacement
                 timers.append(threading.Timer(soon + rng.uniform(0, 3), kill_one))
             for timer in timers[-2:]:
                 if timer.ident is None:
@@ -250,7 +252,7 @@ def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
             warnings.simplefilter("ignore", FedsimWarning)
             result = fedsim.run(tables, session=session, on_round=on_round)
         after = open_things()
-    assert len(killed) >= 4, "some of the ten may find no process"
+    assert len(killed) >= 4, "some of the ten kills may hit no process"
     assert torch.equal(result.global_row, whole.global_row)
     assert untimed(result.history) == untimed(whole.history)
     assert after[0] <= before[0] + 1

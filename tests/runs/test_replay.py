@@ -42,7 +42,7 @@ def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_pa
     result = fedsim.run({**tables, "sync": sync, "rounds": 1, "local": {"steps": 1}}, tmp_path / "run")
     start = fedsim.run({**tables, "rounds": 1, "records": {}, "local": {"lr": 0.0}}).global_row
     (replayed,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
-    lr = 0.05 if sync == "gradients" else -1.0  # a gradient is stepped against, an update along
+    lr = 0.05 if sync == "gradients" else -1.0  # a step goes against a gradient but along an update
     assert torch.allclose(result.global_row, start - lr * replayed.update, rtol=0, atol=1e-6)
     assert list(replayed.shares.values()) == result.history[0]["coefficients"]
 
@@ -73,7 +73,7 @@ def test_distance_angle_and_shares_by_hand(run):
     assert len(krum.chosen) == 1
     assert krum.byzantine_share == 0
     line, _ = (line.partition("  worker")[2] for line in replay_table(stored, [krum, mean]).splitlines()[2:])
-    assert line == f" {krum.chosen[0]}"  # a number alone would be read as how many
+    assert line == f" {krum.chosen[0]}"  # a bare number would look like a count
 
 
 def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
@@ -87,7 +87,8 @@ def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
 def test_the_default_is_all_applicable_rules(run):
     names = applicable_rules(load_round(run.folder, allow_imports=True))
     assert {"mean", "median", "krum", "caf"} <= set(names)
-    assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)  # no root, no losses, no c, too few rows
+    # these need a root, losses, c or more rows
+    assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)
 
 
 def test_the_table_wraps_in_a_narrow_terminal(run):
@@ -97,7 +98,7 @@ def test_the_table_wraps_in_a_narrow_terminal(run):
     assert len(whole.splitlines()) == 4 < len(narrow.splitlines())
     assert whole.split() == narrow.split()
     assert "bucketing (s = 2) + median" in whole
-    assert max(map(len, narrow.splitlines())) <= 90  # 20 for the workers, however long the rules
+    assert max(map(len, narrow.splitlines())) <= 90  # 20 for the workers, however long the rule names are
 
 
 def test_the_command_shows_a_table_or_json(run):
@@ -121,17 +122,17 @@ def test_the_command_shows_a_table_or_json(run):
         ("fltrust", r"needs root \[d\]"),
     ],
 )
-def test_a_rule_that_cannot_be_applied_is_one_clear_line(run, rule, message):
+def test_a_rule_that_cannot_be_applied_gives_a_one_line_error(run, rule, message):
     with pytest.raises(ExperimentError, match=message):
         replay(load_round(run.folder, allow_imports=True), [rule])
 
 
-def test_a_folder_without_stored_updates_is_one_line(run, tables, tmp_path):
+def test_a_folder_without_stored_updates_gives_a_one_line_error(run, tables, tmp_path):
     fedsim.run({**tables, "records": {}}, tmp_path / "bare")
     (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
     for folder, round, message in [
         (tmp_path, None, "is not a run folder"),
-        (run.folder, 9, "has the updates of rounds 1, 2, not of 9"),
+        (run.folder, 9, "has no updates of round 9; stored rounds: 1, 2"),
         (tmp_path / "bare", None, "has no stored updates"),
         (run.folder, 2, r"updates-00002.safetensors: cannot be read"),
     ]:

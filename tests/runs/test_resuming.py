@@ -1,4 +1,4 @@
-"""An interrupted run that is resumed has bitwise the same result as a whole one."""
+"""An interrupted and resumed run has bitwise the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def tables():
 
 
 def records(folder):
-    """The records of a run folder without times."""
+    """Return the records of a run folder without times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
 
 
 def broken_off(whole, folder, round):
-    """A copy of a run folder as it is if the machine stops in the middle of a later round."""
+    """Copy a run folder as it would be after a crash in the round after `round`, and return the copy."""
     shutil.copytree(whole, folder)
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
@@ -122,9 +122,9 @@ def broken_off(whole, folder, round):
 
 def assert_the_same(ours, theirs, result=None, whole=None):
     assert records(ours) == records(theirs)
-    one, other = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    our_tensors, their_tensors = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+    assert our_tensors.keys() == their_tensors.keys()
+    assert all(torch.equal(our_tensors[name], their_tensors[name]) for name in our_tensors)
     assert not list(ours.rglob(".*"))
     if result is not None:
         assert torch.equal(result.global_row, whole.global_row)
@@ -182,7 +182,7 @@ def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
 
 
 def test_a_resumed_run_keeps_the_choices_of_its_engine(tables, tmp_path):
-    """`auto` measures, and may choose another engine next time, which rounds differently."""
+    """`auto` measures speeds and might choose another engine, which rounds differently."""
     tables |= {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}
     whole = fedsim.run(tables, tmp_path / "whole")
     tables |= {"engine": "auto", "processes": None, "batched": {}}
@@ -226,7 +226,7 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
 def test_a_refused_folder_keeps_all_its_files(tables, tmp_path, names, resume):
     for name in names:
         (tmp_path / name).touch()
-    with pytest.raises(fedsim.RecordError, match="is not empty, and not a run folder"):
+    with pytest.raises(fedsim.RecordError, match="is not empty and has no experiment.toml"):
         fedsim.run(tables, tmp_path, resume=resume)
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
@@ -235,11 +235,11 @@ def test_a_resumed_run_removes_only_unfinished_files_of_fedsim_in_its_folder(tab
     fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run")
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "mine")
-    kept = [tmp_path / "run" / ".thesis.part", tmp_path / "mine" / ".round-00002.json.part"]
-    for path in kept:
+    foreign_files = [tmp_path / "run" / ".thesis.part", tmp_path / "mine" / ".round-00002.json.part"]
+    for path in foreign_files:
         path.touch()
     fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run", resume=True)
-    assert all(path.exists() for path in kept)
+    assert all(path.exists() for path in foreign_files)
 
 
 def test_resume_needs_a_folder_and_starts_the_run_in_a_new_one(tables, tmp_path):
@@ -269,7 +269,7 @@ def flipped(path):
 
 
 def signed(path, change):
-    """Change the head of a checkpoint, and correct its checksums."""
+    """Change the JSON file of a checkpoint and correct its checksums."""
     said = json.loads(path.read_text())
     del said["checksum"]
     tensors = path.with_suffix(".safetensors")
@@ -306,7 +306,7 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, session):
-    """The tables, the folder and the result of a run of fedbuff. Do not change them."""
+    """Return the tables, the folder and the result of a fedbuff run, which must not be changed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return (tables := BASE | ASYNCHRONOUS["fedbuff"]), folder, fedsim.run(tables, folder, session=session)
 
@@ -345,7 +345,7 @@ def test_checkpoints_that_cannot_be_used_are_left_out(harm, words, whole_run, tm
 
 
 def dies_at(operation, tables, folder):
-    """Whether a forked process that runs or resumes an experiment died at its n-th file operation."""
+    """Whether a forked process that runs or resumes an experiment died at its `operation`-th file operation."""
     child = os.fork()
     if child:
         return os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 9
@@ -370,7 +370,7 @@ def dies_at(operation, tables, folder):
 
 
 def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables, tmp_path):
-    """The process dies before its first file operation, then before the second, and so on, until one finishes."""
+    """The process dies before its first file operation, then before its second one, and so on until it finishes."""
     tables |= {"rounds": 2, "workers": 2, "records": {"curve": False}, "checkpoint": {"every": 1, "keep": 1}}
     whole = fedsim.run(tables, tmp_path / "whole")
     deaths = 0

@@ -1,4 +1,4 @@
-"""Runs whose cohorts are chosen by a strategy, or whose workers do not report."""
+"""Runs whose cohorts are chosen by a strategy, and runs with workers that do not report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_candidates_receive_the_model(tables):
 
 
 def test_the_mean_of_all_cohorts_by_inverse_probability_is_the_mean_of_all_workers(tables):
-    """One round from the same start: over two cohorts of probability 1/2, the moves average to that of all workers."""
+    """From one start, the moves of two cohorts of probability 1/2 average to the move of all workers."""
     unbiased = {"partition": "tests.components:uneven", "aggregate": {"weights": "inverse_probability"}, "rounds": 1}
     start = fedsim.run({**tables, **unbiased, "local": {"lr": 0.0}}).global_row
 
@@ -55,7 +55,7 @@ def test_the_mean_of_all_cohorts_by_inverse_probability_is_the_mean_of_all_worke
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_a_worker_that_drops_out_changes_nothing(tables, sync):
-    """The round is that of the workers that report."""
+    """The round equals one with only the workers that report."""
     tables |= {"sync": sync, "partition": "tests.components:uneven"}
     result = fedsim.run({**tables, "sampling.client_dropout": 0.5, "rounds": 1, "seed": 3})
     record = result.history[0]
@@ -107,7 +107,7 @@ def test_stored_updates_are_replayed_with_the_weights_of_the_run(tables, tmp_pat
 
 
 def test_a_large_population_costs_what_its_cohort_costs(tables):
-    """No strategy asks for more shards than its cohort or its candidates have."""
+    """No strategy reads more shards than those of its cohort or candidates."""
     million = {"workers": 10**6, "cohort": 3, "rounds": 2, "partition": {"name": "virtual", "samples": 30}}
     for sampling in (
         "by_size",
@@ -128,19 +128,19 @@ FEW = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), FEW)
-def test_a_round_in_which_too_few_workers_report_is_one_line(changes, reason, tables):
+def test_a_round_in_which_too_few_workers_report_gives_a_one_line_error(changes, reason, tables):
     line = rf"^round \d+: sampling.client_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
     with pytest.raises(fedsim.ExperimentError, match=line):
         fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "sampling.client_dropout": 0.5})
 
 
 def of_this_process(n_workers, size, *, others):
-    """A strategy that is not a function of its inputs: `others` in the second process."""
+    """A strategy that depends on its process: `others` in the second process."""
     return others if current_process().name.endswith("-1") else [0, 1]
 
 
 @pytest.mark.parametrize("others", [[], [1, 2]])
 def test_processes_that_draw_different_cohorts_end_the_run_in_one_line(others, tables):
     sampling = {"name": "tests.runs.test_sampling:of_this_process", "others": others}
-    with pytest.raises(fedsim.ExperimentError, match="drew another cohort in each process in round 1"):
+    with pytest.raises(fedsim.ExperimentError, match="returned different cohorts in different processes in round 1"):
         fedsim.run({**tables, "cohort": 2, "engine": "spawn", "processes": 2, "timeout": 20.0, "sampling": sampling})

@@ -22,7 +22,7 @@ def spawned(tiny_experiment):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The names of the data sets that are loaded, as they are."""
+    """Return a list that collects the names of the loaded data sets."""
     names = []
     load = session.load_dataset
 
@@ -39,7 +39,7 @@ def processes():
 
 
 def shared_bytes():
-    """Bytes of shared memory that this process and its children have mapped."""
+    """Return how many bytes of shared memory this process and its children have mapped."""
     gc.collect()
     total = 0
     for pid in ("self", *processes()):
@@ -116,7 +116,7 @@ def test_a_failed_run_does_not_change_later_runs(spawned):
         for change in ({"workers": 1000}, {"model": "tests.models:Lazy"}):
             with pytest.raises(fedsim.ExperimentError):
                 fedsim.run({**spawned, **change}, session=session)
-            assert processes() == before, "what was wrong with the experiment is no reason to start anew"
+            assert processes() == before, "an invalid experiment does not restart the processes"
         with pytest.raises(ZeroDivisionError):
             fedsim.run(spawned, session=session, on_round=lambda _: 1 / 0)
         assert fedsim.run(spawned, session=session).history

@@ -36,8 +36,8 @@ def shards():
     return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 3, "iid", seed=0)
 
 
-def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
-    """Every round: copy, train each worker with torch.optim.SGD, average weighted by samples."""
+def test_model_averaging_matches_the_textbook_loop(tiny_experiment, shards):
+    """In each round: copy the model, train each worker with torch.optim.SGD, average weighted by sample counts."""
     result = fedsim.run({**tiny_experiment, "precision": "float64"})
     model = start_of(small_two_nn)
     layout = Layout.of(model)
@@ -55,7 +55,7 @@ def test_model_averaging_is_the_textbook_loop(tiny_experiment, shards):
 
 
 def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
-    """With momentum and weight decay; shards are uneven, so some workers finish an epoch before others."""
+    """With momentum and weight decay. Shards are uneven, so some workers finish an epoch early."""
     local = {"batch_size": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
     tables = {**tiny_experiment, "precision": "float64", "partition": "tests.components:uneven", "local": local}
     result = fedsim.run({**tables, "sync": "gradients"})
@@ -92,7 +92,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     assert result.test_accuracy == result.history[-1]["test_accuracy"]
 
 
-def test_losses_and_accuracy_are_those_of_the_returned_model(tiny_experiment):
+def test_losses_and_accuracy_equal_those_of_the_returned_model(tiny_experiment):
     result = fedsim.run(tiny_experiment)
     _, test = components.tiny(None)
     metrics = fedsim.test(result.model, fedsim.CustomSubset(test, range(len(test))).batches(1000))
@@ -109,7 +109,7 @@ def test_the_model_is_the_global_row_on_the_cpu_in_evaluation_mode(tiny_experime
 
 
 def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
-    """With learning rate 0 it is the loss of the initial model on all training samples."""
+    """With learning rate 0 it equals the loss of the initial model on all training samples."""
     local = {"lr": 0.0, "batch_size": 16}
     for sync in ("parameters", "gradients"):
         tables = {**tiny_experiment, "local": local, "rounds": 1, "sync": sync, "partition": "tests.components:uneven"}
@@ -160,10 +160,10 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"model": "tests.models:Frozen"}, "has no trainable parameters"),
         (
             {"model": "tests.models:Complex"},
-            r"parameter factor is complex \(torch.complex64\); .* torch.view_as_complex",
+            r"parameter factor is complex \(torch.complex64\), .* torch.view_as_complex",
         ),
         ({"model": {"name": "tests.models:Complex", "buffer": True}}, "buffer factor is complex"),
-        ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": cannot be made'),
+        ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": the model cannot be created'),
         ({"model": "tests.models:LetsGo"}, "model: replaces the data of linear.weight during training"),
         (
             {"model": "tests.models:MovesFrozen"},
@@ -184,11 +184,11 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
                 **{"sync": "gradients", "aggregate": {"rule": "trimmed_mean", "f": 1}},
                 "partition": {"name": "tests.components:same_last", "first": 65},
             },
-            r"in round 1 only 1 of 3 workers .*; set local\.steps, so that all workers take the same number of steps$",
+            r"in round 1 only 1 of 3 workers .*; set local\.steps to give all workers the same number of steps$",
         ),
     ],
 )
-def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message):
+def test_a_wrong_component_or_size_gives_a_one_line_error(tiny_experiment, change, message):
     with pytest.raises(fedsim.ExperimentError, match=message):
         fedsim.run({**tiny_experiment, "workers": 3, **change})
 
@@ -196,12 +196,12 @@ def test_a_wrong_component_or_size_is_one_line(tiny_experiment, change, message)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("tests.components:negative_labels", "has a negative training label, -1"),
-        ("tests.components:no_test", "has no test samples"),
-        ("tests.components:int32_labels", "targets must be int64"),
+        ("tests.components:negative_labels", "the training set contains the label -1; class labels must be"),
+        ("tests.components:no_test", "the test set is empty"),
+        ("tests.components:int32_labels", "targets must be an int64"),
     ],
 )
-def test_wrong_data_are_one_line(tiny_experiment, data, message):
+def test_wrong_data_give_a_one_line_error(tiny_experiment, data, message):
     with pytest.raises(fedsim.DataError, match=f'data.name = "{data}": .*{message}'):
         fedsim.run({**tiny_experiment, "data": data})
 

@@ -1,4 +1,4 @@
-"""Memory, descriptors and processes do not grow in a long run."""
+"""Memory, file descriptors and processes do not grow in a long run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import fedsim
 from tests.leftovers import segments
 
 ROUNDS = 1_000
-EARLY, LATE = range(100, 201, 10), range(900, 1_001, 10)  # the least of each counts: freed memory comes and goes
+# rounds; the minimum over each range is compared, because memory use fluctuates
+EARLY, LATE = range(100, 201, 10), range(900, 1_001, 10)
 ENGINES = {"serial": {}, "spawn": {"processes": 2}, "batched": {"processes": 1}}
 MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}}}
 
 
 def resident(pid):
-    """Bytes of memory that a process does not share with others."""
+    """Return how many bytes of memory a process does not share with others."""
     _, everything, shared, *_ = (int(number) for number in Path(f"/proc/{pid}/statm").read_text().split())
     return (everything - shared) * os.sysconf("SC_PAGESIZE")
 
 
 def resources():
-    """Bytes of memory, file descriptors, segments of shared memory, and processes of the run."""
+    """Return the run's memory in bytes and its numbers of file descriptors, shared-memory segments and processes."""
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     handles = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     return sum(map(resident, pids)), handles, len(segments()), len(pids)
@@ -54,11 +55,11 @@ def test_a_thousand_rounds_of_256_workers_leak_nothing(engine, mode, tmp_path, c
         print(f"\n{engine}, {mode}: {early / 2**20:.1f} MiB at first, {late / 2**20:.1f} at last, of")
         print(f"which {of_history / 2**20:.1f} are the history; descriptors, segments, processes {before}, {after}")
     assert after == before
-    assert late - early - of_history < 0.04 * early  # a row that leaks in each round would be 0.08
+    assert late - early - of_history < 0.04 * early  # leaking one row per round would give 0.08
 
 
 def _bytes_of(thing):
-    """Of nested lists and dicts, without small integers, which Python shares; it allocates multiples of 16 bytes."""
+    """Return the bytes of nested lists and dicts in units of 16, without small integers, which Python shares."""
     inner = 0
     if isinstance(thing, dict):
         inner = sum(map(_bytes_of, thing.values()))

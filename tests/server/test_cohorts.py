@@ -1,4 +1,4 @@
-"""Cohort strategies: which workers they draw and how often, and the weights by inverse probability."""
+"""Cohort strategies: which workers they draw and how often, and weights by inverse probability."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def frequencies(draw, n_workers):
     return counts / ROUNDS
 
 
-def assert_probabilities(found, expected):
-    """Frequencies are within five standard deviations of the probabilities."""
+def assert_probabilities(observed, expected):
+    """Check that frequencies are within five standard deviations of their probabilities."""
     expected = np.asarray(expected)
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
+    assert (np.abs(observed - expected) <= 5 * np.sqrt(expected * (1 - expected) / ROUNDS) + 1e-12).all()
 
 
-def test_uniform_cohorts_are_those_of_earlier_versions():
+def test_uniform_cohorts_equal_those_of_earlier_versions():
     draw = sampler(3, name="uniform")
     assert [draw(round).workers for round in (1, 2, 9)] == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 9)]
 
@@ -130,14 +130,14 @@ def test_weights_by_inverse_probability_are_unbiased(sampling, size, dropout):
     totals = np.zeros((ROUNDS, 6))
     for round in range(ROUNDS):
         for worker, weight in draw(round + 1).weights.items():
-            totals[round, worker] = weight * (1 - dropout)  # drops out independently of all else
+            totals[round, worker] = weight * (1 - dropout)  # a worker drops out independently of everything else
     share = np.array(SIZES) / 60
     assert (np.abs(totals.mean(0) - share) <= 5 * totals.std(0) / np.sqrt(ROUNDS) + 1e-9).all()
 
 
 def test_weights_by_inverse_probability_need_the_probabilities():
     draw = sampler(2, name="power_of_choice", candidates=4, weighted=True)
-    with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not give"):
+    with pytest.raises(ExperimentError, match="which .*power_of_choice.* does not provide"):
         draw(1, losses=lambda workers: np.zeros(len(workers)))
 
 
@@ -154,7 +154,7 @@ def test_workers_drop_out_independently_and_not_from_the_choice():
     [
         ([1, 1], "must return at most 2 different workers"),
         ([6], "must return workers from 0 to 5"),
-        (([1], [0.0]), "must return a probability above 0"),
+        (([1], [0.0]), "must return a probability > 0"),
     ],
 )
 def test_a_wrong_result_of_a_strategy_is_refused(result, line):
@@ -163,9 +163,9 @@ def test_a_wrong_result_of_a_strategy_is_refused(result, line):
 
 
 WRONG = {
-    "sampling=fixed sampling.workers=[1,2]": "must be as many as the cohort, 3; set cohort=2",
-    "sampling=fixed sampling.workers=[1,2,6]": "must be different workers, from 0 to 5",
-    "sampling=power_of_choice sampling.candidates=7": "must be from 3, the cohort, to 6, the workers",
+    "sampling=fixed sampling.workers=[1,2]": "must be 3 workers, the cohort size; set cohort=2",
+    "sampling=fixed sampling.workers=[1,2,6]": "must be different worker IDs from 0 to 5",
+    "sampling=power_of_choice sampling.candidates=7": "must be between 3 (the cohort size) and 6 (the",
     "sampling=power_of_choice sampling.candidates=4 buffers=local": "buffers=local does not send its buffers",
     "sampling=available sampling.trace=nothing.csv": "cannot be read",
 }
@@ -186,7 +186,7 @@ def test_a_wrong_key_gives_one_line(words):
         ("worker,from,to\n", "no worker is ever available"),
         ("worker,from,to\n1,3,2\n", "line 2, "),
         ("worker,from,to\n1\r2,1,2\n", "cannot be read: "),
-        ("worker,from,to\n9,1,2\n", "names worker 9; workers are 0 to 5"),
+        ("worker,from,to\n9,1,2\n", "contains worker 9; workers are 0 to 5"),
     ],
 )
 def test_a_wrong_trace_gives_one_line(text, line, tmp_path):

@@ -1,4 +1,4 @@
-"""Every server optimizer with its main parameters: its definition, those of torch.optim, and ServerOptimizer."""
+"""Server optimizers: each with its main parameters against its definition and torch.optim; and ServerOptimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.server import ServerOptimizer, ServerStep, server_optimizer
 
 @pytest.fixture
 def case():
-    """A row [7] and updates [6, 7] of sizes from 0.001 to 1000, with a zero and two equal rows."""
+    """Return a row [7] and updates [6, 7] with entries from 0.001 to 1000, a zero row and two equal rows."""
     rng = np.random.default_rng(0)
     updates = rng.standard_normal((6, 7)) * 10.0 ** np.arange(-3, 4)
     updates[2, 3] = 0
@@ -46,7 +46,7 @@ every_variant = pytest.mark.parametrize(("name", "params"), VARIANTS, ids=lambda
 
 
 def path(name, row, updates, **params):
-    """The global row after each update, [steps, d]."""
+    """Return the global row after each update [steps, d]."""
     server, rows = ServerOptimizer(name, **params), []
     for update in updates:
         row = server.step(row, update)
@@ -81,7 +81,7 @@ def plain_slowmo(w, updates, *, alpha, beta, lr):
         yield w
 
 
-def plain_bmuf(w, updates, *, bm, zeta, nesterov):  # which changes what is sent alone
+def plain_bmuf(w, updates, *, bm, zeta, nesterov):  # nesterov changes only what is sent
     delta = 0.0
     for d in updates:
         delta = bm * delta + zeta * d
@@ -125,7 +125,7 @@ PLAIN = {
 
 
 @every_variant
-def test_every_optimizer_is_its_definition(name, params, case):
+def test_every_optimizer_matches_its_definition(name, params, case):
     row, updates = case
     meaning = server_optimizer.get(name).check(params)
     if meaning.get("v0") == "tau^2":
@@ -136,7 +136,7 @@ def test_every_optimizer_is_its_definition(name, params, case):
 
 
 def by_torch(optimizer, row, updates, **params):
-    """The row after steps of an optimizer of PyTorch on the negated updates as gradients."""
+    """Return the row after PyTorch optimizer steps with the negated updates as gradients."""
     parameter = torch.nn.Parameter(row.clone())
     theirs = optimizer([parameter], **params)
     for update in updates:
@@ -156,7 +156,7 @@ def test_only_adam_with_bias_correction_is_torch_optim_adam(bias_correction, cas
 def test_bmuf_with_nesterov_broadcasts_a_row_ahead():
     server = ServerOptimizer("bmuf", bm=0.5, nesterov=True)
     start = numbers(0, 10)
-    assert torch.equal(server.broadcast(start), start)  # there is no momentum yet
+    assert torch.equal(server.broadcast(start), start)  # no momentum yet
     first = server.step(start, numbers(2, 4))
     assert first.tolist() == [2, 14]
     assert server.broadcast(first).tolist() == [3, 16]
@@ -198,7 +198,7 @@ def test_slices_of_columns_step_like_the_whole_row(name, params, dtype):
         optimizer.step(whole, update, state)
         for part in parts:
             optimizer.step(cut[part], update[part], {k: tensor[part] for k, tensor in cut_state.items()})
-    torch.testing.assert_close(cut, whole)  # not the bits: ends of slices may take other instructions
+    torch.testing.assert_close(cut, whole)  # not bit-identical: the ends of slices may use other instructions
     torch.testing.assert_close(cut_state, state)
 
 
@@ -226,7 +226,7 @@ def test_bias_correction_is_accurate_in_float32():
 
 @dataclass(frozen=True)
 class Halfway(ServerStep):
-    """A user's own optimizer: no state, its own parameter."""
+    """A user-defined server optimizer without state and with one parameter."""
 
     share: float = 0.5
 
@@ -236,7 +236,7 @@ class Halfway(ServerStep):
 
 @dataclass(frozen=True)
 class Stray:
-    """The methods of a server optimizer without its base class."""
+    """A class with the methods of a server optimizer but without its base class."""
 
     def start(self, rows):
         return {}
@@ -324,7 +324,7 @@ def test_row_and_update_must_match(update):
     server = ServerOptimizer("momentum")
     with pytest.raises(ExperimentError, match=r"^update: must be torch.float32 \[3\] on cpu like global_row, not "):
         server.step(torch.zeros(3), update)
-    assert server.state == {}  # the step did not take place
+    assert server.state == {}  # the step has had no effect
 
 
 @pytest.mark.parametrize("row", [torch.zeros(1, 3), torch.zeros(3).double()], ids=str)

@@ -1,4 +1,4 @@
-"""Threads of OpenMP wait passively, and freed memory is used again, unless the user has chosen otherwise."""
+"""OpenMP threads wait passively and freed memory is reused, unless the user has set it otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRINT = "import os; print(os.environ['OMP_WAIT_POLICY'])"
 RUN = """
 fedsim.run({"data": "tests.components:tiny", "rounds": 1, "engine": "serial", "threads_per_process": 2})
 """
-# Large blocks that are allocated and freed by turns, as the tensors of a training step are.
+# Large blocks are allocated and freed in turn, like the tensors of a training step.
 FAULTS = """
 import resource
 from fedsim.system.c_libraries import keep_freed_memory

@@ -13,7 +13,7 @@ def test_the_cpu_is_always_there_and_auto_is_the_accelerator_where_there_is_one(
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "cupy", "gpu", "mps" if not torch.backends.mps.is_available() else "xpu"])
-def test_a_device_that_is_not_there_is_one_clear_line(name):
+def test_a_device_that_is_not_there_gives_a_one_line_error(name):
     with pytest.raises(ExperimentError, match=f'device = "{name}": .*available here: auto, cpu'):
         devices.resolve_device(name)
 
@@ -28,9 +28,9 @@ def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tm
         assert devices.usable_cores() == cores
     (tmp_path / "slice" / "job").mkdir(parents=True)
     (tmp_path / "slice" / "cpu.max").write_text("300000 100000\n")
-    for own, cores in (("/", 8), ("/../elsewhere", 8), ("/slice", 3), ("/slice/job", 3)):
-        (tmp_path / "own").write_text(f"12:cpu:/old\n0::{own}\n")
-        assert devices.usable_cores() == cores, own
+    for group, cores in (("/", 8), ("/../elsewhere", 8), ("/slice", 3), ("/slice/job", 3)):
+        (tmp_path / "own").write_text(f"12:cpu:/old\n0::{group}\n")
+        assert devices.usable_cores() == cores, group
     (tmp_path / "slice" / "job" / "cpu.max").write_text("100000 100000\n")
     assert devices.usable_cores() == 1
 
@@ -39,7 +39,7 @@ def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tm
     ("cores", "memory", "cohort", "threads", "processes"),
     [
         *((6, 1e12, 4, 1, 4), (6, 1e12, 100, 1, 6), (6, 1e12, 100, 2, 3), (6, 1e12, 100, 16, 1)),
-        *((64, 8e9, 100, 1, 10), (64, float("inf"), 100, 1, 64)),  # memory may be unknown, as on macOS
+        *((64, 8e9, 100, 1, 10), (64, float("inf"), 100, 1, 64)),  # unknown memory, as on macOS
     ],
 )
 def test_processes_by_default_never_exceed_the_cohort_the_cores_or_the_memory(

@@ -1,4 +1,4 @@
-"""Signals while a command runs, while it cleans up, and while the program ends."""
+"""Signals during a command, during its clean-up, and at the end of the program."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ with program.errors_as_lines():
 
 
 def test_validators_are_built_before_signals_raise_exceptions(tmp_path):
-    """While pydantic builds them, it turns KeyboardInterrupt and Terminated into an error of its own."""
+    """While pydantic builds validators, it turns KeyboardInterrupt and Terminated into its own errors."""
     process = start("-c", VALIDATORS, cwd=tmp_path)
     assert process.communicate(timeout=60) == ("False\nTrue\n", "")
 
@@ -107,7 +107,7 @@ def test_other_exceptions_in_destructors_go_to_the_hook_that_was_set_before(monk
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_many_signals_are_one_word(seed, tmp_path):
-    """Signals at random instants, from the start of the processes or from the rounds to the end of the program."""
+    """Signals at random moments, from the start of the processes or from the first round to the end of the program."""
     rng = random.Random(seed)
     for moment in ("starting", "training"):
         words = [
@@ -130,5 +130,10 @@ def test_many_signals_are_one_word(seed, tmp_path):
             time.sleep(rng.choice([0.001, 0.01, 0.1]))
         _, error = process.communicate(timeout=30)
         assert error in {"interrupted\n", "terminated\n", ""}
-        assert process.returncode in {130, 143, -signal.SIGTERM, -signal.SIGINT}  # the last two in Python's own exit
+        assert process.returncode in {
+            130,
+            143,
+            -signal.SIGTERM,
+            -signal.SIGINT,
+        }  # the last two during the exit of the interpreter
         assert_none_left(process.pid)

@@ -1,4 +1,4 @@
-"""torchvision's compiled operators do not fit every PyTorch build; fedsim must import it all the same."""
+"""fedsim imports torchvision even if its compiled operators do not fit the PyTorch build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def in_a_fresh_process(code: str) -> str:
 
 @pytest.mark.slow
 def test_torchvision_imports_and_schemas_are_declared_where_they_are_missing_and_only_there():
-    """Run where torchvision fits and where it does not; each time with the operators first hidden, then present."""
+    """Runs with fitting and unfitting torchvision builds; the operators are first hidden, then present."""
     code = """
 import torch
 {before}
@@ -65,6 +65,6 @@ def test_a_failed_download_is_one_line_and_leaves_the_disk_as_it_was(tmp_path, m
 
     monkeypatch.setattr(packages.import_torchvision().datasets, "MNIST", fail)
     with pytest.raises((DataError, KeyboardInterrupt)) as caught:
-        packages.download("MNIST", tmp_path / "some" / "typo")
+        packages.download("MNIST", tmp_path / "some" / "typo", [{}])
     assert str(caught.value) in ("the download failed (OSError: no network)", "")
     assert list(tmp_path.iterdir()) == []

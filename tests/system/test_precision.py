@@ -37,7 +37,7 @@ def test_tf32_is_switched_in_products_and_convolutions_and_put_back(before, swit
     assert switches() == before
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch has the older switches only")
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="this PyTorch only has the older switches")
 @pytest.mark.parametrize("allowed", [True, False])
 def test_where_the_older_switches_cannot_be_read_the_newer_ones_are_used(allowed):
     newer = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
@@ -70,7 +70,7 @@ def test_a_model_that_has_an_operation_without_that_type_is_refused_in_one_line(
 
 
 class Copying(nn.Module):
-    """Writes what autocast has cast into a tensor that it has not."""
+    """A model that writes a tensor which autocast has cast into one which it has not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +85,9 @@ def test_operands_are_cast_as_autocast_casts_them():
     single, double, whole = torch.ones(2), torch.ones(2, dtype=torch.double), torch.ones(2, dtype=torch.long)
     assert cast_for_autocast(single, None)[0] is single
     with torch.autocast("cpu", torch.bfloat16):
-        found = cast_for_autocast(single, double, whole, None)
-    assert found[-1] is None
-    assert [tensor.dtype for tensor in found[:-1]] == [torch.bfloat16, double.dtype, whole.dtype]
+        operands = cast_for_autocast(single, double, whole, None)
+    assert operands[-1] is None
+    assert [tensor.dtype for tensor in operands[:-1]] == [torch.bfloat16, double.dtype, whole.dtype]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -105,7 +105,7 @@ def test_the_record_says_what_was_in_force(precision, tiny_experiment, tmp_path)
 
 
 def autocast_run(tables):
-    """The experiment `tiny_experiment` with one worker: autocast and SGD with momentum, in plain PyTorch."""
+    """Return the row of `tiny_experiment` with one worker: autocast and SGD with momentum in plain PyTorch."""
     train, _ = tiny(None)
     inputs, targets = train.to(CPU, torch.float32).gather(torch.arange(len(train)))
     shard = fedsim.dataset_split(train, 1, "iid", seed=0)[0].indices
@@ -125,9 +125,9 @@ def autocast_run(tables):
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_bf16_is_autocast_with_float32_rows(engine, tiny_experiment):
     tables = {**tiny_experiment, "workers": 1}
-    found = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "bf16"})
-    assert found.global_row.dtype == torch.float32
-    assert torch.allclose(found.global_row, autocast_run(tables), rtol=0, atol=2e-5)
+    result = fedsim.run({**tables, "engine": engine, "processes": 1, "precision": "bf16"})
+    assert result.global_row.dtype == torch.float32
+    assert torch.allclose(result.global_row, autocast_run(tables), rtol=0, atol=2e-5)
 
 
 @in_turn(("model", "sync"), ["2nn", "net", "tests.models:Normalised", "tests.models:Tied"], ["parameters", "gradients"])

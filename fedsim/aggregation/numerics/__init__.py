@@ -1,1 +1,1 @@
-"""Arithmetic on long rows: blocks of columns, order statistics, inner products of all pairs of rows."""
+"""Arithmetic on matrices [n, d] with long rows: blocks of columns, order statistics, inner products of all rows."""

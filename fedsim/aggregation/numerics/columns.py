@@ -1,8 +1,8 @@
-"""Blocks of columns, and sums over columns in double precision.
+"""Blocks of columns of a matrix [n, d], and sums over columns in double precision.
 
-All functions work on blocks of columns. On a CPU a block stays in the caches, and is wide enough that calls cost less
-than arithmetic. On another device each block costs kernel launches, so there are as few blocks as its memory allows: a
-rule takes up to WORKING bytes for each number of its input, and at most SHARE of the device's memory.
+All functions work on blocks of columns. On a CPU a block fits into the caches, but is wide enough that calls cost less
+than arithmetic. On a GPU each block costs kernel launches, so there are as few blocks as the memory allows: a rule
+needs up to WORKING bytes for each number of its input, and may use at most SHARE of the device's memory.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch import Tensor
 from fedsim.aggregation.numerics.threads import alone_if_few
 from fedsim.system.devices import to_device, total_memory_of, wide_dtype
 
-Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes that each have other columns
+Reduce = Callable[[Tensor, Literal["sum", "max"]], Tensor]  # over processes that have different columns
 
 CPU = torch.device("cpu")
-BLOCK = 16_384  # least columns of a process; in smaller blocks the calls cost more than the arithmetic
-BLOCKS = 64  # most blocks of a row
-FEWEST, MOST = 256, 8_192  # columns of a small block within a process
-NUMBERS = 2**19  # most numbers of a small block with more than FEWEST columns: 4 MiB in double precision
-SAMPLED = 512  # columns of a sample
+BLOCK = 16_384  # minimum columns of a block; in smaller blocks the calls cost more than the arithmetic
+BLOCKS = 64  # maximum number of blocks of a row
+FEWEST, MOST = 256, 8_192  # minimum and maximum columns of a small block within a process
+NUMBERS = 2**19  # maximum numbers in a small block with more than FEWEST columns: 4 MiB in double precision
+SAMPLED = 512  # number of columns in a sample
 RUN = 16  # adjacent columns in a sample: one cache line of float32
 WORKING = 64  # bytes for each number of a block on a GPU: wide and sorted copies, positions, memory of the sort
-SHARE = 1 / 8  # of a device's memory for one block
-LINE = 64  # on a GPU, blocks begin at multiples of so many columns
+SHARE = 1 / 8  # maximum fraction of a device's memory that one block may use
+LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 
 
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
-    """Yield the blocks of columns that process `index` of `count` aggregates.
+    """Yield the blocks of columns that process number `index` of `count` processes aggregates.
 
-    The blocks of all processes cover range(d).
+    The blocks of all processes together cover range(d).
 
-    On a CPU the blocks depend on d alone, so every engine does the same arithmetic and gets the same bits. On another
-    device each process has one block, or as few blocks of `n` rows as the device's memory allows.
+    On a CPU the blocks depend on d alone, so the results of all engines are bit-identical. On another device each
+    process has one block, or as few blocks of `n` rows as the device's memory allows.
 
     >>> list(fedsim.aggregation.column_blocks(40_000))
     [slice(0, 16384, None), slice(16384, 32768, None), slice(32768, 40000, None)]
@@ -54,29 +54,30 @@ def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device:
 
 @functools.cache
 def most_columns(n: int, device: torch.device) -> int:
-    """Return the most columns of a block of n rows on a device other than the CPU, a multiple of LINE."""
-    values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # the memory may be infinite
+    """Return the maximum number of columns of a block of n rows on a device other than the CPU, a multiple of LINE."""
+    values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # total_memory_of may return infinity
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
 
 def block_size(updates: Tensor) -> int:
-    """Columns of a small block of rows [n, d]."""
+    """Return the number of columns of a small block of the rows `updates` [n, d]."""
     if updates.device.type != "cpu":
         return most_columns(len(updates), updates.device)
     return min(MOST, max(FEWEST, NUMBERS // max(1, len(updates))))
 
 
 def small_blocks(updates: Tensor) -> Iterator[slice]:
-    """Blocks of columns of rows [n, d] of `block_size` each."""
+    """Yield consecutive slices of `block_size` columns each, which cover all columns of `updates` [n, d]."""
     d, size = updates.shape[1], block_size(updates)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
 
 def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Small blocks of columns, each with a copy [n, columns] in double precision (float32 on devices without it).
+    """Yield small blocks of columns, each with a copy of the block [n, columns] in double precision.
 
-    The caller may change the copy. The next copy uses the same memory, which is in the cache by then.
+    The copy is float32 on devices without double precision. The caller may change a copy. All copies use the same
+    memory, which stays in the cache.
     """
     n, d = updates.shape
     widest = min(d, block_size(updates))
@@ -85,7 +86,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for block in small_blocks(updates):
         width = block.stop - block.start
         wide = buffer if width == widest else buffer[:, :width]
-        if by_numpy:  # a tenth faster, and never in several threads
+        if by_numpy:  # 10 percent faster than PyTorch, and always single-threaded
             np.copyto(wide.numpy(), updates[:, block].numpy())
         else:
             wide.copy_(updates[:, block])
@@ -93,7 +94,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """SAMPLED columns in evenly spread runs, [n, SAMPLED]; all columns if there are fewer."""
+    """Return SAMPLED columns in evenly spaced runs of RUN columns, [n, SAMPLED], or all columns if there are fewer."""
     n, d = updates.shape
     runs = SAMPLED // RUN
     if d <= SAMPLED:
@@ -102,7 +103,10 @@ def sampled_columns(updates: Tensor) -> Tensor:
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `function`, from a block [n, columns] in float32 or wider to [columns], to all blocks; returns [d]."""
+    """Apply `function` to all blocks of columns, and return the results as one row [d].
+
+    `function` maps a block [n, columns], in float32 or float64, to [columns].
+    """
     result = updates.new_empty(updates.shape[1])
     with alone_if_few(len(updates)):
         for block in small_blocks(updates):
@@ -111,22 +115,25 @@ def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """`values` in float32 if their dtype is narrower, since sums and means in half precision lose too many digits."""
+    """Return half-precision values as float32, and other values unchanged, so that sums do not lose too many digits."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Return the `Reduce` of a process that has all columns: returns `values`."""
+    """Return `values` unchanged: the `Reduce` function of a process that has all columns."""
     return values
 
 
 def squared_norms(updates: Tensor) -> Tensor:
-    """|x_k|^2, [n], in double precision if the device has it."""
+    """Return the squared norms |x_k|^2 [n] of the rows, in double precision if the device supports it."""
     return squared_distances_to(updates, None)
 
 
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """|x_k - point|^2, [n], for a point [d] (None: zero), in double precision if the device has it."""
+    """Return the squared distances |x_k - point|^2 [n] of the rows from a point [d] (None: zero).
+
+    The result is in double precision if the device supports it.
+    """
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
     sums = total.numpy() if total.device.type == "cpu" else None
     with np.errstate(all="ignore"), alone_if_few(len(updates)):  # overflow gives infinity
@@ -135,24 +142,27 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
                 rows.sub_(point[block])
             if sums is None:
                 total += rows.square().sum(1)
-            else:  # n dot products read the rows once, and are too short for several threads
+            else:  # n dot products read the rows once, in one thread
                 values = rows.numpy()
                 sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
     return total
 
 
 def norms(updates: Tensor) -> Tensor:
-    """|x_k|, float64 [n] on the CPU; infinite if the square overflows."""
+    """Return the norms |x_k| of the rows, float64 [n] on the CPU. A norm is infinite if its square overflows."""
     return distances_to(updates, None)
 
 
 def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """|x_k - point|, float64 [n] on the CPU, for a point [d] (None: zero); infinite if the square overflows."""
+    """Return the distances |x_k - point| of the rows from a point [d] (None: zero), float64 [n] on the CPU.
+
+    A distance is infinite if its square overflows.
+    """
     return squared_distances_to(updates, point).cpu().double().sqrt()
 
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
-    """Inner products [n] of the rows with `vector` [d], in double precision if the device has it."""
+    """Return the inner products [n] of the rows with `vector` [d], in double precision if the device supports it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
     with alone_if_few(len(updates)):
         for block, rows in wide_blocks(updates):
@@ -161,7 +171,10 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
-    """Return coefficients [n] @ updates [n, d]: [d]. Rows with coefficient 0 are left out, so they may hold NaN."""
+    """Return the linear combination coefficients [n] @ updates [n, d] as a row [d].
+
+    Rows with coefficient 0 are skipped, so they may contain NaN.
+    """
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     factors = coefficients.to(torch.float32 if narrow else updates.dtype)
     if not narrow and 1 < len(factors) == int(coefficients.count_nonzero()):
@@ -176,12 +189,12 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no number is NaN or infinite."""
+    """Whether `values` contains neither NaN nor infinity."""
     return math.isfinite(values.sum()) or bool(values.isfinite().all())  # a sum of finite numbers may overflow
 
 
 def bad_rows(updates: Tensor) -> list[int]:
-    """Return the rows that hold a NaN or an infinity."""
+    """Return the positions of the rows that contain NaN or infinity."""
     sums = updates.sum(1)
     if math.isfinite(sums.sum()):
         return []

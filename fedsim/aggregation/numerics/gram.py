@@ -1,4 +1,4 @@
-"""Distances and inner products of all pairs of rows, from one matrix product."""
+"""Distances and inner products of all pairs of rows, computed with one matrix product."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from fedsim.aggregation.numerics.threads import FEW_ROWS, alone_if_few
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import to_device, wide_dtype
 
-STRIP = 48  # columns of a product at once: of a symmetric matrix, those above the diagonal are mostly left out
-UNSHARED = 2**18  # multiplications in one product, up to which NumPy's BLAS uses one thread
-CANCELLED = 1e-7  # a difference this small relative to its terms has lost half its digits
-TIED = 1e-12  # relative difference up to which two sums count as equal
+STRIP = 48  # columns of a product computed at once, which skips most entries above the diagonal of a symmetric matrix
+UNSHARED = 2**18  # maximum multiplications in one product for which NumPy's BLAS uses one thread
+CANCELLED = 1e-7  # a difference this small relative to its terms has lost half of its digits
+TIED = 1e-12  # maximum relative difference of two sums that count as equal
 
 
 class Gram:
-    """Distances and inner products of all pairs of rows z_i = sum_j M_ij x_j of updates x.
+    """Distances and inner products of all pairs of rows z_i = sum_j M_ij x_j, linear combinations of updates x_j.
 
-    The rows are centred at the row of least norm and multiplied in float64, so a common offset or an outlier costs no
-    digits. Distances that lose digits nevertheless are computed again from differences. Cost: one product
-    [n, d] x [d, n]. All results are float64 on the CPU.
+    Before the float64 matrix product, the row with the smallest norm is subtracted from all rows. Neither a common
+    offset nor an outlier then costs precision. Distances that lose digits nevertheless are computed again from
+    differences. Cost: one matrix product [n, d] x [d, n]. All results are float64 on the CPU.
 
     Args:
-        updates: [n, d].
-        mixing: M [m, n]; None: the rows are the updates.
-        basis: the products of the centred updates, if they are known.
-        reduce: sums over processes that each have some of the columns, so all get the same results. The processes must
-            read the same properties in the same order.
+        updates: workers' updates x, [n, d].
+        mixing: matrix M [m, n]. None: the rows are the updates.
+        basis: inner products of the centred updates [n + 1, n + 1], if known.
+        reduce: sums a tensor over processes that each have some of the columns, so that all processes get the same
+            results. The processes must read the same properties in the same order.
 
     Raises ExperimentError if the squares of finite updates overflow.
 
@@ -57,14 +57,14 @@ class Gram:
         self._basis = _products(updates, reduce) if basis is None else basis
 
     def mixed(self, matrix: Tensor) -> Gram:
-        """Return the Gram of the rows matrix [m', m] @ rows, without another pass over the updates."""
+        """Return the `Gram` of the rows `matrix` [m', m] @ rows [m, d], without another pass over the updates."""
         mixing = matrix if self._mixing is None else matrix @ self._mixing
         return Gram(self._updates, mixing, self._basis, self._reduce)
 
     def extended(self, updates: Tensor) -> Gram:
-        """Return the Gram of `updates` [n', d] that begin with the updates of this one.
+        """Return the `Gram` of `updates` [n', d], whose first n rows are the updates of this `Gram`.
 
-        Only the others are multiplied.
+        Only products with the additional rows are computed.
         """
         return Gram(updates, basis=_products(updates, self._reduce, self._basis), reduce=self._reduce)
 
@@ -73,14 +73,14 @@ class Gram:
 
     @cached_property
     def _coordinates(self) -> Tensor:
-        """Return the coefficients [m, n + 1] of the rows for the centred updates and the centre."""
+        """Coefficients [m, n + 1] that express each row in the n centred updates and the centre."""
         n = len(self._updates)
         mixing = torch.eye(n, dtype=torch.double) if self._mixing is None else self._mixing
         return torch.cat([mixing, mixing.sum(1, keepdim=True)], dim=1)
 
     @cached_property
     def products(self) -> Tensor:
-        """Inner products <z_i, z_j>, [m, m]."""
+        """Inner products <z_i, z_j> of all pairs of rows, [m, m]."""
         if self._mixing is None:
             basis = self._basis.numpy()
             to_centre = basis[-1, :-1]
@@ -90,20 +90,19 @@ class Gram:
 
     @cached_property
     def norms(self) -> Tensor:
-        """|z_i|, [m]."""
+        """Norms |z_i| of the rows, [m]."""
         return self.products.diagonal().clamp(min=0).sqrt()
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Inner products [m, m] of the rows less a central row, as exact as the distances.
+        """Inner products [m, m] of the rows after a central row is subtracted, as precise as the distances.
 
-        They are computed from the distances, or from the products if these keep more digits.
+        The inner products are computed from the distances, or from `products` where these have more correct digits.
         """
         squares = self.squared_distances.numpy()
         nearness = np.sort(squares, axis=1)[:, (len(self) - 1) // 2]
-        middle = int(
-            np.lexsort((self._reach, nearness))[0]
-        )  # of two rows the shorter one, since the other may be an outlier
+        # Of two rows, the one nearer the centre is chosen, because the other one may be an outlier.
+        middle = int(np.lexsort((self._reach, nearness))[0])
         to_middle = squares[middle]
         reach = self._reach + self._reach[middle]
         with np.errstate(all="ignore"):
@@ -114,7 +113,10 @@ class Gram:
         return torch.from_numpy(np.where(inexact, self._products_from(middle), from_distances))
 
     def _products_from(self, row: int) -> np.ndarray:
-        """Inner products [m, m] of the rows less one of them, from the products of the centred updates."""
+        """Return the inner products [m, m] of the rows after the row at position `row` is subtracted from all.
+
+        They are computed from the products of the centred updates.
+        """
         if self._mixing is None:
             known = self._basis[:-1, :-1].numpy()
             to_row = known[row]
@@ -125,7 +127,7 @@ class Gram:
 
     @cached_property
     def _reach(self) -> np.ndarray:
-        """Distances [m] of the rows from the centre. The rounding errors of products grow with these distances."""
+        """Distances [m] of the rows from the centre. Rounding errors of inner products grow with these distances."""
         if self._mixing is None:
             squares = self._basis.numpy().diagonal()[:-1]
         else:
@@ -136,7 +138,7 @@ class Gram:
 
     @cached_property
     def squared_distances(self) -> Tensor:
-        """|z_i - z_j|^2, [m, m], symmetric, 0 on the diagonal."""
+        """Squared distances |z_i - z_j|^2 of all pairs of rows, [m, m], symmetric, 0 on the diagonal."""
         offsets = self._basis.numpy()[:-1, :-1] if self._mixing is None else self._products_from(0)
         squared_norms = offsets.diagonal()
         with np.errstate(all="ignore"):
@@ -152,20 +154,23 @@ class Gram:
 
     @cached_property
     def distances(self) -> Tensor:
-        """|z_i - z_j|, [m, m]."""
+        """Distances |z_i - z_j| of all pairs of rows, [m, m]."""
         return self.squared_distances.sqrt()
 
     def distances_to(self, coefficients: np.ndarray) -> np.ndarray:
-        """Distances [m] of all rows from the point sum_i a_i z_i; the coefficients a [m] sum to one."""
+        """Return the distances [m] of all rows from the point sum_i a_i z_i. The coefficients a [m] sum to one."""
         pulled = times(self.offsets, coefficients)
         squared_norms = self.offsets.numpy().diagonal()
         return np.sqrt(np.maximum(squared_norms - 2 * pulled + coefficients @ pulled, 0))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
-        """Compute the squared distances of these pairs from differences; equal rows get equal distances."""
+        """Compute the squared distances of the given pairs of rows again from differences, and write them to `result`.
+
+        Rows that are equal get the same distances from all rows.
+        """
         first_equal: dict[int, int] = {}
-        for i, of_one in groupby(pairs, lambda pair: pair[0]):
-            others = [] if i in first_equal else [j for _, j in of_one if j not in first_equal]
+        for i, pairs_of_i in groupby(pairs, lambda pair: pair[0]):
+            others = [] if i in first_equal else [j for _, j in pairs_of_i if j not in first_equal]
             for j, difference in zip(others, self._squared_differences(i, others), strict=True):
                 result[i, j] = result[j, i] = difference
                 if difference == 0:
@@ -176,14 +181,14 @@ class Gram:
             result[j, j] = result[i, j] = result[j, i] = 0
 
     def _squared_differences(self, i: int, others: list[int]) -> list[float]:
-        """Squared distances of row i from other rows."""
+        """Return the squared distances of row i from the rows `others`, summed over all processes."""
         if not others:
             return []
         totals = torch.stack([self._squared_difference(i, j) for j in others]).cpu().double()
         return self._reduce(totals, "sum").tolist()
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
-        """Return the squared distance of two rows in these columns, a tensor on the device."""
+        """Return the squared distance of rows i and j over the columns of this process, a 0-d tensor on the device."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
         total = torch.zeros((), dtype=wide, device=updates.device)
         weights = self._coordinates[i, :-1] - self._coordinates[j, :-1]
@@ -198,36 +203,41 @@ class Gram:
 
 
 def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep_own) -> None:
-    """Raise ExperimentError if products of finite updates are not finite."""
+    """Raise ExperimentError if the inner products of finite updates are not finite."""
     if bool(products.isfinite().all()):
         return
     if not reduce(torch.tensor([float(not all_finite(updates))]), "max").any():
         raise ExperimentError(
-            f"updates: rows are too long: their squared norms overflow (values up to {float(updates.abs().max()):.3g})"
+            f"updates: the squared norms of rows overflow (values up to {float(updates.abs().max()):.3g}); "
+            "scale the updates down"
         )
 
 
 def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> Tensor:
-    """Inner products float64 [n + 1, n + 1] of the centred updates and, in the last place, the centre itself.
+    """Return the inner products of the n centred updates and, in the last row and column, of the centre itself.
 
     Args:
-        known: those of the first updates.
+        updates: workers' updates, [n, d].
+        reduce: sums a tensor over processes that each have some of the columns.
+        known: inner products of the first updates with each other, if computed before.
+
+    Returns float64 [n + 1, n + 1].
     """
     n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
     if known is None:
         sample = sampled_columns(updates).to(wide)
         nearest = reduce(torch.linalg.vecdot(sample, sample), "sum").argmin()
-        centre = nearest.reshape(1)  # so it stays on the device
-        del sample  # before there are wide blocks as well
+        centre = nearest.reshape(1)  # a tensor that stays on the device
+        del sample  # frees the memory before wide blocks are allocated
     else:
         centre = to_device(known.diagonal()[:first].argmin().reshape(1), updates.device)  # the product is 0 there
     total = torch.zeros(n - first, n, dtype=wide, device=updates.device)
     with alone_if_few(n):
         for _, rows in wide_blocks(updates):
             middle = rows.index_select(0, centre)
-            rows.sub_(middle).index_copy_(0, centre, middle)  # replaces its difference from itself, which is 0
+            rows.sub_(middle).index_copy_(0, centre, middle)  # the centre itself replaces its difference of 0
             _add_products(total, rows)
-    on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy, to wait for the device once
+    on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy waits for the device once
     lower, row = torch.zeros(n, n, dtype=torch.double), int(on_host[-1])
     lower[first:] = reduce(on_host[:-1].view(total.shape), "sum")
     if known is not None:
@@ -246,7 +256,10 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
 
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
-    """total [m, n] += last m rows @ rows^T; only the lower triangle, which ends with the last row, is used."""
+    """Add the products of the last m rows with all n rows to `total` [m, n].
+
+    Only the entries below the diagonal (and on it) are used.
+    """
     if len(rows) <= FEW_ROWS and rows.device.type == "cpu" and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
         return
@@ -257,33 +270,36 @@ def _add_products(total: Tensor, rows: Tensor) -> None:
 
 
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
-    """`_add_products` for few rows in half of PyTorch's time: a stack of products too small for several threads."""
+    """Add the products of all pairs of a few rows to `total` [n, n], in half of the time that PyTorch needs.
+
+    The product is a stack of matrix products that are too small for several threads.
+    """
     n, width = rows.shape
     parts = math.ceil(width / min(512, UNSHARED // n**2))
     step = width // parts
     whole = parts * step
     stack = rows[:, :whole].reshape(n, parts, step).transpose(1, 0, 2)
     with np.errstate(all="ignore"):  # overflow gives infinity
-        # All rows by all but the last, since NumPy multiplies a matrix with itself more slowly.
+        # The last row is excluded on the right, because NumPy multiplies a matrix with itself more slowly.
         total[:, :-1] += np.matmul(stack, stack[:, :-1].transpose(0, 2, 1)).sum(0)
         total[:, :-1] += rows[:, whole:] @ rows[:-1, whole:].T
         total[-1, -1] += rows[-1] @ rows[-1]
 
 
 def times(matrix: Tensor, values: np.ndarray) -> np.ndarray:
-    """matrix [m, m] @ values [m] by PyTorch, since NumPy may use several threads."""
+    """Return the product matrix [m, m] @ values [m], computed by PyTorch because NumPy may use several threads."""
     return (matrix @ torch.from_numpy(values)).numpy()
 
 
 def stable_order(values: Tensor) -> Tensor:
-    """Positions of `values` [..., n] in ascending order along the last dimension, ties by index.
+    """Return the indices that sort `values` [..., n] in ascending order along the last dimension.
 
-    Values that differ by rounding alone are ties.
+    Values that differ only by rounding are ties, which keep their order.
     """
     numbers = values.numpy()
     order = numbers.argsort(axis=-1, kind="stable")
     ascending = np.take_along_axis(numbers, order, -1)
-    with np.errstate(all="ignore"):  # relative to the lower value, since infinity would equal all
+    with np.errstate(all="ignore"):  # relative to the lower value, which may be next to infinity
         step = np.diff(ascending) > TIED * np.abs(ascending[..., :-1])
     if not step.all():  # ties
         rank = np.zeros(numbers.shape, dtype=int)

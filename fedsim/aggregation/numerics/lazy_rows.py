@@ -1,4 +1,4 @@
-"""The rows of a rule: the updates, or combinations of them that pre-aggregators return."""
+"""Rows to which a rule is applied: the updates, or linear combinations of updates that pre-aggregators return."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedsim.system.devices import to_device
 
 
 class LazyRows:
-    """Rows M @ updates [m, d], computed block by block when they are needed.
+    """Rows M @ updates, [m, d], which are computed block by block when they are needed.
 
     Args:
-        updates: [n, d].
-        mixing: M [m, n], float64; None: the rows are the updates.
-        gram: makes the rows' Gram.
-        reduce: see `Gram`.
-        are_combinations: whether the rows are known linear combinations of the original updates.
+        updates: workers' updates, [n, d].
+        mixing: matrix M [m, n], float64. None: the rows are the updates.
+        gram: function that returns the `Gram` of the rows.
+        reduce: sums a tensor over processes that each have some of the columns (see `Gram`).
+        are_combinations: whether the rows are known linear combinations of the workers' updates.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LazyRows:
 
     @property
     def are_mixed(self) -> bool:
-        """Whether the rows are computed from the updates by a matrix."""
+        """Whether the rows are computed from the updates with a matrix, and are not the updates themselves."""
         return self._mixing is not None
 
     @cached_property
@@ -55,7 +55,7 @@ class LazyRows:
         return self._make_gram()
 
     def mixed(self, matrix: Tensor) -> LazyRows:
-        """Return the rows matrix [m', m] @ rows."""
+        """Return the linear combinations `matrix` [m', m] @ rows [m, d]."""
         return LazyRows(
             self._updates,
             self._of_updates(matrix),
@@ -64,11 +64,11 @@ class LazyRows:
         )
 
     def replaced(self, rows: Tensor) -> LazyRows:
-        """Rows [m, d] that are not known to be combinations of the updates."""
+        """Return `rows` [m, d] as LazyRows that are not known to be linear combinations of the updates."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice | None = None) -> Tensor:
-        """Return the rows at these columns, [m, columns]; None: at all columns."""
+        """Return the given columns of all rows, [m, columns]. None: all columns."""
         part = self._updates if columns is None else self._updates[:, columns]
         return part if self._mixing is None else (self._factors @ part.to(self._factors.dtype)).to(part.dtype)
 
@@ -78,12 +78,12 @@ class LazyRows:
         return self._as_factors(self._mixing)
 
     def _as_factors(self, matrix: Tensor) -> Tensor:
-        """Return a matrix in the dtype, at least float32, and on the device of the updates."""
+        """Return `matrix` with the dtype of the updates, or float32 if that is narrower, on the updates' device."""
         dtype = torch.promote_types(self._updates.dtype, torch.float32)
         return to_device(matrix.to(dtype), self._updates.device)
 
     def row(self, combination: LinearCombination) -> Tensor:
-        """Return the row [d] that a linear combination of these rows is."""
+        """Compute a linear combination of these rows. Returns [d]."""
         coefficients = self._of_updates(combination.coefficients)
         if combination.then is None:
             row = combine(coefficients, self._updates)
@@ -96,9 +96,10 @@ class LazyRows:
         return result
 
     def _rows_of(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
-        """The function that maps a block of updates to matrix [m, n] @ block, by selection if the matrix selects rows.
+        """Return a function that maps a block of updates [n, columns] to matrix [m, n] @ block.
 
-        A row with coefficients of 0 alone is left out, even if it is not finite.
+        The function only indexes the block if the matrix selects rows. Updates whose coefficients are all 0 are
+        skipped, so they may be infinite or NaN.
         """
         device = self._updates.device
         if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
@@ -109,9 +110,9 @@ class LazyRows:
         return lambda block: (factors @ block[chosen].to(factors.dtype)).to(block.dtype)
 
     def shares(self, combination: LinearCombination) -> Tensor | None:
-        """Return the coefficient of each update in a combination, [n].
+        """Return the coefficient of each update in a linear combination of these rows, [n].
 
-        None if the rows are no combinations of updates.
+        Returns None if the rows are not known to be linear combinations of the updates.
         """
         if not self.are_combinations:
             return None

@@ -1,7 +1,7 @@
-"""Order statistics of each column: sorted values, the median, the mean of the values nearest a point.
+"""Order statistics of each column: sorted values, the median, and the mean of the values nearest a point.
 
-On a CPU few rows are sorted by a network of comparators; each computes the minimum and the maximum of two rows for all
-columns of a block. NumPy sorts more rows, one column after another. Other devices use PyTorch's sort.
+On a CPU, a few rows are sorted by a sorting network, whose comparators compute the minimum and the maximum of two rows
+for all columns of a block. More rows are sorted by NumPy, one column after another. Other devices use PyTorch's sort.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import map_columns
 
-COMPARATORS = 90  # for more, NumPy's sort is faster; 16 rows take 63, 20 rows take 97, or 81 for the median alone
-BY_NUMPY = (torch.float32, torch.float64)  # its sort of short columns is vectorised, PyTorch's is not
+COMPARATORS = 90  # with more comparators NumPy is faster; 16 rows need 63, 20 rows need 97, or 81 for the median alone
+BY_NUMPY = (torch.float32, torch.float64)  # NumPy's sort of short columns is vectorised, PyTorch's is not
 
 
 def map_sorted_columns(
     updates: Tensor, function: Callable[[Tensor, Tensor], Tensor], needed: Iterable[int] | None = None
 ) -> Tensor:
-    """Apply `function(sorted values [m, columns], block [n, columns]) -> [columns]` to all columns; returns [d].
+    """Sort each column of `updates` [n, d], and apply `function` to all blocks of columns. Returns [d].
 
-    `needed` are the m places in ascending order that the function reads; None: all n.
+    Args:
+        updates: workers' updates, [n, d].
+        function: maps the sorted values [m, columns] and the unsorted block [n, columns] to [columns].
+        needed: the m positions in ascending order that `function` needs. None: all n.
     """
     places = tuple(range(len(updates)) if needed is None else needed)
     return map_columns(updates, lambda block: function(sorted_columns(block, places), block))
 
 
 def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
-    """The values at the m `needed` places of each column in ascending order, NaN last: a new tensor [m, columns]."""
+    """Sort each column of `block` [n, columns], NaN last, and return the values at the m `needed` positions.
+
+    Returns a new tensor [m, columns].
+    """
     if block.device.type != "cpu" or block.dtype not in BY_NUMPY:
         return _some(block.t().sort(dim=1).values.t(), needed)
     values = block.detach().numpy()
@@ -41,27 +47,28 @@ def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
         with np.errstate(all="ignore"):
             if math.isfinite(ascending[0].sum()):
                 return torch.from_numpy(ascending)
-    columns = np.array(values.T, order="C", copy=True)  # always a copy, also of a column-major block
+    columns = np.array(values.T, order="C", copy=True)  # always copies, even if the block is column-major
     columns.sort(axis=1)
     return _some(torch.from_numpy(columns).t(), needed)
 
 
 def _some(ascending: Tensor, needed: tuple[int, ...]) -> Tensor:
-    """Return the rows at the `needed` places; a view if they are adjacent."""
+    """Return the rows of `ascending` at the `needed` positions, as a view if the positions are adjacent."""
     side_by_side = needed[-1] - needed[0] == len(needed) - 1
     return ascending[needed[0] : needed[-1] + 1] if side_by_side else ascending[list(needed)]
 
 
-# Indices of the two compared rows, and of the rows for the minimum and the maximum (None: not needed).
+# Indices of the two rows to compare, and of the rows to which the minimum and maximum are written (None: not needed).
 Comparator = tuple[int, int, int | None, int | None]
 
 
 @functools.lru_cache(maxsize=256)
 def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], list[int]]:
-    """The comparators that sort n rows, with one more row as free space, and the final indices of the `needed` rows.
+    """Return a sorting network for n rows and one free row, and the final row indices of the `needed` positions.
 
-    Merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M), without the comparators
-    that no needed row depends on. No row is copied: the minimum goes to the free row.
+    The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M) without
+    the comparators on which no needed position depends. Comparators write the minimum to the free row, so that no row
+    is copied.
     """
     pairs, wanted = [], set(needed)
     for low, high in reversed(list(_merge_exchange(n))):
@@ -79,10 +86,10 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
 
 
 def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
-    """Comparators as pairs of positions. The minimum goes to the first position."""
+    """Yield the comparators of merge exchange as pairs of positions, of which the first one gets the minimum."""
     top = 1 << max(0, (n - 1).bit_length() - 1)
     run = top if n > 1 else 0
-    while run:  # values 2 `run` apart are sorted
+    while run:  # values at a distance of 2 * run are sorted already
         apart, step, start = run, top, 0
         while True:
             yield from ((place, place + apart) for place in range(n - apart) if place & run == start)
@@ -93,9 +100,10 @@ def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
 
 
 def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
-    """Return the values at the m `needed` places of each sorted column of `values` [n, columns]: [m, columns].
+    """Sort each column of `values` [n, columns] with a sorting network.
 
-    A column that holds a NaN becomes NaN.
+    Returns the sorted values at the m `needed` positions, [m, columns]. All results of a column that contains NaN are
+    NaN.
     """
     n, columns = values.shape
     room = np.empty((n + 1, columns), dtype=values.dtype)
@@ -111,7 +119,7 @@ def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
 
 
 def middle_places(n: int) -> range:
-    """Return the places of the median of n sorted values: two for even n."""
+    """Return the positions of the median among n sorted values: one position for odd n, two for even n."""
     return range((n - 1) // 2, n // 2 + 1)
 
 
@@ -122,27 +130,33 @@ def middle(ascending: Tensor) -> Tensor:
 
 
 def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) -> Tensor:
-    """Per column the mean of the `keep` values nearest `centre` [columns], ties by row.
+    """Return the mean of the `keep` values nearest the centre, separately for each column: [columns].
 
-    `ascending` [n, columns] are the sorted values of `block` [n, columns]; they are overwritten.
+    Of equally near values, those in the first rows are chosen.
+
+    Args:
+        ascending: sorted values of `block`, [n, columns], which are overwritten.
+        block: values, [n, columns].
+        centre: point in each column, [columns].
+        keep: number of values to average.
     """
     n = len(ascending)
     if keep == n:
         return ascending.mean(0)
-    if block.device.type != "cpu":  # a search for ties would wait for the device
+    if block.device.type != "cpu":  # a search for ties would have to wait for the device
         return _mean_of_first(block, centre, keep)
     away = (ascending - centre).abs_()
-    # The nearest values are adjacent. For each place where they may begin: the distance of the farthest value.
+    # The nearest values are adjacent. `reach` is the smallest distance of the farthest value over all starts of a run.
     reach = torch.maximum(away[: n - keep + 1], away[keep - 1 :]).amin(0)
-    far = away.gt_(reach)  # 1 or 0, which is faster than true or false
+    far = away.gt_(reach)  # 1.0 or 0.0, which is faster than bool
     result = ascending.addcmul_(ascending, far, value=-1).sum(0) / keep
     tied = ((far.sum(0) != n - keep) | ~result.isfinite()).nonzero().flatten()
-    if len(tied):  # rare, unless rows repeat or are not finite; then the rows of the values matter
+    if len(tied):  # rare, unless rows repeat or are not finite
         result[tied] = _mean_of_first(block[:, tied], centre[tied], keep)
     return result
 
 
 def _mean_of_first(values: Tensor, centre: Tensor, keep: int) -> Tensor:
-    """`mean_nearest` by a stable sort of the distances from the centre."""
+    """Compute `mean_nearest` with a stable sort of the distances from the centre."""
     order = (values - centre).abs_().argsort(dim=0, stable=True)[:keep]
     return values.gather(0, order).mean(0)

@@ -1,4 +1,4 @@
-"""The n - f points of least diameter, and those of least variance in any direction, by a bounded search."""
+"""Bounded search for the n - f of n points with the smallest diameter, or with the smallest maximal variance."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 from fedsim.aggregation.numerics.gram import TIED
 from fedsim.errors import ExperimentError
 
-MOST_BRANCHES = 2**20  # branches; some seconds
-MOST_SUBSETS = 2**17  # subsets; some seconds
-AT_ONCE = 2**19  # numbers in the matrices of some subsets
+MOST_BRANCHES = 2**20  # maximum number of branches, which take some seconds
+MOST_SUBSETS = 2**17  # maximum number of subsets, which take some seconds
+AT_ONCE = 2**19  # maximum numbers in the Gram matrices that are in memory at once
 
 
 def least_diameter(distances: Tensor, f: int) -> list[int]:
-    """Return the n - f points with the least greatest pairwise distance.
+    """Return the positions of the n - f points whose largest pairwise distance (the diameter) is smallest.
 
-    Of several such sets the lexicographically first.
+    Of several such sets, the lexicographically first one is returned.
 
-    A diameter D is possible if f points cover the graph whose edges are the pairs farther apart than D. To remove one
-    end of every edge is a search tree of depth f. The least D is found by bisection.
+    In the graph whose edges are the pairs farther apart than D, a diameter D is possible if removing f points removes
+    all edges. A search tree of depth f decides this. The smallest possible D is found by bisection.
 
     Args:
-        distances: [n, n], symmetric; any increasing function of the distance.
+        distances: distances of all pairs of points, or an increasing function of the distances, symmetric [n, n].
+        f: number of points to exclude.
 
-    Raises ExperimentError if the search could take more than 2^20 branches.
+    Raises ExperimentError if the search could need more than 2^20 branches.
     """
     n, size = len(distances), len(distances) - f
     if min(2**f, math.comb(n, f)) > MOST_BRANCHES:
@@ -45,7 +46,7 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
     for point in range(n):
         if not alive >> point & 1:
             continue
-        dropped = edges[point] & alive  # if the point is chosen
+        dropped = edges[point] & alive  # points to exclude if `point` is chosen
         if _coverable(edges, f - dropped.bit_count(), alive & ~dropped):
             chosen.append(point)
         else:
@@ -56,13 +57,13 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
 
 
 def _too_far(distances: Tensor, diameter: float) -> list[int]:
-    """For each point, the points farther away than `diameter`, as bits."""
+    """Return, for each point, a bit mask of the points that are farther away than `diameter`."""
     far = distances > diameter * (1 + TIED)
     return [sum(1 << j for j in row.nonzero().flatten().tolist()) for row in far]
 
 
 def _coverable(edges: list[int], budget: int, alive: int) -> bool:
-    """Whether `budget` points touch every edge among the points `alive`."""
+    """Whether `budget` points can be removed from the points `alive` (a bit mask) so that no edge is left."""
     if budget < 0:
         return False
     degrees = [((edges[i] & alive).bit_count(), i) for i in range(len(edges)) if alive >> i & 1]
@@ -76,12 +77,15 @@ def _coverable(edges: list[int], budget: int, alive: int) -> bool:
 
 
 def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
-    """Return the n - f points of least maximal eigenvalue; of several such sets the lexicographically first.
+    """Return the positions of the n - f points whose covariance has the smallest maximal eigenvalue.
 
-    The covariance of m points has the same maximal eigenvalue as their centred Gram matrix [m, m], divided by m.
+    Of several such sets, the lexicographically first one is returned. The maximal eigenvalue of the covariance of m
+    points is that of the points' centred Gram matrix [m, m] divided by m.
 
     Args:
-        squared_distances: [n, n], float64. Subsets with a distance that is not finite come last.
+        squared_distances: squared distances of all pairs of points, float64 [n, n]. Subsets with a distance that is
+            not finite are chosen only if there are no others.
+        f: number of points to exclude.
 
     Raises ExperimentError for more than 2^17 subsets.
     """
@@ -95,7 +99,11 @@ def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
 
 
 def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
-    """The maximal eigenvalue of the centred Gram matrix of each of the `subsets` [count, m]; infinite if not finite."""
+    """Return the maximal eigenvalue of each subset's centred Gram matrix, [count].
+
+    `subsets` [count, m] are positions of points. The result is infinite for a subset with a distance that is not
+    finite.
+    """
     squares = squared_distances[subsets.unsqueeze(2), subsets.unsqueeze(1)]
     to_all = squares.mean(2)
     grams = (to_all.unsqueeze(2) + to_all.unsqueeze(1) - squares - to_all.mean(1).view(-1, 1, 1)) / 2
@@ -108,5 +116,5 @@ def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
 def _too_many(rule: str, n: int, f: int, instead: str) -> ExperimentError:
     return ExperimentError(
         f"{rule}: {math.comb(n, f):.3g} subsets of {n - f} of {n} rows are too many to search; use a smaller f, or "
-        f"{instead}"
+        f"the rule {instead}"
     )

@@ -1,4 +1,4 @@
-"""Choose between one thread and several."""
+"""Choose between one thread and several threads of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ from collections.abc import Iterator
 
 import torch
 
-# Numbers in the updates. A rule makes dozens of calls of microseconds: a second thread saves a tenth at most (krum of
-# [20, 60000]: 3.5 ms instead of 3.8), and costs much if other programs keep the cores busy (krum of [20, 21840]: 18 ms
-# instead of 2.3, caf 216 instead of 2.5).
+# Minimum numbers in the updates for several threads. A rule makes dozens of calls that take microseconds. A second
+# thread saves at most a tenth (krum of [20, 60000]: 3.5 ms instead of 3.8), but is much slower if other programs keep
+# the cores busy (krum of [20, 21840]: 18 ms instead of 2.3, caf 216 ms instead of 2.5).
 WORTH_SHARING = 1_000_000
 
 
-FEW_ROWS = 32  # up to so many rows, a block of columns is too little work to share, whatever the number of blocks
+FEW_ROWS = 32  # maximum number of rows for which a block of columns is too little work for several threads
 
 
 def alone_if_small(numbers: int) -> contextlib.AbstractContextManager[None]:
-    """Use one thread of PyTorch within the block if there are few numbers to work on."""
+    """Return a context manager that limits PyTorch to one thread if the updates contain few numbers.
+
+    `numbers` is the number of elements of the updates, n d.
+    """
     return _one_thread() if numbers < WORTH_SHARING else contextlib.nullcontext()
 
 
 def alone_if_few(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Use one thread of PyTorch within the block, which works on small blocks of columns, if there are few rows.
+    """Return a context manager that limits PyTorch to one thread if there are few rows.
 
-    The threads would meet several times in each of hundreds of blocks: meamed of [20, 1663370] takes 0.2 s with one
-    thread, and 2.8 s instead of 0.25 with two if other programs keep the cores busy.
+    It is for code that works on small blocks of columns, where several threads would wait for each other in each of
+    hundreds of blocks. For example, meamed of [20, 1663370] takes 0.2 s with one thread and 0.25 s with two threads,
+    or 2.8 s with two threads if other programs keep the cores busy.
     """
     return _one_thread() if rows <= FEW_ROWS else contextlib.nullcontext()
 

@@ -1,4 +1,4 @@
-"""The aggregation rules and pre-aggregators; importing this package registers them."""
+"""Built-in aggregation rules and pre-aggregators, which are registered when this package is imported."""
 
 from fedsim.aggregation.rules import (
     averages,

@@ -1,4 +1,4 @@
-"""Rules that limit distant rows: clipping of norms, centered clipping and the geometric median."""
+"""Rules that limit the influence of distant updates: norm clipping, centered clipping and the geometric median."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from fedsim.errors import ExperimentError
 
 
 def clip_factors(lengths: Tensor, c: float) -> Tensor:
-    """min(1, c / length) for each length [n]; 1 for zero. Raises ExperimentError for an infinite length."""
+    """Return the factor min(1, c / length) for each length [n], which is 1 for a length of 0.
+
+    Raises ExperimentError for an infinite length.
+    """
     values = lengths.numpy()
     beyond = np.isinf(values)
     if beyond.any():
-        raise ExperimentError(f"updates: {beyond.sum()} of {len(values)} rows have infinite norms")
+        count = int(beyond.sum())
+        raise ExperimentError(f"updates: {count} of {len(values)} rows have infinite norms; scale the updates down")
     with np.errstate(all="ignore"):
         return torch.from_numpy(np.fmin(c / values, 1.0))
 
@@ -35,14 +39,15 @@ def _clipped_share(factors: Tensor) -> float:
 def norm_clipping(
     updates: Tensor, metrics: dict[str, Any], *, c: Annotated[Positive, Field(examples=[1.0])]
 ) -> LinearCombination:
-    """Each row x becomes x min(1, c / |x|); the rule is the mean of these rows (Sun et al. 2019).
+    """Clip each update x to norm c: x min(1, c / |x|). The rule is the mean of the clipped updates (Sun et al. 2019).
 
     Args:
-        updates: [n, d].
-        metrics: gets `clipped_share`, the share of rows that are clipped.
-        c: the largest norm of a clipped row, > 0.
+        updates: workers' updates, [n, d].
+        metrics: receives `clipped_share`, the fraction of updates that are clipped.
+        c: maximum norm, > 0.
 
-    Returns rows [n, d]; the rule [d]. Cost: two passes over the updates.
+    Returns the clipped updates [n, d] as a pre-aggregator, or their mean [d] as a rule. Cost: two passes over the
+    updates.
 
     >>> updates = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     >>> fedsim.pre_aggregate(updates, "norm_clipping", c=1.0)
@@ -59,15 +64,16 @@ def norm_clipping(
 @rule("arc")
 @pre_aggregator("arc")
 def arc(updates: Tensor, *, f: Count) -> LinearCombination:
-    """Adaptive robust clipping of the largest norms; the rule is the mean of the rows (Allouah et al. 2025).
+    """Clip the updates with the largest norms (adaptive robust clipping, Allouah et al. 2025). The rule is their mean.
 
-    The k = floor(2f (n - f) / n) rows of largest norm are scaled to the norm of the next row.
+    The k = floor(2f (n - f) / n) updates with the largest norms are scaled to the norm of the next-largest one.
 
     Args:
-        updates: [n, d].
-        f: number of Byzantine rows, 2f < n.
+        updates: workers' updates, [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns rows [n, d]; the rule [d]. Cost: two passes over the updates.
+    Returns the clipped updates [n, d] as a pre-aggregator, or the mean [d] of all updates after clipping as a rule.
+    Cost: two passes over the updates.
 
     >>> fedsim.pre_aggregate(torch.tensor([[1.0], [2.0], [9.0]]), "arc", f=1)
     tensor([[1.],
@@ -91,19 +97,20 @@ def centered_clipping(
     iterations: PositiveInt = 1,
     start: Literal["zeros", "mean"] = "zeros",
 ) -> LinearCombination:
-    """v += mean of (x_k - v) min(1, tau / |x_k - v|), `iterations` times (Karimireddy et al. 2021).
+    """Average the updates after clipping their distances from a centre (centered clipping, Karimireddy et al. 2021).
 
-    v starts at the last round's result; in the first round, and without `last`, at `start`.
+    Each iteration moves the centre v: v += mean_k of (x_k - v) min(1, tau / |x_k - v|). v starts at the result of the
+    previous round, or at `start` in the first round and without `last`.
 
     Args:
-        updates: [n, d].
-        last: [d].
-        metrics: gets `clipped_share`, the share of rows that the last iteration clips.
-        tau: the largest distance from v that a row keeps, > 0.
-        iterations: >= 1.
-        start: "zeros", or "mean" of the rows.
+        updates: workers' updates x_k, [n, d].
+        last: result of the previous round, [d], or None.
+        metrics: receives `clipped_share`, the fraction of updates that the last iteration clips.
+        tau: maximum distance from v that is not clipped, > 0.
+        iterations: number of iterations, >= 1.
+        start: "zeros", or "mean" for the mean of the updates.
 
-    Returns [d]. Cost: two passes over the updates for each iteration.
+    Returns the last centre v [d]. Cost: two passes over the updates for each iteration.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), rule="centered_clipping", tau=3.0)
     tensor([2.])
@@ -132,22 +139,23 @@ def geometric_median(
     tol: Annotated[float, Field(ge=0)] = 1e-10,
     start: Literal["mean", "zeros"] = "mean",
 ) -> LinearCombination:
-    """The z with the least sum of a_k |z - x_k|: RFA, by the smoothed Weiszfeld algorithm (Pillutla et al. 2022).
+    """Return the geometric median of the updates, computed as in RFA (smoothed Weiszfeld, Pillutla et al. 2022).
 
-    a_k are the normalised weights. Each iteration moves z to the mean of the rows with weights a_k / max(nu, |z -
-    x_k|), until z moves by less than tol |z|.
+    The geometric median z minimizes sum_k a_k |z - x_k|, where a_k is the normalised weight of update x_k. Each
+    iteration moves z to the mean of the updates with weights a_k / max(nu, |z - x_k|), until z moves by less than
+    tol |z|.
 
     Args:
-        gram: of the updates [n, d], n >= 1.
-        metrics: gets `weiszfeld_iterations`, the number of iterations.
-        weights: [n]; None: equal weights.
-        nu: smallest distance, > 0.
-        iterations: the most iterations.
+        gram: distances and inner products of the updates [n, d], n >= 1.
+        metrics: receives `weiszfeld_iterations`, the number of iterations.
+        weights: weight of each update, [n]. None: equal weights.
+        nu: lower bound of the distances, > 0.
+        iterations: maximum number of iterations.
         tol: relative tolerance, >= 0.
-        start: "mean" of the rows, or "zeros".
+        start: starting point: "mean" for the mean of the updates, or "zeros".
 
-    Returns [d]. Raises ExperimentError if all weights are zero. Cost: one n x n x d matrix product, since all iterates
-    are combinations of the rows.
+    Returns the geometric median [d]. Raises ExperimentError if all weights are zero. Cost: one n x n x d matrix
+    product, because all iterates are linear combinations of the updates.
 
     >>> fedsim.aggregate(torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]]).double(), rule="geometric_median").round()
     tensor([1., 0.], dtype=torch.float64)
@@ -155,7 +163,7 @@ def geometric_median(
     n = len(gram)
     shares = np.full(n, 1 / n) if weights is None else (weights / weights.sum()).numpy()
     if not np.isfinite(shares).all():
-        raise ExperimentError("geometric_median: all weights of this cohort are zero")
+        raise ExperimentError("geometric_median: all weights of this cohort are zero; at least one must be > 0")
     point = shares
     with np.errstate(all="ignore"):  # rows may be infinite
         distances = gram.norms.numpy() if start == "zeros" else gram.distances_to(shares)

@@ -1,4 +1,4 @@
-"""Rules that treat each coordinate separately."""
+"""Rules that aggregate each coordinate separately."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedsim.aggregation.rule import Count, require, rule
 
 @rule("median", columnwise=True)
 def median(updates: Tensor) -> Tensor:
-    """The median of each coordinate; the mean of the two middle values for even n (Yin et al. 2018).
+    """Return the coordinate-wise median: for even n, the mean of the two middle values (Yin et al. 2018).
 
     Args:
-        updates: [n, d], n >= 1.
+        updates: workers' updates, [n, d], n >= 1.
 
-    Returns [d]. Cost: n log n comparisons per coordinate.
+    Returns the median [d]. Cost: n log n comparisons per coordinate.
 
     >>> fedsim.aggregate(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, -99.0]]), rule="median")
     tensor([2., 8.])
@@ -26,13 +26,13 @@ def median(updates: Tensor) -> Tensor:
 
 @rule("trimmed_mean", columnwise=True)
 def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
-    """Per coordinate the mean without the f largest and the f smallest values (Yin et al. 2018).
+    """Return the mean of each coordinate without its f largest and f smallest values (Yin et al. 2018).
 
     Args:
-        updates: [n, d].
-        f: number of values to drop at each end, 2f < n; 0 is the mean.
+        updates: workers' updates, [n, d].
+        f: number of values to drop at each end, 2f < n. 0 is the mean.
 
-    Returns [d]. Cost: n log n comparisons per coordinate.
+    Returns the trimmed mean [d]. Cost: n log n comparisons per coordinate.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="trimmed_mean", f=1)
     tensor([2.5000])
@@ -44,15 +44,15 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
 
 @rule("meamed", columnwise=True)
 def meamed(updates: Tensor, *, f: Count) -> Tensor:
-    """Mean around median: per coordinate the mean of the n - f values nearest the median (Xie et al. 2018).
+    """Return the mean of the n - f values nearest the median, for each coordinate (Xie et al. 2018).
 
-    Ties go to the first rows.
+    Of equally near values, those in the first rows are chosen.
 
     Args:
-        updates: [n, d].
-        f: number of Byzantine rows, 2f < n.
+        updates: workers' updates, [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns [d]. Cost: n log n comparisons per coordinate.
+    Returns the mean around the median [d]. Cost: n log n comparisons per coordinate.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="meamed", f=1)
     tensor([2.])
@@ -66,15 +66,15 @@ def meamed(updates: Tensor, *, f: Count) -> Tensor:
 
 @rule("phocas", columnwise=True)
 def phocas(updates: Tensor, *, f: Count) -> Tensor:
-    """Per coordinate the mean of the n - f values nearest the f-trimmed mean (Xie et al. 2018, "Phocas").
+    """Return the mean of the n - f values nearest the f-trimmed mean, for each coordinate (Xie et al. 2018, "Phocas").
 
-    Ties go to the first rows.
+    Of equally near values, those in the first rows are chosen.
 
     Args:
-        updates: [n, d].
-        f: number of Byzantine rows, 2f < n.
+        updates: workers' updates, [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns [d]. Cost: n log n comparisons per coordinate.
+    Returns the mean around the trimmed mean [d]. Cost: n log n comparisons per coordinate.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="phocas", f=1)
     tensor([2.])
@@ -88,12 +88,14 @@ def phocas(updates: Tensor, *, f: Count) -> Tensor:
 
 @rule("sign_vote", columnwise=True)
 def sign_vote(updates: Tensor) -> Tensor:
-    """Majority vote on the sign of each coordinate: sign(sum_k sign(x_k)), ties 0 (signSGD, Bernstein et al. 2019).
+    """Return the majority sign of each coordinate, sign(sum_k sign(x_k)) (signSGD, Bernstein et al. 2019).
+
+    The result is 0 for ties. Its values of -1, 0 and 1 require a small server learning rate.
 
     Args:
-        updates: [n, d].
+        updates: workers' updates x_k, [n, d].
 
-    Returns [d] of -1, 0 and 1, which need a small server learning rate. Cost: one pass over the updates.
+    Returns the majority signs [d]. Cost: one pass over the updates.
 
     >>> fedsim.aggregate(torch.tensor([[0.1, 0.1], [0.2, -0.2], [-90.0, 0.0]]), rule="sign_vote")
     tensor([1., 0.])

@@ -1,4 +1,4 @@
-"""Pre-aggregators that average several rows: nearest neighbours, and buckets."""
+"""Pre-aggregators that average groups of updates: nearest-neighbour mixing and bucketing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fedsim.aggregation.rule import Count, LinearCombination, pre_aggregator, re
 
 @pre_aggregator("nnm")
 def nnm(gram: Gram, *, f: Count) -> LinearCombination:
-    """Nearest-neighbour mixing: each row becomes the mean of its n - f nearest rows (Allouah et al. 2023).
+    """Replace each update by the mean of its n - f nearest updates (nearest-neighbour mixing, Allouah et al. 2023).
 
-    A row is its own nearest row. Ties go to the lowest index.
+    Each update is its own nearest one. Of equally near updates, those of the first workers are chosen.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, f < n.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, f < n.
 
-    Returns rows [n, d]. Cost: one n x n x d matrix product.
+    Returns the mixed updates [n, d]. Cost: one n x n x d matrix product.
 
     >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [9.0]]), "nnm", f=1)
     tensor([[0.5000],
@@ -29,23 +29,23 @@ def nnm(gram: Gram, *, f: Count) -> LinearCombination:
     """
     n = len(gram)
     require(f < n, "nnm", "f < n", f=f, n=n)
-    away = gram.squared_distances.clone().fill_diagonal_(-1)  # itself before any row that equals it
+    away = gram.squared_distances.clone().fill_diagonal_(-1)  # a row comes before rows that are equal to it
     mixing = torch.zeros(n, n, dtype=torch.double)
     return LinearCombination(mixing.scatter_(1, stable_order(away)[:, : n - f], 1 / (n - f)))
 
 
 @pre_aggregator("bucketing")
 def bucketing(workers: list[int], rng: np.random.Generator, *, s: PositiveInt = 2) -> LinearCombination:
-    """The rows in random order are cut into buckets of s rows; each bucket becomes its mean (Karimireddy et al. 2022).
+    """Divide the updates at random into buckets of s updates, and average each bucket (Karimireddy et al. 2022).
 
-    The order is rng.permutation(n). The last bucket may be smaller.
+    The random order is rng.permutation(n). The last bucket may be smaller than the others.
 
     Args:
-        workers: the n workers' numbers.
+        workers: IDs of the n workers.
         rng: draws the order.
-        s: rows of a bucket, >= 1.
+        s: number of updates in a bucket, >= 1.
 
-    Returns rows [ceil(n / s), d] of updates [n, d]. Cost: n draws, and one pass over the updates.
+    Returns the bucket means [ceil(n / s), d] of updates [n, d]. Cost: n draws, and one pass over the updates.
 
     >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), "bucketing", s=2, seed=1)
     tensor([[1.],

@@ -1,4 +1,4 @@
-"""Rules that select rows by their distances or norms, and average them."""
+"""Rules that select some updates by their distances or norms, and average them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from fedsim.errors import ExperimentError
 
 @rule("krum")
 def krum(gram: Gram, *, f: Count) -> LinearCombination:
-    """The row with the least sum of squared distances to its n - f - 2 nearest others (Blanchard et al. 2017).
+    """Select the update with the smallest Krum score (Blanchard et al. 2017).
 
-    Ties go to the lowest index.
+    The Krum score of an update is the sum of its squared distances to the n - f - 2 nearest other updates. Of equal
+    scores, the first worker's update is selected.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, n >= 2f + 3.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, n >= 2f + 3.
 
-    Returns [d]. Cost: one n x n x d matrix product.
+    Returns the selected update [d]. Cost: one n x n x d matrix product.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [1.1], [1.3], [1.6], [99.0]]), rule="krum", f=1)
     tensor([1.1000])
@@ -41,14 +42,16 @@ def krum(gram: Gram, *, f: Count) -> LinearCombination:
 
 @rule("multi_krum")
 def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = None) -> LinearCombination:
-    """The mean of the m rows with the best Krum scores (Blanchard et al. 2017).
+    """Average the m updates with the smallest Krum scores (Blanchard et al. 2017).
+
+    The Krum score of an update is the sum of its squared distances to the n - f - 2 nearest other updates.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, n >= f + 3.
-        m: 1 <= m <= n; None: n - f.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, n >= f + 3.
+        m: number of updates to average, 1 <= m <= n. None: n - f.
 
-    Returns [d]. Cost: one n x n x d matrix product.
+    Returns the mean [d]. Cost: one n x n x d matrix product.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [1.1], [1.3], [1.6], [99.0]]), rule="multi_krum", f=1)
     tensor([1.2500])
@@ -61,12 +64,12 @@ def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = 
 
 
 def mean_of_least(values: Tensor, count: int) -> LinearCombination:
-    """The mean of the `count` rows with the least `values` [n]; ties go to the lowest index."""
+    """Return the mean of the `count` rows with the smallest `values` [n]. Of equal values, the first row is chosen."""
     return average_of(stable_order(values)[:count], len(values))
 
 
 def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
-    """Sum of the squared distances of each row to its n - f - 2 nearest others, [n]."""
+    """Return the Krum score of each row, [n]: the sum of the squared distances to the n - f - 2 nearest other rows."""
     n = len(squared_distances)
     others = np.array(squared_distances.numpy())
     np.fill_diagonal(others, math.inf)
@@ -76,17 +79,18 @@ def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
 
 @rule("bulyan")
 def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
-    """Krum repeated, then a mean around the median of the selected rows (El Mhamdi et al. 2018).
+    """Select updates with repeated Krum, then average each coordinate around its median (El Mhamdi et al. 2018).
 
-    Krum selects theta = n - 2f rows one after another, each time from the n' remaining rows, whose scores count the
-    n' - f - 2 nearest neighbours, at least one. The result is per coordinate the mean of the theta - 2f selected
-    values nearest their median.
+    Krum selects theta = n - 2f updates one after another. When n' updates are left, their scores count the n' - f - 2
+    nearest neighbours (at least one). Each coordinate of the result is the mean of the theta - 2f selected values
+    nearest their median.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, n >= 4f + 3.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, n >= 4f + 3.
 
-    Returns [d]. Cost: one n x n x d matrix product, n^3 log n for the scores, and n log n comparisons per coordinate.
+    Returns the aggregate [d]. Cost: one n x n x d matrix product, n^3 log n operations for the scores, and n log n
+    comparisons per coordinate.
 
     >>> updates = torch.tensor([[1.0], [1.1], [1.2], [1.3], [1.4], [1.5], [99.0]])
     >>> fedsim.aggregate(updates, rule="bulyan", f=1)
@@ -105,12 +109,12 @@ def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
-    """Whether repeated Krum selects each row, bool [n]."""
+    """Return whether repeated Krum selects each row, bool [n]. `count` rows are selected."""
     n = len(squared_distances)
     others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1)
     left = torch.ones(n, dtype=torch.bool)
     for size in range(n, n - count, -1):
-        is_left = left[others.indices]  # one sort suffices: removing rows keeps the order of the others
+        is_left = left[others.indices]  # one sort suffices, because removing rows keeps the order of the remaining rows
         neighbours = max(1, size - f - 2)
         nearest = is_left & (is_left.cumsum(1) <= neighbours)
         scores = torch.where(nearest, others.values, 0).sum(1)[left]
@@ -120,16 +124,17 @@ def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
 
 @rule("mda")
 def mda(gram: Gram, *, f: Count) -> LinearCombination:
-    """Minimum diameter averaging: the mean of the n - f rows of least diameter (El Mhamdi et al. 2021).
+    """Average the n - f updates with the smallest diameter (minimum diameter averaging, El Mhamdi et al. 2021).
 
-    Of all sets of n - f rows, the set with the least greatest pairwise distance; on ties the lexicographically first.
+    The diameter of a set is its largest pairwise distance. Of sets with equal diameters, the lexicographically first
+    one is averaged.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, 2f < n.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns [d]. Raises ExperimentError if the search could take more than 2^20 branches. Cost: one n x n x d matrix
-    product, and a search of at most 2^f branches.
+    Returns the mean [d]. Raises ExperimentError if the search could need more than 2^20 branches. Cost: one n x n x d
+    matrix product, and a search of at most 2^f branches.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="mda", f=1)
     tensor([2.])
@@ -141,17 +146,17 @@ def mda(gram: Gram, *, f: Count) -> LinearCombination:
 
 @rule("smea")
 def smea(gram: Gram, *, f: Count) -> LinearCombination:
-    """Smallest maximum eigenvalue averaging: the mean of the n - f rows of least spread (Allouah et al. 2023).
+    """Average the n - f updates with the smallest maximal variance in any direction (Allouah et al. 2023).
 
-    Of all sets of n - f rows, the set whose empirical covariance has the smallest maximal eigenvalue; on ties the
-    lexicographically first. "Robust Distributed Learning: Tight Error Bounds and Breakdown Point under Data
-    Heterogeneity", NeurIPS 2023.
+    Smallest maximum eigenvalue averaging chooses the set of n - f updates whose empirical covariance has the smallest
+    maximal eigenvalue. Of equal sets, the lexicographically first one is averaged. The paper is "Robust Distributed
+    Learning: Tight Error Bounds and Breakdown Point under Data Heterogeneity", NeurIPS 2023.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, 2f < n.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns [d]. Raises ExperimentError for more than 2^17 sets. Cost: one n x n x d matrix product, and the
+    Returns the mean [d]. Raises ExperimentError for more than 2^17 sets. Cost: one n x n x d matrix product, and the
     eigenvalues of an [n - f, n - f] matrix for each of the C(n, f) sets.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="smea", f=1)
@@ -164,14 +169,14 @@ def smea(gram: Gram, *, f: Count) -> LinearCombination:
 
 @rule("medoid")
 def medoid(gram: Gram) -> LinearCombination:
-    """The row with the least sum of distances to all others (Kaufman and Rousseeuw 1987).
+    """Select the update with the smallest sum of distances to all other updates (Kaufman and Rousseeuw 1987).
 
-    Ties go to the lowest index.
+    Of equal sums, the first worker's update is selected.
 
     Args:
-        gram: of the updates [n, d], n >= 1.
+        gram: distances and inner products of the updates [n, d], n >= 1.
 
-    Returns [d]. Cost: one n x n x d matrix product.
+    Returns the selected update [d]. Cost: one n x n x d matrix product.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [4.0], [99.0]]), rule="medoid")
     tensor([2.])
@@ -179,7 +184,7 @@ def medoid(gram: Gram) -> LinearCombination:
     distances = gram.distances.numpy()
     others = distances.copy()
     np.fill_diagonal(others, math.inf if len(gram) > 1 else 0)
-    beyond = distances - others.min(0)  # without this, an outlier's distance would make all sums count as ties
+    beyond = distances - others.min(0)  # otherwise an outlier's large distance would make all sums count as equal
     sums = beyond.sum(1)
     best = int(sums.argmin())
     rounding = max(TIED * np.abs(beyond[best]).sum(), np.finfo(float).eps * distances[best].sum())
@@ -188,15 +193,15 @@ def medoid(gram: Gram) -> LinearCombination:
 
 @rule("cge")
 def cge(updates: Tensor, *, f: Count) -> LinearCombination:
-    """Comparative gradient elimination: the mean of the n - f rows of least norm (Gupta et al. 2021).
+    """Average the n - f updates with the smallest norms (comparative gradient elimination, Gupta et al. 2021).
 
-    Ties go to the lowest index.
+    Of equal norms, those of the first workers are chosen.
 
     Args:
-        updates: [n, d].
-        f: number of Byzantine rows, f < n.
+        updates: workers' updates, [n, d].
+        f: number of Byzantine workers, f < n.
 
-    Returns [d]. Cost: two passes over the updates.
+    Returns the mean [d]. Cost: two passes over the updates.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), rule="cge", f=1)
     tensor([1.5000])
@@ -208,15 +213,15 @@ def cge(updates: Tensor, *, f: Count) -> LinearCombination:
 
 @rule("aksel")
 def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
-    """The mean of the n - f rows nearest the coordinate-wise median (Boussetta et al. 2021).
+    """Average the n - f updates nearest the coordinate-wise median (Boussetta et al. 2021).
 
-    Ties go to the lowest index.
+    Of equally near updates, those of the first workers are chosen.
 
     Args:
-        updates: [n, d].
-        f: number of Byzantine rows, 2f < n.
+        updates: workers' updates, [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns [d]. Cost: the median, and one more pass over the updates.
+    Returns the mean [d]. Cost: the median, and one more pass over the updates.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), rule="aksel", f=1)
     tensor([1.5000])
@@ -228,17 +233,18 @@ def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
 
 @rule("monna")
 def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, Field(ge=0)] = 0) -> LinearCombination:
-    """The mean of the n - f rows nearest a trusted row, itself included (Farhadkhani et al. 2023).
+    """Average a trusted worker's update and the n - f - 1 updates nearest to it (Farhadkhani et al. 2023).
 
-    Ties go to the lowest index.
+    Of equally near updates, those of the first workers are chosen.
 
     Args:
-        updates: [n, d].
-        workers: the n workers' numbers.
-        f: number of Byzantine rows, f < n.
-        row: the number of the trusted worker.
+        updates: workers' updates, [n, d].
+        workers: IDs of the n workers.
+        f: number of Byzantine workers, f < n.
+        row: ID of the trusted worker.
 
-    Returns [d]. Raises ExperimentError if the trusted worker does not take part. Cost: two passes over the updates.
+    Returns the mean [d]. Raises ExperimentError if the trusted worker is not in the cohort. Cost: two passes over the
+    updates.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), rule="monna", f=1)
     tensor([1.5000])
@@ -246,8 +252,8 @@ def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, 
     n = len(updates)
     require(f < n, "monna", "f < n", f=f, n=n)
     if row not in workers:
-        raise ExperimentError(f"monna: the trusted row = {row} is not among the workers {workers}")
+        raise ExperimentError(f"monna: row = {row}, the trusted worker, is not among the workers {workers}")
     trusted = workers.index(row)
     away = distances_to(updates, updates[trusted])
-    away[trusted] = -1  # before any row that equals it
+    away[trusted] = -1  # the trusted row comes before rows that are equal to it
     return mean_of_least(away, n - f)

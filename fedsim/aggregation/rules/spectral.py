@@ -1,4 +1,4 @@
-"""Rules that find outliers along top singular vectors or in the statistics of signs."""
+"""Rules that find outliers along top singular vectors, or from the signs of the coordinates."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
-MARGIN = 1e-9  # added before rounding down, since 0.29 times 100 is less than 29 in floating point
-SAMPLE_BLOCK = 512  # drawn columns of a block on a CPU
-EIGENVECTOR_ERROR = 8 * np.finfo(float).eps  # of its largest number
-EQUAL_POINTS = 1e-7  # scikit-learn rounds the distance of equal points up to sqrt(eps); different shares differ by more
-NORM_RANGE = (0.1, 3.0)  # SignGuard: of the median norm
+MARGIN = 1e-9  # added before rounding down, because 0.29 * 100 is less than 29 in floating point
+SAMPLE_BLOCK = 512  # number of drawn columns in a block on a CPU
+EIGENVECTOR_ERROR = 8 * np.finfo(float).eps  # rounding error relative to the largest component
+EQUAL_POINTS = 1e-7  # points at a smaller distance are equal; scikit-learn may return sqrt(eps) for equal points
+NORM_RANGE = (0.1, 3.0)  # norms that pass SignGuard's filter, relative to the median norm
 
 
 @rule("caf")
 def caf(gram: Gram, *, f: Count) -> LinearCombination:
-    """Covariance-bound agnostic filter: lowers outliers' weights until n - 2f weight is left (Allouah et al. 2025).
+    """Average the updates after lowering the weights of outliers step by step (CAF, Allouah et al. 2025).
 
-    All weights c_k start at 1. While sum c > n - 2f: v is the top eigenvector of the weighted covariance, t_k = <x_k -
-    mean, v>^2, and c_k *= 1 - t_k / max t over the rows with c > 0. The result is the weighted mean with the least top
-    eigenvalue.
+    The covariance-bound agnostic filter starts with weight c_k = 1 for each update x_k. While sum_k c_k > n - 2f, it
+    computes the top eigenvector v of the weighted covariance and t_k = <x_k - mean, v>^2, and multiplies each c_k by
+    1 - t_k / max t, where the maximum is over the updates with c > 0. Of the weighted means of all steps, the result is
+    the one whose covariance has the smallest top eigenvalue.
 
     Args:
-        gram: of the updates [n, d].
-        f: number of Byzantine rows, 2f < n.
+        gram: distances and inner products of the updates [n, d].
+        f: number of Byzantine workers, 2f < n.
 
-    Returns [d]. Cost: one n x n x d matrix product, then at most n eigenvectors of [n, n] matrices.
+    Returns the weighted mean [d]. Cost: one n x n x d matrix product, then at most n eigenvectors of [n, n] matrices.
 
     >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="caf", f=1)
     tensor([2.0069])
@@ -78,22 +79,22 @@ def dnc(
     c: Positive = 1.0,
     iterations: PositiveInt = 1,
 ) -> LinearCombination:
-    """Divide and conquer: drops the rows farthest along the top singular vector (Shejwalkar and Houmansadr 2021).
+    """Average without the updates farthest along the top singular vector (DnC, Shejwalkar and Houmansadr 2021).
 
-    Each iteration draws b coordinates (all if d <= b), centres the rows, and keeps the n - floor(c f) rows with the
-    smallest squared projection on the top right singular vector. The result is the mean of the rows that every
-    iteration keeps.
+    Each iteration of divide-and-conquer draws b coordinates (all if d <= b), centres the updates, and keeps the
+    n - floor(c f) updates with the smallest squared projections on the top right singular vector. The result is the
+    mean of the updates that all iterations keep.
 
     Args:
-        updates: [n, d].
+        updates: workers' updates, [n, d].
         draws: draws the coordinates.
-        f: number of Byzantine rows, c f < n.
-        b: number of coordinates.
-        c: each iteration drops floor(c f) rows.
-        iterations: >= 1.
+        f: number of Byzantine workers, c f < n.
+        b: number of coordinates, >= 1.
+        c: filtering fraction, > 0: each iteration drops floor(c f) updates.
+        iterations: number of iterations, >= 1.
 
-    Returns [d]. Raises ExperimentError if the iterations keep no common row. Cost: [n, b] singular vectors per
-    iteration.
+    Returns the mean [d]. Raises ExperimentError if no update is kept by all iterations. Cost: singular vectors of an
+    [n, b] matrix per iteration.
 
     >>> fedsim.aggregate(torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0], [99.0, 9.0]]), rule="dnc", f=1)
     tensor([2.0000, 0.3333])
@@ -111,13 +112,13 @@ def dnc(
         is_kept &= good
     if not bool(is_kept.any()):
         raise ExperimentError(
-            f"dnc: {iterations} iterations have no row in common (n = {n}, f = {f}, c = {c}); use fewer, or a smaller c"
+            f"dnc: no update is kept by all {iterations} iterations (n = {n}, f = {f}, c = {c}); reduce iterations or c"
         )
     return average_of(is_kept.nonzero().flatten(), n)
 
 
 def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
-    """Inner products float64 [n, n] of the rows less their mean, at these columns."""
+    """Return the inner products of the centred rows, restricted to the given columns: float64 [n, n]."""
     n, wide = len(updates), wide_dtype(updates.device)
     products = torch.zeros(n, n, dtype=wide, device=updates.device)
     for part in _parts(updates, columns):
@@ -134,9 +135,9 @@ def _parts(updates: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ascending(along: Tensor) -> Tensor:
-    """Positions of squared projections [n] in ascending order, ties to the lowest index.
+    """Return the indices that sort the squared projections `along` [n] in ascending order.
 
-    Projections that differ by no more than the rounding error of the eigenvector are ties.
+    Projections that differ by no more than the rounding error of the eigenvector are ties, which keep their order.
     """
     values = along.numpy()
     order = values.argsort(kind="stable")
@@ -151,18 +152,19 @@ def _ascending(along: Tensor) -> Tensor:
 def signguard(
     updates: Tensor, draws: Draws, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
 ) -> LinearCombination:
-    """The mean of rows with usual norms and usual signs, clipped to the median norm (Xu et al. 2022).
+    """Average the updates with typical norms and signs, clipped to the median norm (SignGuard, Xu et al. 2022).
 
-    A row passes the norm filter if its norm is within 0.1 and 3 times the median norm. The shares of positive, zero and
-    negative values in a random `fraction` of the coordinates are clustered by mean shift; the largest cluster passes.
-    The result is the mean of x min(1, median norm / |x|) over the rows that pass both filters.
+    An update passes the norm filter if its norm is between 0.1 and 3 times the median norm. For the sign filter, the
+    shares of positive, zero and negative values in a random `fraction` of the coordinates are clustered by mean shift,
+    and the updates in the largest cluster pass. The result is the mean of x min(1, median norm / |x|) over the updates
+    x that pass both filters.
 
     Args:
-        updates: [n, d], n >= 1, d >= 1.
+        updates: workers' updates, [n, d], n >= 1, d >= 1.
         draws: draws the coordinates.
-        fraction: 0 < fraction <= 1.
+        fraction: fraction of the coordinates whose signs are counted, 0 < fraction <= 1.
 
-    Returns [d]. Raises ExperimentError if no row passes. Cost: two passes over the updates.
+    Returns the mean [d]. Raises ExperimentError if no update passes both filters. Cost: two passes over the updates.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.5, 1.5], [-99.0, -99.0]])
     >>> fedsim.aggregate(updates, rule="signguard", fraction=1.0).round(decimals=1)
@@ -176,14 +178,14 @@ def signguard(
     columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
     selected = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
     if not len(selected):
-        raise ExperimentError(f"signguard: none of the {n} rows passes both filters")
+        raise ExperimentError(f"signguard: none of the {n} updates passes both filters (norms and signs)")
     coefficients = torch.zeros(n, dtype=torch.double)
     coefficients[selected] = clip_factors(lengths[selected], typical) / len(selected)
     return LinearCombination(coefficients)
 
 
 def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
-    """Return the shares of positive, zero and negative values of each row at these columns, [n, 3]."""
+    """Return the fractions of positive, zero and negative values of each row in the given columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
     for part in _parts(updates, columns):
         signs = updates[:, part].sign()
@@ -192,10 +194,13 @@ def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
 
 
 def _largest_cluster(features: Tensor) -> Tensor:
-    """Which rows belong to the largest cluster that mean shift finds, [n] bool; of equally large ones the first."""
+    """Return whether each point of `features` [n, 3] is in the largest cluster that mean shift finds, bool [n].
+
+    Of equally large clusters, the first one is chosen.
+    """
     points = features.numpy()
     bandwidth = bandwidth_of(points)
-    if bandwidth < EQUAL_POINTS:  # most rows are the same point
+    if bandwidth < EQUAL_POINTS:  # most points are equal
         labels = np.unique(points, axis=0, return_inverse=True)[1].reshape(-1)
     else:
         labels = mean_shift(points, bandwidth)

@@ -1,4 +1,4 @@
-"""Rules that weight workers by trust."""
+"""Rules that weight workers by how much they are trusted."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedsim.system.devices import to_device
 
 @rule("fltrust")
 def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
-    """Rows are weighted by their agreement with the server's own update (Cao et al. 2021).
+    """Average the updates, weighted by their agreement with the server's own update (FLTrust, Cao et al. 2021).
 
-    With g0 = `root`, row x_k gets the trust t_k = relu(cos(x_k, g0)) and is scaled to |g0|. The result is
-    sum t_k x_k |g0| / |x_k| / sum t_k, and zero if all trusts are zero.
+    With g0 = `root`, update x_k has the trust score t_k = relu(cos(x_k, g0)) and is scaled to the norm |g0|. The result
+    is sum_k t_k x_k |g0| / |x_k| / sum_k t_k, or zero if all trust scores are zero.
 
     Args:
-        updates: [n, d].
-        root: [d], the update on the server's own data.
+        updates: workers' updates, [n, d].
+        root: update computed on the server's own data, [d].
 
-    Returns [d]. Cost: three passes over the updates.
+    Returns the weighted mean [d]. Cost: three passes over the updates.
 
     >>> updates = torch.tensor([[2.0, 0.0], [-9.0, 0.0]])
     >>> fedsim.aggregate(updates, rule="fltrust", root=torch.tensor([1.0, 0.0]))
@@ -40,19 +40,20 @@ def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
 def foolsgold(
     updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
 ) -> tuple[LinearCombination, dict[str, Tensor]]:
-    """Workers whose updates have been similar over the rounds get a low weight (Fung et al. 2020).
+    """Average with low weights for workers whose past updates were similar to each other (FoolsGold, Fung et al. 2020).
 
-    H_k is the sum of worker k's updates so far, cs_ij = cos(H_i, H_j) with cs_ii = 0, v_i = max_j cs_ij. Pardoning: if
-    v_j > v_i, cs_ij is scaled by v_i / v_j. Then a_i = 1 - max_j cs_ij, clipped to [0, 1], is divided by the largest
-    (values below 1e-12 count as 0), becomes logit(a) + 1/2, is clipped to [0, 1], and weights the rows. The result is
-    zero if all weights are zero.
+    H_k is the sum of all updates of worker k so far. The similarity of two workers is cs_ij = cos(H_i, H_j), with
+    cs_ii = 0, and v_i = max_j cs_ij. In the pardoning step, cs_ij is multiplied by v_i / v_j if v_j > v_i. The weight
+    of worker i is computed from a_i = 1 - max_j cs_ij in four steps: clip to [0, 1], divide by the largest a (values
+    below 1e-12 count as 0), replace by logit(a) + 1/2, and clip to [0, 1] again. The result is the mean of the updates
+    with these weights, or zero if all weights are zero.
 
     Args:
-        updates: [n, d], n >= 2.
-        workers: the n workers' numbers.
-        state: the histories; None: histories are not kept.
+        updates: workers' updates, [n, d], n >= 2.
+        workers: IDs of the n workers.
+        state: sums of past updates by worker. None: only the current updates are compared.
 
-    Returns [d] and the next state. Cost: an [n, d] history, and one n x n x d matrix product.
+    Returns the weighted mean [d] and the next state. Cost: an [n, d] history, and one n x n x d matrix product.
 
     >>> updates = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]])
     >>> fedsim.aggregate(updates, rule="foolsgold")
@@ -77,9 +78,9 @@ def foolsgold(
 def _with_history(
     updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum [n, d] of each row's worker's updates so far, and the next state.
+    """Return the sum of all updates of each worker so far, [n, d], and the next state.
 
-    Without a state nothing is kept.
+    If `state` is None, returns the current updates and an empty state.
     """
     if state is None:
         return updates, {}

@@ -1,4 +1,4 @@
-"""The asynchronous policies; importing this package registers them."""
+"""The asynchronous policies. Importing this package registers them."""
 
 from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates
 from fedsim.asynchronous.policy import Arrival, Policy, policy

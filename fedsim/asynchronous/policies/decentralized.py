@@ -1,4 +1,4 @@
-"""Policies whose workers keep their own models: elastic averaging with a centre, and pairwise averaging on a graph."""
+"""Policies in which each worker keeps its own model: elastic averaging, and pairwise averaging on a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.errors import ExperimentError
 
 
 class OwnModels(Policy):
-    """Each worker steps its own model with its own client algorithm state."""
+    """Base class for policies in which each worker keeps its own model and its own optimizer state (momentum)."""
 
     @property
     def needs_replicas(self) -> bool:
@@ -30,16 +30,17 @@ class OwnModels(Policy):
 @policy("easgd")
 @dataclass(frozen=True)
 class ElasticAveraging(OwnModels):
-    """Elastic averaging SGD: every `period` steps of worker i, e = alpha (x_i - W), x_i -= e, W += e.
+    """Elastic averaging SGD: every `period` steps, worker i's model x_i and the global model W move towards each other.
 
-    Zhang et al. 2015. One difference: the next gradient is taken at the new x_i; in the paper, at the old one.
+    Zhang et al. 2015. An exchange computes e = alpha (x_i - W), x_i -= e, W += e. Unlike in the paper, the next
+    gradient is computed at the new x_i, not at the old one.
 
     Args:
-        alpha: from 0 to 1; None: the paper's 0.9 / workers.
-        period: local steps between two exchanges.
-        synchronous: all workers exchange at once with the same old W, and wait for each other.
+        alpha: strength of an exchange, from 0 to 1; None: 0.9 / workers, as in the paper.
+        period: number of local steps between two exchanges.
+        synchronous: whether workers wait for each other, and all exchange at once with the same W.
 
-    >>> ElasticAveraging(period=4).traffic(unit=3)  # the fourth step sends the model and receives the centre
+    >>> ElasticAveraging(period=4).traffic(unit=3)  # the fourth step sends x_i and receives W
     (1, 1)
     """
 
@@ -57,7 +58,7 @@ class ElasticAveraging(OwnModels):
         server.keep_model(slot)
 
     def on_departure(self, server: ServerState) -> None:
-        self._exchange_if_complete(server)  # the others may have waited for this worker only
+        self._exchange_if_complete(server)  # possibly the last worker that the others waited for
 
     def take(self, server: ServerState, arrival: Arrival) -> None:
         slot = arrival.slot
@@ -94,7 +95,7 @@ class ElasticAveraging(OwnModels):
 @policy("eamsgd")
 @dataclass(frozen=True)
 class ElasticAveragingMomentum(ElasticAveraging):
-    """Elastic averaging with momentum: easgd, where each worker keeps its momentum.
+    """Elastic averaging with momentum: `easgd` in which each worker keeps a momentum buffer.
 
     Zhang et al. 2015, with `local.momentum = 0.99` and `local.nesterov = true`.
 
@@ -106,17 +107,17 @@ class ElasticAveragingMomentum(ElasticAveraging):
 
 
 def ring(slot: int, n: int) -> list[int]:
-    """Return the neighbours of a slot on a ring of n."""
+    """Return the neighbours of `slot` on a ring of n slots."""
     return sorted({(slot - 1) % n, (slot + 1) % n} - {slot})
 
 
 def complete(slot: int, n: int) -> list[int]:
-    """All other slots."""
+    """Return the neighbours of `slot` on a complete graph of n slots, that is, all other slots."""
     return [other for other in range(n) if other != slot]
 
 
 def exponential(slot: int, n: int) -> list[int]:
-    """Return the slots at distances 1, 2, 4, ... in both directions of a ring of n."""
+    """Return the neighbours of `slot` on an exponential graph: slots at distances 1, 2, 4, ... on a ring of n slots."""
     steps = [2**k for k in range(n.bit_length()) if 2**k < n]
     return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
 
@@ -126,14 +127,17 @@ GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
 
 @dataclass(frozen=True)
 class Pairwise(OwnModels):
-    """Pairs of neighbours average their models; the model to test is the mean of all models."""
+    """Base class for policies in which a worker averages its model with a random neighbour's model.
+
+    The tested model is the mean of all workers' models.
+    """
 
     locking = "pair"
 
     graph: Literal["ring", "complete", "exponential"] = "ring"
 
     def start(self, server: ServerState) -> State:
-        # apart from `shared.cohort.buffers`, which may hold results that have not arrived
+        # A copy, since `shared.cohort.buffers` may contain results that have not arrived yet.
         return {"buffers": server.shared.cohort.buffers.clone()}
 
     def pull(self, server: ServerState, slot: int) -> None:
@@ -142,14 +146,17 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return a neighbour that is alive, drawn by (seed, slot, unit); None if there is none."""
+        """Return a random neighbour among the workers that have not left, as a function of (seed, slot, unit).
+
+        Returns None if all neighbours have left.
+        """
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:
             return None
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
     def average(self, server: ServerState, arrival: Arrival) -> None:
-        """Average the models and buffers of a worker and its partner."""
+        """Replace the models and buffers of a worker and its partner by the average of both."""
         slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:
@@ -164,7 +171,9 @@ class Pairwise(OwnModels):
     def publish(self, server: ServerState) -> None:
         slots = server.alive.tolist()
         if not slots:
-            raise ExperimentError("policy: all workers have left (clock.departures); no model remains")
+            raise ExperimentError(
+                "policy: all workers have left (clock.departures), so no model remains to test; keep at least one"
+            )
         server.global_row.copy_(server.replicas[slots].mean(0))
         if server.has_buffers and server.buffers != "frozen":
             server.shared.server.buffers.copy_(server.policy_state["buffers"][slots].mean(0))
@@ -173,12 +182,12 @@ class Pairwise(OwnModels):
 @policy("ad_psgd")
 @dataclass(frozen=True)
 class ADPSGD(Pairwise):
-    """AD-PSGD: a worker averages its model with a random neighbour's, then steps along its gradient.
+    """AD-PSGD: a worker averages its model with a random neighbour's model, then takes its gradient step.
 
     Lian et al. 2018.
 
     Args:
-        graph: "ring", "complete", or "exponential" (neighbours at distances 1, 2, 4, ...).
+        graph: which workers are neighbours: "ring", "complete", or "exponential" (at distances 1, 2, 4, ...).
 
     >>> ADPSGD().locking  # a race locks both workers of a pair
     'pair'
@@ -192,12 +201,12 @@ class ADPSGD(Pairwise):
 @policy("gossip")
 @dataclass(frozen=True)
 class Gossip(Pairwise):
-    """Gossip SGD: a worker steps along its gradient, then averages its model with a random neighbour's.
+    """Gossip SGD: a worker takes its gradient step, then averages its model with a random neighbour's model.
 
     Boyd et al. 2006.
 
     Args:
-        graph: "ring", "complete", or "exponential" (neighbours at distances 1, 2, 4, ...).
+        graph: which workers are neighbours: "ring", "complete", or "exponential" (at distances 1, 2, 4, ...).
 
     >>> GRAPHS[Gossip(graph="exponential").graph](slot=0, n=8)  # neighbours of worker 0
     [1, 2, 4, 6, 7]

@@ -1,4 +1,7 @@
-"""Policies whose workers send the gradient of one step, and which step the global row when gradients arrive."""
+"""Policies in which workers send gradients, and the server takes SGD steps on the global model when they arrive.
+
+The global model W is stored as one flat parameter vector, the global row.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ from fedsim.errors import ExperimentError
 @policy("hogwild")
 @dataclass(frozen=True)
 class Hogwild(Policy):
-    """Hogwild: each gradient is a step of the global row on arrival, without any lock. Recht et al. 2011.
+    """Hogwild: each arriving gradient is applied to the global model at once, without any lock. Recht et al. 2011.
 
-    In a race, processes read and write the row in place, and may overwrite each other's steps. On the clock, a step is
-    whole, and its gradient is as stale as the delays make it.
+    In a race, processes read and write the global model in place, and may overwrite parts of each other's steps. On the
+    virtual clock, steps are atomic, and the staleness of a gradient results from the delays.
 
     Args:
-        momentum: "private": each worker has its own; "shared": all workers have one. See `local.momentum`.
+        momentum: "private": each worker has its own momentum buffer; "shared": all workers share one. See
+            `local.momentum`.
 
     >>> Hogwild().locking, Hogwild(momentum="shared").state_scope
     ('nothing', frozenset({'shared'}))
@@ -46,9 +50,9 @@ class Hogwild(Policy):
 @policy("locked")
 @dataclass(frozen=True)
 class Locked(Hogwild):
-    """Hogwild with a lock around each read and each step of the row, so that a race tears and loses nothing.
+    """Hogwild with a lock around each read and each step of the global model, so that no race loses an update.
 
-    On the clock, it is the same as hogwild.
+    On the virtual clock, the results are the same as those of `hogwild`.
 
     >>> Locked().locking
     'server'
@@ -60,11 +64,12 @@ class Locked(Hogwild):
 @policy("asgd")
 @dataclass(frozen=True)
 class ASGD(Policy):
-    """Asynchronous SGD (Downpour): W -= lr g when the gradient g of a worker arrives. Dean et al. 2012.
+    """Asynchronous SGD (Downpour): W -= lr g when a worker's gradient g arrives. Dean et al. 2012.
 
     Args:
-        n_fetch: a worker reads W before every n_fetch-th step, and steps its own replica in between.
-        n_push: a worker sends the sum of the gradients of n_push steps.
+        n_fetch: a worker reads the global model W only before every n_fetch-th step. In between, it takes its steps on
+            its own copy.
+        n_push: a worker sends its gradients' sum after every n_push steps.
 
     >>> [ASGD(n_fetch=2, n_push=3).traffic(unit) for unit in range(4)]  # (sent, received) of each step
     [(0, 1), (0, 0), (1, 1), (0, 0)]
@@ -108,15 +113,15 @@ class ASGD(Policy):
 @policy("staleness_aware")
 @dataclass(frozen=True)
 class StalenessAware(Policy):
-    """Staleness-aware SGD: W -= lr / max(1, tau) g for a gradient g of staleness tau. Zhang et al. 2016.
+    """Staleness-aware SGD: W -= lr / max(1, tau) g for a gradient g with staleness tau. Zhang et al. 2016.
 
     Args:
-        softsync: the n of n-softsync, from 1 to the number of workers. A step is the mean of floor(workers / n)
-            gradients, each divided by its own staleness. None: each gradient is a step.
+        softsync: the n of n-softsync, from 1 to the number of workers. Each step uses the mean of floor(workers / n)
+            gradients, each divided by its staleness. None: one step per gradient.
 
     >>> StalenessAware(softsync=5).check(n_workers=4)
     Traceback (most recent call last):
-    fedsim.errors.ExperimentError: policy.softsync = 5: must be at most 4, the workers at work
+    fedsim.errors.ExperimentError: policy.softsync = 5: must be at most 4, the number of concurrent workers (cohort)
     """
 
     softsync: PositiveInt | None = None
@@ -124,7 +129,8 @@ class StalenessAware(Policy):
     def check(self, n_workers: int) -> None:
         if self.softsync is not None and self.softsync > n_workers:
             raise ExperimentError(
-                f"policy.softsync = {self.softsync}: must be at most {n_workers}, the workers at work"
+                f"policy.softsync = {self.softsync}: must be at most {n_workers}, the number of concurrent workers "
+                "(cohort)"
             )
 
     def start(self, server: ServerState) -> State:
@@ -148,19 +154,19 @@ class StalenessAware(Policy):
 @policy("dc_asgd")
 @dataclass(frozen=True)
 class DelayCompensated(Policy):
-    """Delay-compensated ASGD: a step along g + lam g*g*(W - W_read), for a gradient g taken at W_read.
+    """Delay-compensated ASGD: steps along g + lam g*g*(W - W_read) for a gradient g computed at W_read.
 
-    Zheng et al. 2017.
+    W_read is the global model that the worker read; W is the global model when g arrives. Zheng et al. 2017.
 
     Args:
-        lam: at least 0, which is asgd.
-        adaptive: divide lam element by element by sqrt(v + 1e-7), v = m v + (1 - m) g*g of each worker (DC-ASGD-a);
-            else lam is constant (DC-ASGD-c).
-        m: decay of v, from 0 to below 1; for `adaptive` only.
+        lam: strength of the compensation, at least 0; 0 is `asgd`.
+        adaptive: whether lam is divided elementwise by sqrt(v + 1e-7), with v = m v + (1 - m) g*g per worker
+            (DC-ASGD-a). Otherwise lam is constant (DC-ASGD-c).
+        m: decay rate of v, 0 <= m < 1; only used with `adaptive`.
 
     >>> DelayCompensated(m=0.5)
     Traceback (most recent call last):
-    fedsim.errors.ExperimentError: policy.m = 0.5: goes with policy.adaptive = true
+    fedsim.errors.ExperimentError: policy.m = 0.5: only used with policy.adaptive = true; set it or remove policy.m
     """
 
     lam: NonNegative = 0.04
@@ -169,7 +175,9 @@ class DelayCompensated(Policy):
 
     def __post_init__(self) -> None:
         if not self.adaptive and self.m != DelayCompensated.m:
-            raise ExperimentError(f"policy.m = {self.m:g}: goes with policy.adaptive = true")
+            raise ExperimentError(
+                f"policy.m = {self.m:g}: only used with policy.adaptive = true; set it or remove policy.m"
+            )
 
     @property
     def needs_replicas(self) -> bool:
@@ -192,13 +200,14 @@ class DelayCompensated(Policy):
 @policy("ssp")
 @dataclass(frozen=True)
 class StaleSynchronous(Policy):
-    """Stale synchronous parallel: asgd, where a worker more than s steps ahead of the slowest one waits.
+    """Stale synchronous parallel: `asgd` in which a worker more than s steps ahead of the slowest worker waits.
 
-    Ho et al. 2013. The gradients of waiting workers are one step along their mean, which the server takes before the
-    next worker reads the row. So s = 0 takes the steps of `sync = "gradients"`.
+    Ho et al. 2013. The gradients of waiting workers are buffered. Before the next worker reads the global model, the
+    server takes one step along the mean of the buffered gradients. With s = 0 these are the steps of
+    `sync = "gradients"`.
 
     Args:
-        s: number of steps that a worker may be ahead; 0 is synchronous SGD, "inf" is asgd.
+        s: maximum number of steps that a worker may be ahead; 0 is synchronous SGD, "inf" is `asgd`.
 
     >>> StaleSynchronous(s="inf")
     StaleSynchronous(s='inf')
@@ -208,7 +217,7 @@ class StaleSynchronous(Policy):
 
     def start(self, server: ServerState) -> State:
         counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "buffered")}
-        return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the least clock of the workers alive
+        return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the smallest clock of the alive workers
 
     def may_start(self, server: ServerState, slot: int) -> bool:
         if self.s == "inf":
@@ -248,11 +257,14 @@ class StaleSynchronous(Policy):
 
 
 class FirstK(Policy):
-    """A step along the mean of the first k gradients; a worker whose gradient is buffered waits for that step."""
+    """Base class for policies in which a step uses the mean of the first k gradients to arrive.
+
+    A worker whose gradient has arrived waits until this step is taken.
+    """
 
     @abstractmethod
     def needed(self, n_workers: int) -> int:
-        """Number of gradients of a step."""
+        """Return the number of gradients that one step averages, given the number of concurrent workers."""
 
     def start(self, server: ServerState) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
@@ -279,10 +291,10 @@ class FirstK(Policy):
 @policy("k_async")
 @dataclass(frozen=True)
 class KAsync(FirstK):
-    """K-async SGD: a step along the mean of the next k gradients; the other workers continue. Dutta et al. 2018.
+    """K-async SGD: each step uses the mean of the next k gradients; the other workers continue. Dutta et al. 2018.
 
     Args:
-        k: gradients of a step; 1 is asgd.
+        k: number of gradients per step; 1 is `asgd`.
 
     >>> KAsync(k=2).needed(n_workers=5)
     2
@@ -295,18 +307,21 @@ class KAsync(FirstK):
 
     def check(self, n_workers: int) -> None:
         if self.k > n_workers:
-            raise ExperimentError(f"policy.k = {self.k}: must be at most {n_workers}, the workers at work")
+            raise ExperimentError(
+                f"policy.k = {self.k}: must be at most {n_workers}, the number of concurrent workers (cohort)"
+            )
 
 
 @policy("k_sync")
 @dataclass(frozen=True)
 class KSync(KAsync):
-    """K-sync SGD: a step along the mean of the first k gradients; it cancels the others. Dutta et al. 2018.
+    """K-sync SGD: each step uses the mean of the first k gradients and cancels the other workers' work.
 
-    With n workers whose times are exponential of rate mu, a step takes (H_n - H_(n-k)) / mu on average.
+    Dutta et al. 2018. With n workers whose durations are exponential with rate mu, a step takes (H_n - H_(n-k)) / mu on
+    average, where H_n = 1 + 1/2 + ... + 1/n.
 
     Args:
-        k: gradients of a step.
+        k: number of gradients per step.
 
     >>> KSync(k=2).cancels, KAsync(k=2).cancels
     (True, False)
@@ -318,10 +333,12 @@ class KSync(KAsync):
 @policy("backup_workers")
 @dataclass(frozen=True)
 class Backup(FirstK):
-    """Backup workers: a step along the mean of all but the slowest gradients, which it cancels. Chen et al. 2016.
+    """Synchronous SGD with backup workers: a step does not wait for the slowest workers but cancels their work.
+
+    Chen et al. 2016. Each step uses the mean of the gradients that have arrived.
 
     Args:
-        backups: number of workers whose gradients a step does not wait for.
+        backups: number of workers that a step does not wait for.
 
     >>> Backup(backups=2).needed(n_workers=10)
     8
@@ -337,5 +354,6 @@ class Backup(FirstK):
     def check(self, n_workers: int) -> None:
         if self.backups >= n_workers:
             raise ExperimentError(
-                f"policy.backups = {self.backups}: must be less than {n_workers}, the workers at work"
+                f"policy.backups = {self.backups}: must be less than {n_workers}, the number of concurrent workers "
+                "(cohort)"
             )

@@ -1,4 +1,4 @@
-"""Policies whose workers send a model after a round of local training."""
+"""Policies in which workers send a model after each round of local training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WEIGHTINGS: dict[str, Callable[[int, float, int], float]] = {
 @policy("fedasync")
 @dataclass(frozen=True)
 class FedAsync(Policy):
-    """FedAsync: W = (1 - alpha s(tau)) W + alpha s(tau) x for a model x of staleness tau. Xie et al. 2019.
+    """FedAsync: W = (1 - alpha s(tau)) W + alpha s(tau) x for a worker's model x with staleness tau.
 
-    The paper's proximal term is `local.algorithm = "fedprox"`.
+    Xie et al. 2019. For the paper's proximal term, set `local.algorithm = "fedprox"`.
 
     Args:
-        alpha: weight of a model without staleness, above 0, at most 1.
-        staleness: s(tau) is 1 ("constant"); 1 up to b and 1 / (a (tau - b) + 1) above b ("hinge"); or (tau + 1)^-a
-            ("polynomial").
+        alpha: weight of a model with staleness 0, 0 < alpha <= 1.
+        staleness: the function s. "constant": s(tau) = 1. "hinge": s(tau) = 1 for tau <= b, else
+            1 / (a (tau - b) + 1). "polynomial": s(tau) = (tau + 1)^-a.
         a, b: parameters of s.
 
     >>> WEIGHTINGS["polynomial"](3, 0.5, 4)  # s(tau = 3) with a = 0.5
@@ -49,9 +49,14 @@ class FedAsync(Policy):
 
     def __post_init__(self) -> None:
         if self.staleness == "constant" and self.a != FedAsync.a:
-            raise ExperimentError(f'policy.a = {self.a:g}: goes with policy.staleness = "hinge" or "polynomial"')
+            raise ExperimentError(
+                f'policy.a = {self.a:g}: only used with policy.staleness = "hinge" or "polynomial"; set one of them or '
+                "remove policy.a"
+            )
         if self.staleness != "hinge" and self.b != FedAsync.b:
-            raise ExperimentError(f'policy.b = {self.b}: goes with policy.staleness = "hinge"')
+            raise ExperimentError(
+                f'policy.b = {self.b}: only used with policy.staleness = "hinge"; set it or remove policy.b'
+            )
 
     @property
     def needs_replicas(self) -> bool:
@@ -67,14 +72,15 @@ class FedAsync(Policy):
 @policy("fedbuff")
 @dataclass(frozen=True)
 class FedBuff(Policy):
-    """FedBuff: the server optimizer steps along the mean of k buffered deltas, each times (1 + tau)^-exponent.
+    """FedBuff: the server optimizer steps along the mean of k buffered model deltas, weighted by (1 + tau)^-exponent.
 
-    Nguyen et al. 2022. The paper's concurrency is the key `cohort`. BatchNorm statistics B of the server move with each
-    step too: B += sum s_i (b_i - B) / k, for the statistics b_i and weights s_i of the k deltas.
+    Nguyen et al. 2022. A delta with staleness tau is a worker's trained model minus its start model. The paper's
+    concurrency is the key `cohort`. Each step also updates the server's BatchNorm statistics B:
+    B += sum s_i (b_i - B) / k, where b_i are the statistics and s_i the weight of the i-th worker in the buffer.
 
     Args:
-        k: size of the buffer; None: the number of workers at work.
-        exponent: at least 0; 0 weights all deltas equally.
+        k: number of deltas in the buffer; None: the number of concurrent workers.
+        exponent: staleness exponent, at least 0; 0 weights all deltas equally.
 
     >>> FedBuff(k=10).uses_server_optimizer
     True
@@ -117,20 +123,22 @@ class FedBuff(Policy):
 class AsyncLocalSGD(Policy):
     """Asynchronous local SGD: steps along pseudo-gradients g = W_read - x with delayed Nesterov momentum.
 
-    Liu et al. 2024. On most arrivals W -= lr (g / n + c beta m). On every n-th arrival, m = beta m + (sum of the last n
-    g) / n, then W -= lr (g / n + (1 - c n + c) beta m). So n arrivals apply the momentum once.
+    Liu et al. 2024. W_read is the global model that a worker started from, and x is its trained model. Most arrivals
+    take a step W -= lr (g / n + c beta m). Every n-th arrival instead updates the momentum, m = beta m + (sum of the
+    last n g) / n, and then takes the step W -= lr (g / n + (1 - c n + c) beta m). So n arrivals together apply the
+    momentum once.
 
     Args:
         lr: outer learning rate, at least 0.
-        beta: momentum, from 0 to below 1.
-        n: None: the number of workers at work.
-        c: from 0 to 1/n, the share of the momentum that each of the other arrivals applies.
-        dylu: dynamic local updates: a worker whose steps take r times as long as the fastest worker's takes 1/r of the
-            scheduled steps, at least one.
+        beta: momentum factor, 0 <= beta < 1.
+        n: number of arrivals between two momentum updates; None: the number of concurrent workers.
+        c: share of the momentum that each arrival applies between two momentum updates, 0 <= c <= 1/n.
+        dylu: whether slow workers take fewer local steps (dynamic local updates). A worker whose steps take r times as
+            long as the fastest worker's takes 1/r of the scheduled steps, at least one.
 
     >>> AsyncLocalSGD(c=0.3).check(n_workers=4)
     Traceback (most recent call last):
-    fedsim.errors.ExperimentError: policy.c = 0.3: must be at most 1/n, 1/4
+    fedsim.errors.ExperimentError: policy.c = 0.3: must be at most 1/policy.n = 1/4
     """
 
     work = "model"
@@ -144,7 +152,7 @@ class AsyncLocalSGD(Policy):
     def check(self, n_workers: int) -> None:
         n = self.n or n_workers
         if self.c > 1 / n:
-            raise ExperimentError(f"policy.c = {self.c:g}: must be at most 1/n, 1/{n}")
+            raise ExperimentError(f"policy.c = {self.c:g}: must be at most 1/policy.n = 1/{n}")
 
     def start(self, server: ServerState) -> State:
         wide = server.shared.cohort.buffers.dtype

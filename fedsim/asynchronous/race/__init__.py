@@ -1,1 +1,1 @@
-"""Races: processes that train on shared rows at the same time."""
+"""Races: asynchronous training by real processes, which work on models in shared memory at the same time."""

@@ -1,4 +1,4 @@
-"""Races without locks: the parameters of all modules are the shared row itself, which other processes change."""
+"""Races without locks: all modules' parameters are views of the shared global row, which other processes change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from fedsim.system.devices import synchronize
 
 
 class HogwildWorker(RaceWorker):
-    """Workers that compute gradients at the live global row, and let the policy step it without a lock.
+    """One process's part of a race without locks.
 
-    As in synchronous SGD, each worker has a module whose parameters are views of the global row, and whose gradients
-    are views of its own row.
+    Each worker computes its gradient at the live global row, which other processes may be changing, and then steps the
+    global row along the gradient. As in synchronous SGD, each worker has a module whose parameters are views of the
+    global row, and whose gradients are views of the worker's row.
     """
 
     def _set_up(self) -> None:
@@ -42,12 +43,12 @@ class HogwildWorker(RaceWorker):
             synchronize(self._executor.task.device)
 
     def _steps(self, participant: SyncParticipant, result: ProcessResult) -> Iterator[int]:
-        """Run a worker's round, and yield the number of each step after it."""
+        """Run one worker's round as a generator that yields each step's number after the step."""
         slot, round, stats = participant.member.slot, participant.member.round, result.stats
         for step in range(self._executor.batch_source.steps(slot, round)):
             with self._process.working_on(slot, round):
                 self._step(participant, step, result)
-                if step == 0:  # seeding takes a tenth of a small step
+                if step == 0:  # only once, since seeding takes a tenth of a small step's time
                     after = global_states(self._executor.task.device)
                     self._trainer.seed_layers(participant.member, round, step)
                     participant.draws = global_states(self._executor.task.device) != after
@@ -58,7 +59,7 @@ class HogwildWorker(RaceWorker):
         stats.loss_samples += participant.samples
 
     def _step(self, participant: SyncParticipant, step: int, result: ProcessResult) -> None:
-        """One step of a worker."""
+        """Compute a worker's gradient, and let the policy take a step on the global row along the gradient."""
         server, process, stats, measures = self._server, self._process, result.stats, result.measures
         member, module, ended = participant.member, participant.module, self._writes_ended
         slot, buffers, gradient = member.slot, server.shared.cohort.buffers, server.rows[member.slot]

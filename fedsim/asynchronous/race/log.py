@@ -1,4 +1,4 @@
-"""The log of a race whose policy locks the server: enough for the virtual clock to repeat the race."""
+"""The log of a race whose policy locks the server. It contains what is needed to repeat the race exactly."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from fedsim.system.files import read_bounded
 
 FILE = "race.csv"
 MOST_BYTES = 2**30
-LARGEST = 2**63  # integers in tensors are smaller
+LARGEST = 2**63  # exclusive limit of int64
 MARK = "# fedsim race "
 
 KINDS = TAKEN, CANCELLED, LEFT = range(3)
 
-# Keys in which an experiment may differ from the race that it repeats.
+# Keys that may differ between a race and the experiment that repeats it.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
     *("clock", "race", "records", "checkpoint", "cuda_graphs", "process_retries", "worker_state_memory"),
 }
 
 
 class LogEntry(NamedTuple):
-    """A work item.
+    """One work item in the log of a race.
 
     Attributes:
-        kind: TAKEN; CANCELLED by an update; or LEFT: a worker that had finished its round counts as departed from here
-            to the end of the round.
-        worker: number of the worker.
-        steps: number of local steps, if the policy sets it; else 0.
-        begun, taken: event numbers of its start and its arrival, counted under the server's lock.
-        read, applied: version of the server at its start and at its arrival.
+        kind: TAKEN (the policy took the result), CANCELLED (by an update), or LEFT (no work item: the worker had
+            finished its round, and counts as departed from here to the end of the round).
+        worker: ID of the worker.
+        steps: number of local steps if the policy sets it, else 0.
+        begun, taken: event numbers of the start and the arrival. Events are numbered under the server's lock.
+        read, applied: version of the global model at the start and at the arrival.
     """
 
     kind: int
@@ -52,11 +52,11 @@ COLUMNS = ("run", "round", *LogEntry._fields)
 
 
 def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.ndarray]]) -> bytes:
-    """Return the log as a file: a line with the experiment, the column names, and a line for each entry.
+    """Return the contents of the log file: a line with the experiment, a line of column names, a line for each entry.
 
     Args:
         experiment: the resolved experiment.
-        rounds: (run, round, entries [count, fields]).
+        rounds: for each round (run, round, entries), where entries are integers [count, fields of LogEntry].
     """
     out = StringIO()
     out.write(f"{MARK}{json.dumps(experiment)}\n{','.join(COLUMNS)}\n")
@@ -67,13 +67,14 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
 
 def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int, list[LogEntry]]:
-    """Return the entries of one run of a race by round, in the order of their arrivals.
+    """Read the log of a race, and return the entries of one run by round, in the order of arrival.
 
     Args:
-        path: the file, or the run folder that holds it.
+        path: the log file, or the run folder that contains it.
         experiment: the resolved experiment that repeats the race.
+        run: number of the run within the race (a race may repeat the run), from 1.
 
-    Raises ExperimentError if the file cannot be read, or belongs to a race of another experiment.
+    Raises ExperimentError if the file cannot be read, or is the log of a different experiment.
     """
     where = f"clock.replay_log = {show(path)}"
     try:
@@ -95,7 +96,9 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):
-        raise ExperimentError(f"{where}: must be the {FILE} of a race whose policy locks the server") from None
+        raise ExperimentError(
+            f"{where}: is not a race log; must be the {FILE} of a race whose policy locks the server"
+        ) from None
     _require_same_experiment(where, raced, experiment)
     return rounds
 
@@ -104,5 +107,7 @@ def _require_same_experiment(where: str, raced: Mapping[str, Any], experiment: M
     there, here = (dict(leaves_of(tables)) for tables in (raced, experiment))
     for key in sorted(there.keys() | here.keys()):
         if key.partition(".")[0] not in FREE and there.get(key) != here.get(key):
-            was, now = (show(each[key]) if key in each else "left out" for each in (there, here))
-            raise ExperimentError(f"{where}: is the log of a race with {key} = {was}; in this experiment it is {now}")
+            was, now = (f"{key} = {show(keys[key])}" if key in keys else f"{key} not set" for keys in (there, here))
+            raise ExperimentError(
+                f"{where}: the race was run with {was}, but this experiment has {now}; both must be equal"
+            )

@@ -1,4 +1,4 @@
-"""Repeating a race: work items start and arrive in the order of its log, with the same bits as in the race."""
+"""Repeat a race from its log: work items start and arrive in the logged order, so the results are bit-identical."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fedsim.asynchronous.race.log import CANCELLED, LEFT, LogEntry
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.errors import ExperimentError, show
 
-MOST_STEPS = 1_000  # of a work item, times its scheduled steps
+MOST_STEPS = 1_000  # maximum number of steps in a work item, as a multiple of its scheduled steps
 
 
 class Event(NamedTuple):
-    """The start or the arrival of a work item; `number` orders the events of a round."""
+    """The start (if `starts`) or the arrival of a logged work item; `number` is its position in the round's order."""
 
     number: int
     starts: bool
@@ -22,12 +22,14 @@ class Event(NamedTuple):
 
 
 class LoggedOrder:
-    """Runs a policy in the order of a logged race; a source of events like the `VirtualClock`.
+    """Exact repetition of a logged race, with the same interface as `VirtualClock`.
 
     Args:
-        log: entries by round, each in the order of their arrivals.
-        path: of the log, for error messages.
-        train: computes work items, see `Dispatcher`.
+        log: log entries by round, in the order of their arrivals.
+        path: path of the log, for error messages.
+        server: state of the server, with the policy.
+        scheduler: scheduler that provides the work items.
+        train: function that computes work items, see `Dispatcher`.
 
     Raises ExperimentError as soon as an event differs from the log.
     """
@@ -41,10 +43,11 @@ class LoggedOrder:
         self.dispatcher = Dispatcher(server, scheduler, train)
 
     def run_round(self, round: int) -> None:
-        """Repeat a round."""
+        """Repeat one round of the logged race."""
         if round not in self._log:
             raise ExperimentError(
-                f"clock.replay_log = {show(self._path)}: has {len(self._log)} rounds, so not round {round}"
+                f"clock.replay_log = {show(self._path)}: round {round} is not in the log, which has {len(self._log)} "
+                f"rounds; lower `rounds`"
             )
         starts = [Event(entry.begun, True, entry) for entry in self._log[round] if entry.kind != LEFT]
         for event in sorted([*starts, *(Event(entry.taken, False, entry) for entry in self._log[round])]):
@@ -60,11 +63,11 @@ class LoggedOrder:
         self._server.revive_all()
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds, in JSON types."""
+        """Return the state between two rounds, without tensors, as a JSON-serializable dict."""
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned. The server's tensors must have the values of that moment."""
+        """Restore a state that the method `state` returned. The server's tensors must be restored separately."""
         self.dispatcher.resume(DispatcherState.model_validate(state))
 
     def _start(self, event: Event) -> None:
@@ -72,7 +75,7 @@ class LoggedOrder:
         self._require(slot not in dispatcher.in_flight, event, f"worker {slot} starts while it is busy")
         item = dispatcher.dispatch(slot, entry.steps or None)
         most = MOST_STEPS * dispatcher.scheduler.steps(item._replace(steps=None))
-        self._require(entry.steps <= most, event, f"worker {slot} takes {entry.steps} steps, and at most {most} fit")
+        self._require(entry.steps <= most, event, f"worker {slot} takes {entry.steps} steps, more than {most}")
         self._compare(event, f"worker {slot} reads", entry.read, int(self._server.read[slot]))
 
     def _arrive(self, event: Event) -> None:
@@ -80,20 +83,20 @@ class LoggedOrder:
         self._require(slot in dispatcher.in_flight, event, f"worker {slot} has not started the work that arrives")
         if slot in dispatcher.untrained:
             dispatcher.train(dispatcher.in_flight)
-        self._compare(event, f"the work of worker {slot} finds", entry.applied, self._server.version)
+        self._compare(event, f"the result of worker {slot} meets", entry.applied, self._server.version)
         cancelled = entry.kind == CANCELLED
-        self._require(dispatcher.is_stale(slot) == cancelled, event, f"the work of worker {slot} is not as stale")
+        self._require(dispatcher.is_stale(slot) == cancelled, event, f"the staleness of worker {slot}'s result differs")
         if cancelled:
             dispatcher.cancel(slot)
         else:
             dispatcher.receive(slot)
 
     def _compare(self, event: Event, action: str, version: int, here: int) -> None:
-        self._require(version == here, event, f"{action} version {version}, and here it is {here}")
+        self._require(version == here, event, f"{action} version {version} in the log, but version {here} now")
 
     def _require(self, holds: bool, event: Event, problem: str) -> None:
         if not holds:
             raise ExperimentError(
-                f"clock.replay_log = {show(self._path)}: does not fit this experiment: "
-                f"at event {event.number} {problem}"
+                f"clock.replay_log = {show(self._path)}: the log does not match this experiment: "
+                f"at event {event.number}, {problem}"
             )

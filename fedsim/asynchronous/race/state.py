@@ -1,4 +1,4 @@
-"""What racing processes share beside the server: locks, the status of each slot, and counters of lost updates."""
+"""State that racing processes share in addition to the server: locks, slot statuses, and lost-update counters."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ except ImportError:  # Windows
 class Locks:
     """Numbered locks, shared by all processes to which this object is sent.
 
-    The kernel releases a lock when its owner dies. A lock of `multiprocessing` stays locked when its owner is killed,
-    and the next process waits for it forever. These are locks of byte ranges of an unnamed file (`fcntl.lockf`). To
-    take and release a free one takes about 4 microseconds (a semaphore: 0.2).
+    Each lock is a byte-range lock on an unnamed file (`fcntl.lockf`). The kernel releases a lock when its owner dies,
+    whereas a `multiprocessing` lock stays locked forever if its owner is killed. Acquiring and releasing a free lock
+    takes about 4 microseconds (a semaphore takes 0.2).
 
-    A process owns a lock, not a thread. `acquire` takes several locks in ascending order, so it cannot deadlock.
+    Locks are owned by processes, not by threads. `acquire` takes several locks in ascending order, to avoid deadlocks.
 
     Attributes:
-        taken, waited, seconds: number of locks that this process took, how many of them another process held at that
-            time, and how long this process waited for those.
+        taken: number of locks that this process acquired.
+        waited: number of these locks for which this process had to wait.
+        seconds: total time for which this process waited for locks.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
         if fcntl is None:
-            raise ExperimentError('mode = "race": needs locks of byte ranges (fcntl), which this system does not have')
+            raise ExperimentError(
+                'mode = "race": needs byte-range locks (fcntl), which this system does not support; use mode = "clock"'
+            )
         if descriptor is None:
             descriptor = memory_file(0)
         if descriptor is None:  # a system without memory files
@@ -51,10 +54,11 @@ class Locks:
         self.reset_counts()
 
     def reset_counts(self) -> None:
+        """Set the counters `taken`, `waited` and `seconds` to zero."""
         self.taken, self.waited, self.seconds = 0, 0, 0.0
 
     def acquire(self, numbers: Sequence[int]) -> None:
-        """Acquire these locks. Wait while another process holds one of them."""
+        """Acquire the locks with these numbers; wait while another process holds one of them."""
         for number in sorted(numbers):
             self.taken += 1
             try:
@@ -66,7 +70,7 @@ class Locks:
                 self.seconds += time.perf_counter() - start
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Release those of these locks that this process holds."""
+        """Release the locks with these numbers; locks that this process does not hold are ignored."""
         for number in numbers:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, number)
 
@@ -78,21 +82,23 @@ def _received(duplicate: Any) -> Locks:
     return Locks(duplicate.detach())
 
 
-COORDINATES = 64  # of a loss counter
+COORDINATES = 64  # length of a lost-update counter
 
 WRITES_BEGUN, WRITES_ENDED, ADDED, STATUS = range(4)  # columns of `RaceState.slots`
-IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; the last two end a round
+IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; in the last two, the slot's round is over
 
 
 class RaceState:
-    """The state that processes share in one round of a race with n slots.
+    """State that the processes of a race with n slots share during a round.
 
     Attributes:
-        loss_counters: float64 [n, COORDINATES] on the model's device. Each update adds 1 to one or two rows, by an
-            operation like that on the model. A missing 1 was overwritten by another process.
-        slots: int64 [n, LINE], for each slot the number of writes to the model that it began and ended, the number of
-            additions to loss counters, and its status. Only the process of a slot writes its row.
-        events: int64 [1], number of started and arrived work items, counted under the server's lock.
+        loss_counters: counters that detect lost updates, float64 [n, COORDINATES] on the model's device. Each update
+            adds 1 to one or two rows, with the same kind of operation as on the model. If an addition is missing at the
+            end, another process has overwritten it.
+        slots: int64 [n, LINE]. For each slot, the number of begun and of ended writes to the model, the number of
+            additions to `loss_counters`, and the slot's status. Only the slot's process writes these numbers.
+        events: int64 [1], number of starts and arrivals of work items, counted under the server's lock.
+        locks: the locks of the server and of the slots.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -103,35 +109,36 @@ class RaceState:
         share([self.loss_counters, self.slots, self.events])
 
     def clear(self) -> None:
-        """Set all to zero before a round."""
+        """Set all counters and statuses to zero before a round."""
         for tensor in (self.loss_counters, self.slots, self.events):
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """Return a live view of a column of `slots`, [n]."""
+        """Return one column of `slots` as an array view, int64 [n]."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
-        """Add 1 to these loss counters, for an update by `slot`."""
+        """Count an update by `slot`: add 1 to the rows `counters` of `loss_counters`."""
         for counter in counters:
             self.loss_counters[counter].add_(1.0)
         self.slots.numpy()[slot, ADDED] += len(counters)
 
     def lost(self) -> float:
-        """Number of overwritten additions, as a mean over the coordinates."""
+        """Return the estimated number of lost updates: overwritten additions to `loss_counters`, mean over columns."""
         return int(self.column(ADDED).sum()) - float(self.loss_counters.sum()) / COORDINATES
 
 
 @dataclass
 class Measures:
-    """Measurements of a race: of one process, or summed over several.
+    """Measurements of a race, from one process or summed over several processes.
 
     Attributes:
-        updates: number of work items whose result the policy took.
-        overlapped: number of gradients during which another process wrote the row that they were computed at.
-        locks_taken, locks_waited, lock_seconds: see `Locks`.
-        held_back: number of times that a worker ended its round early because no other worker could let it start.
-        seconds: the longest time of a process.
+        updates: number of results that the policy took.
+        overlapped: number of gradients during whose computation another process wrote to the global row.
+        locks_taken, locks_waited, lock_seconds: the attributes taken, waited and seconds of `Locks`.
+        held_back: number of times that a worker's round ended early, because all other workers had finished or were
+            also waiting.
+        seconds: duration in the slowest process.
     """
 
     updates: int = 0
@@ -143,8 +150,8 @@ class Measures:
     seconds: float = 0.0
 
     def add(self, measures: Measures) -> None:
-        """Add the measurements of another process or run."""
+        """Add the measurements of another process or run to this object. `seconds` becomes the maximum of both."""
         longest = max(self.seconds, measures.seconds)
-        for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(measures, count.name))
+        for measure in fields(self):
+            setattr(self, measure.name, getattr(self, measure.name) + getattr(measures, measure.name))
         self.seconds = longest

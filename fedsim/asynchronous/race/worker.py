@@ -1,4 +1,4 @@
-"""The part of one process in a race: what its workers do from the start of a round to its end."""
+"""One process's part of a race: what the process's workers do during a round."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from fedsim.engines.pool.process_context import LOCK
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.system.devices import synchronize
 
-SERVER_LOCK = 0  # the lock of slot i has number 1 + i
-FIRST_SLEEP, LONGEST_SLEEP = 0.00005, 0.005  # seconds, while no worker of the process may start
+SERVER_LOCK = 0  # number of the server's lock; the lock of slot i has number 1 + i
+FIRST_SLEEP, LONGEST_SLEEP = 0.00005, 0.005  # seconds between attempts, while no worker of the process may start
 Progress = list[tuple[int, dict[str, Any]]]  # (run, state of its scheduler)
 
 
 @dataclass
 class ProcessResult:
-    """What one process did in a round of a race: counts, measurements and log entries. `add` sums over processes.
+    """Results of one process in one round of a race.
 
     Attributes:
-        entries: entries of the log; none unless the policy locks the server.
+        stats: training statistics.
+        measures: measurements of locks, overlaps and time.
+        entries: log entries; empty unless the policy locks the server.
     """
 
     stats: RoundStats = field(default_factory=RoundStats)
@@ -38,17 +40,20 @@ class ProcessResult:
     entries: list[LogEntry] = field(default_factory=list)
 
     def add(self, result: ProcessResult) -> None:
-        """Add the result of another process."""
+        """Add the results of another process to this object."""
         self.stats.add(result.stats)
         self.measures.add(result.measures)
         self.entries += result.entries
 
 
 class RaceWorker(ABC):
-    """The workers of one process, which take turns, one work item at a time.
+    """Base class for one process's part of a race. The process's workers take turns, one work item at a time.
 
     Args:
-        slots: the slots of these workers.
+        executor: the process's executor, which trains workers.
+        server: state of the server, in shared memory.
+        race_state: locks and counters that all processes share.
+        slots: slots of the workers that this process runs.
     """
 
     def __init__(self, executor: Executor, server: ServerState, race_state: RaceState, slots: Sequence[int]) -> None:
@@ -59,7 +64,10 @@ class RaceWorker(ABC):
         self._set_up()
 
     def race(self, run: int, round: int) -> ProcessResult:
-        """Run this process's part of a round; all processes start together."""
+        """Run this process's part of a round, and return its results. The round starts when all processes are ready.
+
+        `run` is the number of the race's repetition.
+        """
         result, locks = ProcessResult(), self._race_state.locks
         measures = result.measures
         locks.reset_counts()
@@ -71,11 +79,11 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return the state of the scheduler of each run."""
+        """Return the scheduler's state in each repetition of the race, as pairs (number of the repetition, state)."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
-        """Continue from the progress of all processes, of which each takes that of its own workers."""
+        """Restore the progress of this process's workers. `progress` contains the workers of all processes."""
         self._schedulers.clear()
         for run, state in progress:
             done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
@@ -89,25 +97,29 @@ class RaceWorker(ABC):
 
     @abstractmethod
     def _set_up(self) -> None:
-        """Make what the rounds need."""
+        """Prepare the attributes that `_run_round` needs."""
 
     @abstractmethod
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
-        """Do all work of this process's workers in a round."""
+        """Run all work items of this process's workers in a round, and record their statistics in `result`.
+
+        `run` is the number of the race's repetition.
+        """
 
 
 class LockedRaceWorker(RaceWorker):
-    """Workers that read the model and hand over results under a lock; each computes on its own row without a lock.
+    """One process's part of a race with locks, which protect reads of the model and arrivals of results.
 
-    A worker that may not start waits for an update by another one. If all idle workers wait and none is busy, workers
-    that have finished their round count as departed until its end. If that lets no worker start, the round ends for
-    the waiting ones; they do the rest of their work in the next round.
+    Workers train on their own rows without a lock. A worker that may not start waits for another worker's update. If
+    all idle workers wait and none is busy, the workers that have finished their round count as departed until its end.
+    If still no worker may start, the round ends early for the waiting workers, and they do the remaining work in the
+    next round.
     """
 
     def _set_up(self) -> None:
         self._status, self._events = self._race_state.column(STATUS), self._race_state.events.numpy()
         self._pair = self._policy.locking == "pair"
-        self._begun: dict[int, int] = {}  # by slot: number of the event with which its work item started
+        self._begun: dict[int, int] = {}  # by slot: event number of the work item's start
 
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
         self._round, self._measures, self._entries = round, result.measures, result.entries
@@ -129,7 +141,7 @@ class LockedRaceWorker(RaceWorker):
                 sleep = min(2 * sleep, LONGEST_SLEEP)
 
     def _work(self, slot: int) -> bool:
-        """Do the next work item of a worker, if it has one in this round and may start."""
+        """Run the next work item of `slot`. Return False if the worker's round is over, or if it may not start yet."""
         with self._locked(slot):
             if not self._may_start(slot):
                 return False
@@ -144,7 +156,7 @@ class LockedRaceWorker(RaceWorker):
         return True
 
     def _may_start(self, slot: int) -> bool:
-        """Whether a worker starts its next work item now; sets its status if its round is over."""
+        """Whether the worker in `slot` may start its next work item now. Sets its status if its round is over."""
         scheduler, server, policy, status = self._dispatcher.scheduler, self._server, self._policy, self._status
         if scheduler.items_done(slot) >= self._round * scheduler.items_per_round(slot):
             status[slot] = FINISHED
@@ -154,7 +166,7 @@ class LockedRaceWorker(RaceWorker):
         if self._any_progress():
             return False
         for finished in np.flatnonzero((status == FINISHED) & (server.alive_mask == 1)).tolist():
-            if policy.may_start(server, finished):  # else the others do not wait for it
+            if policy.may_start(server, finished):  # otherwise the others do not wait for this worker
                 server.alive_mask[finished] = 0
                 policy.on_departure(server)
                 self._log(LEFT, WorkItem(finished, finished, self._round), self._event())
@@ -192,13 +204,16 @@ class LockedRaceWorker(RaceWorker):
         synchronize(self._executor.task.device)
 
     def _partner(self, slot: int) -> tuple[int, ...]:
-        """Return the other worker whose model the result of a worker changes, if there is one to lock."""
+        """Return a tuple with the slot of the second worker whose model the result of `slot` changes.
+
+        The tuple is empty if the policy does not lock pairs, or if only one model changes.
+        """
         partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
         return () if partner is None else (partner,)
 
     @contextlib.contextmanager
     def _locked(self, *slots: int) -> Iterator[None]:
-        """Lock the server or, if the policy locks pairs, these workers."""
+        """Hold the server's lock or, if the policy locks pairs, the locks of `slots`."""
         numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
         try:
             with self._process.waiting():
@@ -209,12 +224,12 @@ class LockedRaceWorker(RaceWorker):
             locks.release(numbers)
 
     def _log(self, kind: int, item: WorkItem, begun: int) -> None:
-        """Log an arrival, before the policy takes it."""
+        """Append an entry to the log: an arrival (before the policy takes the result) or the departure of a worker."""
         taken = begun if kind == LEFT else self._event()
         read, version = int(self._server.read[item.slot]), self._server.version
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
 
     def _event(self) -> int:
-        """Return the number of the next event; the caller holds the server's lock."""
+        """Return the next event number. The caller must hold the server's lock."""
         self._events[0] += 1
         return int(self._events[0])

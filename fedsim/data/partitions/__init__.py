@@ -1,4 +1,4 @@
-"""Partition strategies, which assign samples to workers."""
+"""Partition strategies, which assign a data set's samples to workers."""
 
 from fedsim.data.partitions import (  # noqa: F401  (registers the strategies)
     dirichlet,

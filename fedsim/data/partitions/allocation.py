@@ -1,4 +1,4 @@
-"""Common functions of partition strategies: sizes, and the assignment of samples."""
+"""Functions shared by the partition strategies: compute shard sizes and assign samples to workers."""
 
 from __future__ import annotations
 
@@ -10,79 +10,103 @@ from pydantic import Field
 
 from fedsim.errors import ExperimentError
 
-TRIES = 1000  # draws of a partition, after which a `min_size` counts as out of reach
+TRIES = 1000  # maximum number of draws to reach `min_size`
 
-Concentration = Annotated[float, Field(gt=0, le=1e12)]  # of Dir: beyond, all shares are equal, and sums overflow
+# Concentration parameter of a Dirichlet distribution. Above 1e12 all shares would be equal, and sums would overflow.
+Concentration = Annotated[float, Field(gt=0, le=1e12)]
 
 
 def even_sizes(n_samples: int, parts: int) -> np.ndarray:
-    """Sizes that differ by at most one, the larger first, int64 [parts]: those of `np.array_split`."""
+    """Return sizes that sum to n_samples and differ by at most one, larger ones first, int64 [parts].
+
+    The sizes are those of `np.array_split`.
+    """
     base, larger = divmod(n_samples, parts)
     return base + (np.arange(parts) < larger)
 
 
 def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
-    """Whole counts [parts] with sum n_samples, by cuts at floor(cumsum(shares) * n_samples).
+    """Divide n_samples in proportion to `shares`, and return the integer counts [parts], which sum to n_samples.
 
-    Shares sum to one; the last share above zero gets the rest.
+    `shares` sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share above zero gets
+    the samples that remain after rounding.
     """
     ends = np.floor(np.cumsum(shares) * n_samples).astype(np.int64)
-    ends[np.flatnonzero(shares)[-1] :] = n_samples  # else rounding gives a sample to a last share of zero
+    ends[np.flatnonzero(shares)[-1] :] = n_samples  # otherwise rounding could give a sample to a share of zero
     return np.diff(ends, prepend=0)
 
 
 def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
-    """Return the indices that belong to each owner in range(n_owners), in ascending order.
+    """Group sample indices by owner, and return one array per owner 0, ..., n_owners - 1.
 
-    `owners` [n] is the owner of each member.
+    Args:
+        members: sample indices, [n]; their order is kept within each group.
+        owners: the owner of each member, [n].
+        n_owners: number of owners.
     """
     sizes = np.bincount(owners, minlength=n_owners)
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
 
 def has_classes(labels: np.ndarray) -> bool:
-    """Whether targets are class labels, one per sample, as opposed to measured values or tokens."""
+    """Whether the targets are class labels (one integer per sample), as opposed to measured values or tokens."""
     return labels.ndim == 1 and labels.dtype.kind != "f"
 
 
 def by_label(labels: np.ndarray) -> np.ndarray:
-    """Return the positions of samples in the ascending order of their labels, or of other targets [n]."""
+    """Return the stable argsort of the labels (or scalar targets) [n].
+
+    Raises ExperimentError if a sample's target is not a single number.
+    """
     if labels.ndim != 1:
         raise ExperimentError(
-            f"partition.name: sorts samples by their target, and each target has {labels[0].size} numbers; use a "
-            "strategy that does not, such as iid or contiguous"
+            f"partition.name: this strategy sorts samples by target, but each target has {labels[0].size} numbers "
+            "instead of one; use a strategy that ignores the targets, such as iid or contiguous"
         )
     return np.argsort(labels, kind="stable")
 
 
 def samples_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Return the ascending indices of the samples of each class that occurs, classes ascending."""
+    """Return one array of ascending sample indices per class that occurs, in ascending class order."""
     classes, class_of = np.unique(labels, return_inverse=True)
     return group(np.arange(len(labels)), class_of, len(classes))
 
 
 def assign_samples(by_class: Sequence[np.ndarray], counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Shards with counts[worker, class] samples, [n_workers, classes]; the counts sum to the number of samples.
+    """Assign random samples to workers such that each worker gets the requested number of samples per class.
 
-    Draws: for each class in turn one `rng.permutation` of its samples; worker 0 gets the first of them, and so on.
+    Args:
+        by_class: one index array per class.
+        counts: number of samples for each worker and class, [n_workers, classes]; their sum is the number of samples.
+        rng: for all draws.
+
+    Returns one index array per worker. Draws: the samples of each class, in turn, are shuffled by one `rng.permutation`
+    and handed out in the order of the workers.
     """
     workers = np.arange(len(counts))
-    owners = np.concatenate([np.repeat(workers, of_class) for of_class in counts.T])
+    owners = np.concatenate([np.repeat(workers, class_counts) for class_counts in counts.T])
     return group(np.concatenate([rng.permutation(samples) for samples in by_class]), owners, len(counts))
 
 
 def draw_until_large_enough(
     draw: Callable[[], np.ndarray], min_size: int, n_samples: int, n_workers: int, parameters: str, less_skew: str
 ) -> np.ndarray:
-    """The first counts [n_workers, ...] that `draw` returns with at least min_size samples for every worker.
+    """Call `draw` until every worker has at least min_size samples, and return these counts.
 
-    Raises ExperimentError if there are too few samples, and after TRIES draws. Its message contains `given`, the
-    parameters of the draws, and `less_skew`, the parameter change that makes such counts more likely.
+    Args:
+        draw: returns random sample counts, [n_workers, ...].
+        min_size: minimum number of samples per worker.
+        n_samples: total number of samples.
+        n_workers: number of workers.
+        parameters: the strategy's parameters for the error message, such as "alpha = 0.5".
+        less_skew: the remedy for the error message, such as "a larger alpha".
+
+    Raises ExperimentError if n_samples < min_size * n_workers, or after TRIES draws without success.
     """
     if min_size * n_workers > n_samples:
         raise ExperimentError(
-            f"partition.min_size = {min_size}: {n_workers} workers with that many samples each need "
-            f"{min_size * n_workers}, and there are {n_samples}"
+            f"partition.min_size = {min_size}: {n_workers} workers with at least {min_size} samples each need "
+            f"{min_size * n_workers} samples, but there are only {n_samples}; lower min_size or use fewer workers"
         )
     best = 0
     for _ in range(TRIES):
@@ -92,7 +116,7 @@ def draw_until_large_enough(
             return counts
         best = max(best, smallest)
     raise ExperimentError(
-        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {parameters} for {n_workers} workers and "
-        f"{n_samples} samples: the smallest shard had {best} at best; take a smaller min_size, {less_skew} or fewer "
-        "workers"
+        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {parameters}, {n_workers} workers and "
+        f"{n_samples} samples (the smallest shard had at most {best} samples); use a smaller min_size, {less_skew} or "
+        "fewer workers"
     )

@@ -1,20 +1,21 @@
-"""Partition strategies: their registry, and the checks of every partition.
+"""The registry of partition strategies, and the checks that every partition must pass.
 
-A strategy is a function that returns a list of index arrays, one per worker. Its positional parameters receive by name:
-labels [n], n_workers, rng (all its draws), ids (columns [n] by name), and by_class (the ascending indices of each
-class); its keyword-only parameters are its configuration. Every result must be an exact disjoint cover of range(n)
-without an empty shard. A strategy that is registered with `covers=False` may leave samples out.
+A strategy is a function that returns a list of index arrays, one per worker. Its positional parameters may have these
+names: labels [n], n_workers, rng (for all random draws), ids (columns of owners [n] by name), and by_class (one array
+of ascending sample indices per class). Its keyword-only parameters are its configuration. Each index in range(n) must
+occur in exactly one shard, and no shard may be empty. A strategy registered with `covers=False` may leave samples out.
 
-A strategy that accepts `worker` is VIRTUAL: it returns the index array of this worker, and `rng` is the worker's own.
-It is called when a shard is needed, so the number of workers is not limited; shards may overlap and need not cover the
-data. A virtual strategy that is a dataclass may have a method `size(worker)`, the length of the array, which saves
-draws, and `equal_sizes = True`, which says that all arrays have this length.
+A strategy with a parameter `worker` is VIRTUAL: it returns the index array of one worker, and receives a separate `rng`
+for each worker. The function is called only when a shard is needed, so the number of workers is not limited. Shards may
+overlap and need not cover the data. A virtual strategy that is a dataclass may have a method `size(worker)`, which
+returns the shard's length without drawing the shard, and an attribute `equal_sizes = True` if all shards have the same
+length.
 
 A strategy that also changes samples is a frozen dataclass: its fields are the parameters, `__call__` is the function
-above, and `transforms(n_workers)` returns a sequence of one Transform (or None) per worker.
+described above, and `transforms(n_workers)` returns a sequence of one Transform (or None) per worker.
 
-A strategy that decides the number of workers, if the experiment leaves it out, is a frozen dataclass with a method
-`count_workers(ids)`, where `ids()` returns the columns of the training samples.
+A strategy that determines the number of workers, if the experiment does not set it, is a frozen dataclass with a method
+`count_workers(ids)`, where `ids()` returns the columns of owners of the training samples.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ partition_strategy = Registry(
     traits=("covers",),
 )
 
-Transform = Callable[..., Tensor]  # like an augmentation, of images [batch, ...] and `draws` or `generator`
+Transform = Callable[..., Tensor]  # maps `images` [batch, ...] to the same shape; may accept `draws` or `generator`
 
 
 def partition(
@@ -52,22 +53,22 @@ def partition(
     ids: Ids = None,
     **params: Any,
 ) -> list[np.ndarray]:
-    """Cut samples into one shard per worker.
+    """Split a data set's samples into one shard per worker.
 
     Args:
-        labels: target of every sample, [n]: class labels, or numbers [n, ...] for strategies that need no classes.
-        n_workers: number of shards, 1 <= n_workers <= n (for a virtual strategy any number).
+        labels: class label of every sample, [n]. Strategies that do not need classes accept any targets [n, ...].
+        n_workers: number of shards, 1 <= n_workers <= n (no upper limit for a virtual strategy).
         strategy: a registered name, "package.module:function", or a function.
-        seed: of all random draws.
-        ids: the owner of each sample (its writer or user), numbers or strings [n], for strategies that need them; or
-            several such columns by name.
+        seed: seed for all random draws.
+        ids: the owner (writer or user) of each sample, [n], numbers or strings, for strategies that need owners.
+            Several columns of owners are passed as a dict by name.
         params: parameters of the strategy.
 
-    Returns int64 index arrays, one per worker: an exact disjoint cover of range(n), none empty. Shards of a virtual
-    strategy may overlap and leave samples out; `partition_shards` draws them when they are needed.
+    Returns one int64 index array per worker. Every sample is in exactly one shard, and no shard is empty. Only a
+    virtual strategy's shards may overlap or leave samples out (`partition_shards` draws those on demand).
 
-    Raises ExperimentError (a ValueError) for an unknown strategy, a wrong parameter, more workers than samples, or if
-    no such partition exists or was found.
+    Raises ExperimentError (a ValueError) for an unknown strategy, an invalid parameter, more workers than samples, or
+    if no partition satisfies the parameters.
 
     >>> labels = np.arange(8) % 4
     >>> fedsim.partition(labels, 2, "contiguous")
@@ -88,9 +89,9 @@ def partition_shards(
     ids: Ids = None,
     **params: Any,
 ) -> Shards:
-    """Like `partition`, but returns an object from which single shards are read; virtual shards are drawn on demand.
+    """Split a data set's samples like `partition`, but return a `Shards` object, which provides single shards.
 
-    Errors in a virtual shard are raised when it is drawn.
+    Shards of a virtual strategy are drawn on demand, so errors in such a shard are raised only then.
 
     >>> shards = fedsim.data.partition_shards(np.arange(100) % 10, 10**6, "virtual", samples=5)
     >>> len(shards), shards.size(999_999)
@@ -103,16 +104,18 @@ def partition_shards(
     ids = id_columns(ids)
     for column in ids.values():
         if len(column) != len(labels) or column.ndim != 1:
-            raise ExperimentError(f"ids: must be [{len(labels)}], one for each sample, not of shape {column.shape}")
+            raise ExperimentError(
+                f"ids: must be one-dimensional with one id per sample, [{len(labels)}]; got shape {column.shape}"
+            )
     if not ids and registration.takes.get("ids"):
         raise ExperimentError(
-            f'partition.name = "{strategy}": needs the owner of each sample, which this data set does not have; '
-            "give `ids`, one for each sample"
+            f'partition.name = "{strategy}": needs the writer or user of each sample, which this data set does not '
+            "contain; pass `ids`, one for each sample"
         )
     if registration.takes.get("by_class") and not has_classes(np.asarray(labels)):
         raise ExperimentError(
-            f'partition.name = "{strategy}": needs class labels, one for each sample, and the targets are '
-            f"{described(np.asarray(labels))}; use a strategy that needs none, such as iid or contiguous"
+            f'partition.name = "{strategy}": needs one class label per sample, but the targets are '
+            f"{described(np.asarray(labels))}; use a strategy that ignores the targets, such as iid or contiguous"
         )
     if virtual:
         label_array = labels if isinstance(labels, Tensor) else np.asarray(labels)
@@ -128,12 +131,12 @@ def partition_shards(
 
 
 def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[Transform | None]:
-    """How each worker sees its samples under a strategy: one transform per worker, None for no change.
+    """Return the input transform that a partition strategy defines for each worker (None: inputs are unchanged).
 
-    A transform maps `images` [batch, ...] to images of the same shape, like an augmentation; a random one accepts
-    `draws` or `generator`. It can be pickled, and works on any device.
+    A transform maps `images` [batch, ...] to images of the same shape, like an augmentation. A random transform has a
+    parameter `draws` or `generator`. Transforms can be pickled and work on any device.
 
-    Raises ExperimentError for an unknown strategy or a wrong parameter.
+    Raises ExperimentError for an unknown strategy or an invalid parameter.
 
     >>> fedsim.partition_transforms(2, "feature_rotation", groups=2)
     [None, Rotation(degrees=180.0)]
@@ -143,7 +146,7 @@ def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[T
 
 
 def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Sequence[Transform | None] | None:
-    """Return the sequence of per-worker input transforms that a strategy defines, or None."""
+    """Return a partition strategy's input transforms, one per worker, or None if the strategy defines no transforms."""
     registration = partition_strategy.get(strategy, "partition.name")
     bound = registration.bind(registration.check(params, "partition", beside=["name"]))
     transforms = getattr(bound, "transforms", None)
@@ -152,7 +155,7 @@ def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Seque
 
 def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
     if not labels.ndim:
-        raise ExperimentError(f"labels: must be [n], one for each sample, not of shape {labels.shape}")
+        raise ExperimentError("labels: must be an array with one label per sample, [n]; got a single number")
     if not isinstance(n_workers, Integral) or isinstance(n_workers, bool):
         raise ExperimentError(f"workers = {show(n_workers)}: must be a whole number")
     if virtual and n_workers < 1:
@@ -165,18 +168,22 @@ def _check_shards(shards: list[np.ndarray], n_samples: int, n_workers: int, stra
     """Raise ExperimentError unless the shards are disjoint and not empty, and cover all samples if `covers` is true."""
     where = f'partition.name = "{strategy}"'
     if len(shards) != n_workers:
-        raise ExperimentError(f"{where}: gave {len(shards)} shards for {n_workers} workers")
+        raise ExperimentError(
+            f"{where}: the strategy returned {len(shards)} shards for {n_workers} workers; must be one per worker"
+        )
     empty = [worker for worker, shard in enumerate(shards) if not len(shard)]
     if empty:
-        raise ExperimentError(f"{where}: leaves worker {empty[0]} without a sample ({len(empty)} such workers)")
-    held = np.concatenate(shards)
-    if held.min() < 0 or held.max() >= n_samples:
-        wrong = held[(held < 0) | (held >= n_samples)][0]
-        raise ExperimentError(f"{where}: returned index {wrong}; valid indices are 0 to {n_samples - 1}")
-    distinct = len(np.unique(held))
-    if distinct < len(held) or (covers and distinct < n_samples):
-        times = "exactly" if covers else "at most"
         raise ExperimentError(
-            f"{where}: must give each of {n_samples} samples to {times} one worker; it gave {len(held)}, "
-            f"{distinct} of them distinct"
+            f"{where}: worker {empty[0]} got no samples (number of workers without samples: {len(empty)}); "
+            "every worker needs at least one"
+        )
+    assigned = np.concatenate(shards)
+    if assigned.min() < 0 or assigned.max() >= n_samples:
+        wrong = assigned[(assigned < 0) | (assigned >= n_samples)][0]
+        raise ExperimentError(f"{where}: returned index {wrong}; valid indices are 0 to {n_samples - 1}")
+    distinct = len(np.unique(assigned))
+    if distinct < len(assigned) or (covers and distinct < n_samples):
+        raise ExperimentError(
+            f"{where}: must assign each of the {n_samples} samples to {'exactly' if covers else 'at most'} one worker; "
+            f"the strategy returned {len(assigned)} indices, {distinct} of them distinct"
         )

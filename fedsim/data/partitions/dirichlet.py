@@ -1,4 +1,4 @@
-"""Partitions with labels drawn from a Dirichlet distribution, over workers or over classes."""
+"""Partitions with Dirichlet label skew: class shares are drawn over workers or over classes."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def dirichlet(
     min_size: PositiveInt = 1,
     balanced: bool = False,
 ) -> list[np.ndarray]:
-    """Each class is divided among the workers by shares ~ Dir(alpha): a smaller alpha gives more skew.
+    """Divide each class among the workers by shares ~ Dir(alpha); a smaller alpha gives more label skew.
 
-    For class c with n_c samples: q ~ Dir(alpha, ..., alpha) over the workers; its shuffled samples are cut at
-    floor(cumsum(q) n_c), the last worker with a share gets the rest. Workers' sizes differ widely. Yurochkin et al.
-    2019; Li et al. 2022 (NIID-Bench).
+    For class c with n_c samples, shares q ~ Dir(alpha, ..., alpha) over the workers are drawn. The shuffled samples are
+    cut at floor(cumsum(q) n_c); the last worker with a share above zero gets the rest. Shard sizes differ widely.
+    Yurochkin et al. 2019; Li et al. 2022 (NIID-Bench).
 
-    Draws: for each try, for each class in ascending order, one `rng.dirichlet`; for the good try, each class in
+    Draws: each try draws one `rng.dirichlet` per class, in ascending order. After the successful try, each class in
     ascending order is shuffled by `rng.permutation`.
 
     Args:
-        by_class: the positions [n] of the samples of each class, one array for each.
+        by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
-        alpha: > 0.
-        min_size: least samples of a worker. All shares are drawn again until it is reached, at most 1000 times. 10 in
-            NIID-Bench; a larger value leaves less skew.
-        balanced: a worker with n / n_workers samples or more gets no share of further classes, and the other shares are
-            scaled to sum to one, as in the original code of both papers. If all other shares are zero (tiny alpha),
-            they are drawn again, from the same distribution.
+        alpha: concentration of the Dirichlet distribution, > 0.
+        min_size: minimum number of samples per worker. All shares are redrawn until it is reached, at most 1000 times.
+            NIID-Bench uses 10; a larger value reduces the skew.
+        balanced: whether a worker that already has n / n_workers samples or more gets no samples of the remaining
+            classes (the other workers' shares are rescaled to sum to one), as in both papers' code. If rounding makes
+            all other shares zero (tiny alpha), they are redrawn from the same distribution.
 
-    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n log n), and O(C
+    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n log n), plus O(C
     n_workers) for each try.
 
     >>> fedsim.partition(np.arange(8) % 2, 2, "dirichlet", seed=1)
@@ -66,16 +66,16 @@ def dirichlet(
 def _share_out(
     class_sizes: list[int], n_workers: int, rng: np.random.Generator, alpha: float, balanced: bool
 ) -> np.ndarray:
-    """Return the number of samples of each class that every worker gets, [n_workers, classes]."""
+    """Draw each worker's number of samples per class for `dirichlet`, and return them as [n_workers, classes]."""
     counts = np.zeros((n_workers, len(class_sizes)), dtype=np.int64)
-    held = np.zeros(n_workers, dtype=np.int64)
+    worker_sizes = np.zeros(n_workers, dtype=np.int64)
     alphas = np.full(n_workers, alpha)
     for number, size in enumerate(class_sizes):
         shares = rng.dirichlet(alphas)
-        if balanced:  # some worker is open: before the last class, fewer than n samples are held
-            shares = _restricted(shares, held * n_workers < sum(class_sizes), rng, alphas)
+        if balanced:  # some worker is below n / n_workers, since fewer than n samples are assigned so far
+            shares = _restricted(shares, worker_sizes * n_workers < sum(class_sizes), rng, alphas)
         counts[:, number] = cut_by_shares(size, shares)
-        held += counts[:, number]
+        worker_sizes += counts[:, number]
     return counts
 
 
@@ -83,24 +83,24 @@ def _share_out(
 def dirichlet_workers(
     by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, alpha: Concentration = 0.5
 ) -> list[np.ndarray]:
-    """Each worker draws its class mixture ~ Dir(alpha), then its samples from that mixture; sizes are equal.
+    """Draw a class mixture ~ Dir(alpha) for each worker, then the worker's samples from it; shard sizes are equal.
 
-    Workers choose one after another: q ~ Dir(alpha, ..., alpha) over the C classes; for each of the worker's samples a
-    class is drawn from q and a sample of that class without replacement. A class without samples left is removed from
-    q, which is scaled to sum to one. Sizes differ by at most one, the larger first. The last workers get the remaining
-    samples, so their mixtures deviate. With the prior p of Hsu et al. 2019, Dir(alpha p) with a uniform p that sums to
-    one, this alpha is theirs over C.
+    Workers are served one after another. For each worker a mixture q ~ Dir(alpha, ..., alpha) over the C classes is
+    drawn. Each of the worker's samples is a random sample, without replacement, from a class drawn from q. A class that
+    has run out of samples is removed from q, and q is rescaled to sum to one. Shard sizes differ by at most one, larger
+    ones first. The last workers get the remaining samples, so their mixtures deviate from Dir(alpha). Hsu et al. 2019
+    use Dir(alpha p), where p sums to one: for a uniform p, `alpha` here is their alpha divided by C.
 
-    Draws: for each worker one `rng.dirichlet`, then all its classes by one `rng.choice(C, samples needed, p=q)`, of
-    which the draws before the first class without samples count, and so on for the rest with the smaller q. Then each
-    class in ascending order is shuffled by `rng.permutation`. (If all remaining shares are zero (tiny alpha), one more
-    `rng.dirichlet` draws them again, from the same distribution.)
+    Draws: for each worker one `rng.dirichlet`, then all its classes by one `rng.choice(C, samples needed, p=q)`. Draws
+    from the first exhausted class on are discarded and repeated with the reduced q. Finally each class in ascending
+    order is shuffled by `rng.permutation`. (If all remaining shares are zero (tiny alpha), one more `rng.dirichlet`
+    redraws them from the same distribution.)
 
     Args:
-        by_class: the positions [n] of the samples of each class, one array for each.
+        by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
-        alpha: > 0.
+        alpha: concentration of the Dirichlet distribution, > 0; smaller gives more label skew.
 
     Returns one index array per worker. Cost: O(n log n + C n_workers).
 
@@ -116,13 +116,17 @@ def dirichlet_workers(
 
 
 def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the samples of each class, int64 [C], of a worker that draws `size` samples from a mixture ~ Dir(alphas).
+    """Draw one worker's number of samples per class, int64 [C], from a class mixture ~ Dir(alphas).
 
-    left: the available samples of each class, [C], together at least `size`. Draws: as in `dirichlet_workers`.
+    Args:
+        size: number of samples of the worker.
+        alphas: concentration of each class, [C].
+        left: number of available samples of each class, [C]; their sum is at least `size`.
+        rng: for all draws, in the order described in `dirichlet_workers`.
     """
     mixture = rng.dirichlet(alphas)
     counts = np.zeros(len(alphas), dtype=np.int64)
-    while size:  # again only when a class has run out, which each does once
+    while size:  # repeats only when a class has run out, so at most C times
         mixture = _restricted(mixture, left > 0, rng, alphas)
         drawn = rng.choice(len(alphas), size, p=mixture)
         taken = np.bincount(_while_they_last(drawn, left), minlength=len(alphas))
@@ -133,16 +137,16 @@ def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.
 
 
 def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alphas: np.ndarray) -> np.ndarray:
-    """Shares ~ Dir(alphas), set to zero for the closed classes and scaled to sum 1."""
+    """Set the shares ~ Dir(alphas) to zero where `is_open` is false, and return them rescaled to sum to one."""
     shares = np.where(is_open, shares, 0.0)
     if not shares.any():
-        # The open shares of a Dirichlet draw, divided by their sum, are Dir(alphas) whatever the closed ones are.
+        # The rescaled open shares of a Dirichlet draw are Dir(alphas[is_open]), independently of the closed shares.
         shares[is_open] = rng.dirichlet(alphas[is_open])
     return shares / shares.sum()
 
 
 def _while_they_last(drawn: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return the draws before the first draw of a class without samples left."""
+    """Return the leading part of `drawn` (class numbers) that the samples `left` in each class [C] can satisfy."""
     too_many = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
     stop = min((np.flatnonzero(drawn == number)[left[number]] for number in too_many), default=len(drawn))
     return drawn[:stop]

@@ -1,4 +1,4 @@
-"""Partitions in which workers hold the same classes and see their samples differently."""
+"""Partitions with feature skew: workers hold the same classes, but each worker's inputs are transformed differently."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from fedsim.errors import ExperimentError
 
 @dataclass(frozen=True)
 class GaussianNoise:
-    """A transform that adds noise N(0, variance) to every number."""
+    """An input transform that adds independent noise N(0, variance) to every element."""
 
     variance: float
 
     def __call__(self, images: Tensor, draws: Draws) -> Tensor:
         if not images.is_floating_point():
-            raise ExperimentError(f'partition.name = "feature_noise": inputs of {images.dtype} take no noise')
+            raise ExperimentError(
+                f'partition.name = "feature_noise": needs floating-point inputs, not {images.dtype}; use another '
+                "partition"
+            )
         return images + draws.normal(*images.shape, dtype=images.dtype).mul_(math.sqrt(self.variance))
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A transform that rotates images [batch, channels, height, width] counter-clockwise about their centre.
+    """An input transform that rotates images [batch, channels, height, width] counter-clockwise about their centre.
 
-    Pixels from outside the frame are zero. A multiple of 90 degrees is exact if the frame fits (a quarter turn of a
-    square, a half turn of any frame); other rotations are bilinear.
+    Pixels from outside the image are zero. Half turns, and quarter turns of square images, are exact. Other rotations
+    use bilinear interpolation.
     """
 
     degrees: float
@@ -48,10 +51,10 @@ class Rotation:
         turns = self.degrees / 90
         exact = turns.is_integer() and (turns % 2 == 0 or images.shape[2] == images.shape[3])
         rotated = images.rot90(int(turns % 4), (2, 3)) if exact else self._resampled(images)
-        return torch.empty_like(images).copy_(rotated)  # in the memory format they came in
+        return torch.empty_like(images).copy_(rotated)  # keeps the memory format
 
     def _resampled(self, images: Tensor) -> Tensor:
-        """Bilinear resampling; positions are in units of half the frame."""
+        """Return the images rotated with bilinear interpolation."""
         cos, sin = math.cos(math.radians(self.degrees)), math.sin(math.radians(self.degrees))
         ratio = images.shape[2] / images.shape[3]
         inverse = images.new_tensor([[cos, -sin * ratio, 0], [sin / ratio, cos, 0]])
@@ -62,17 +65,17 @@ class Rotation:
 @partition_strategy("feature_noise")
 @dataclass(frozen=True)
 class FeatureNoise:
-    """As `iid`; worker i = 1, ..., n sees its samples with Gaussian noise of variance sigma i / n.
+    """Assign samples as in `iid`; inputs of worker i = 1, ..., n get Gaussian noise of variance sigma i / n.
 
-    Li et al. 2022 (NIID-Bench, "noise-based feature imbalance"). The noise is added to normalised inputs, and drawn for
-    every batch.
+    Li et al. 2022 (NIID-Bench, "noise-based feature imbalance"). The noise is added to the normalised inputs, and drawn
+    anew for every batch.
 
-    Draws: those of `iid`; the noise is one `draws.normal` for each batch.
+    Draws: those of `iid`; in training one `draws.normal` for each batch.
 
     Args:
-        sigma: >= 0.
+        sigma: noise variance of the last worker, >= 0.
 
-    Returns one index array per worker for labels [n]. Cost: O(n), and in training one draw for each number of a batch.
+    Returns one index array per worker for labels [n]. Cost: O(n), and in training one draw for each input element.
 
     >>> fedsim.partition_transforms(2, "feature_noise", sigma=0.5)
     [GaussianNoise(variance=0.25), GaussianNoise(variance=0.5)]
@@ -90,17 +93,17 @@ class FeatureNoise:
 @partition_strategy("feature_rotation")
 @dataclass(frozen=True)
 class FeatureRotation:
-    """As `iid`; workers are in equal groups, each of which sees its images rotated by its own angle.
+    """Assign samples as in `iid`; the images of each of several equal groups of workers are rotated by one angle.
 
     Ghosh et al. 2020 (IFCA, "Rotated MNIST"). Worker i = 0, ..., n - 1 is in group g = floor(i groups / n). Draws:
     those of `iid`.
 
     Args:
-        groups: number of groups, at most n; group g is rotated by 360 g / groups degrees, counter-clockwise.
-        angles: degrees, one per group, instead.
+        groups: number of groups, at most n; images of group g are rotated counter-clockwise by 360 g / groups degrees.
+        angles: rotation of each group in degrees, which replaces 360 g / groups.
 
     Returns one index array per worker for labels [n]. Raises ExperimentError if there are more groups than workers, or
-    not one angle per group. Cost: O(n), and in training one resampling of each image.
+    if the number of angles differs from the number of groups. Cost: O(n), and in training one rotation of each image.
 
     >>> fedsim.partition_transforms(2, "feature_rotation", groups=2, angles=[0, 45])
     [None, Rotation(degrees=45.0)]
@@ -112,8 +115,8 @@ class FeatureRotation:
     def __post_init__(self) -> None:
         if self.angles is not None and len(self.angles) != self.groups:
             raise ExperimentError(
-                f"partition.angles = {list(self.angles)}: must be one for each of partition.groups = {self.groups}, "
-                f"not {len(self.angles)}"
+                f"partition.angles = {list(self.angles)}: must contain one angle for each of the {self.groups} groups "
+                f"(partition.groups), not {len(self.angles)}"
             )
 
     def __call__(self, labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -123,9 +126,11 @@ class FeatureRotation:
     def transforms(self, n_workers: int) -> list[Transform | None]:
         self._check_groups(n_workers)
         angles = self.angles or [360 * group / self.groups for group in range(self.groups)]
-        of_workers = [angles[worker * self.groups // n_workers] for worker in range(n_workers)]
-        return [Rotation(angle) if angle % 360 else None for angle in of_workers]
+        worker_angles = [angles[worker * self.groups // n_workers] for worker in range(n_workers)]
+        return [Rotation(angle) if angle % 360 else None for angle in worker_angles]
 
     def _check_groups(self, n_workers: int) -> None:
         if self.groups > n_workers:
-            raise ExperimentError(f"partition.groups = {self.groups}: more than the {n_workers} workers")
+            raise ExperimentError(
+                f"partition.groups = {self.groups}: must be at most the number of workers, {n_workers}"
+            )

@@ -1,4 +1,4 @@
-"""Partitions in which workers hold few classes, or runs of samples sorted by label."""
+"""Partitions with label skew: workers hold few classes, or contiguous runs of samples sorted by label."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fedsim.errors import ExperimentError
 
 @partition_strategy("shards")
 def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: PositiveInt = 2) -> list[np.ndarray]:
-    """Samples sorted by label are cut into s * n_workers equal runs; each worker gets s random runs.
+    """Sort samples by label, cut them into s * n_workers equal runs, and give each worker s random runs.
 
-    McMahan et al. 2017 ("pathological non-IID", s = 2). The sort is stable. Sizes of runs differ by at most one, the
-    larger first.
+    McMahan et al. 2017 ("pathological non-IID", s = 2). The sort is stable. Run sizes differ by at most one, larger
+    ones first.
 
-    Draws: one `rng.permutation(s * n_workers)`; worker i gets the runs at its places i s to i s + s - 1.
+    Draws: one `rng.permutation(s * n_workers)`; worker i gets the runs listed at positions i s to i s + s - 1.
 
     Args:
-        labels: [n].
+        labels: class labels, [n].
         n_workers: number of shards.
         rng: for all draws.
-        s: runs of a worker, s * n_workers <= n.
+        s: number of runs per worker, s * n_workers <= n.
 
     Returns one index array per worker. Raises ExperimentError if there are more runs than samples. Cost: O(n log n).
 
@@ -35,8 +35,8 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
     """
     if s * n_workers > len(labels):
         raise ExperimentError(
-            f"partition.s = {s}: {s} shards for each of {n_workers} workers are {s * n_workers}, more than the "
-            f"{len(labels)} samples"
+            f"partition.s = {s}: {n_workers} workers with {s} runs each need at least {s * n_workers} samples, but "
+            f"there are only {len(labels)}; lower s or use fewer workers"
         )
     runs = np.array_split(by_label(labels), s * n_workers)
     assigned = rng.permutation(s * n_workers).reshape(n_workers, s)
@@ -47,22 +47,23 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
 def classes_per_worker(
     by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2
 ) -> list[np.ndarray]:
-    """Each worker holds k classes, i mod C and k - 1 random others; a class is divided evenly among its holders.
+    """Give worker i samples of k classes: i mod C and k - 1 random ones. A class is split evenly among its workers.
 
-    Li et al. 2022 ("#C = k"). C is the number of classes, in ascending order. Parts of a class differ by at most one
-    sample, the larger to the lower workers. With fewer workers than classes, the classes n_workers, ..., C - 1, which
-    no worker holds as i mod C, go to random workers first, each to one.
+    Li et al. 2022 ("#C = k"). C is the number of classes. Two workers' numbers of samples of one class differ by at
+    most one, larger numbers for lower worker IDs. With fewer workers than classes, each of the classes n_workers, ...,
+    C - 1, which no worker has as i mod C, is first assigned to one random worker.
 
-    Draws: with fewer workers than classes, one `rng.permutation` of the n_workers * (k - 1) free places (k - 1 times
-    worker 0, then worker 1, ...), whose first get the classes without a holder, in ascending order. Then for each
-    worker one `rng.choice(others, places left, replace=False)` of the classes that it does not hold, ascending. Then
-    each class in ascending order is shuffled by `rng.permutation`; its holders take from it in their order.
+    Draws: with fewer workers than classes, one `rng.permutation` of the n_workers * (k - 1) free slots (k - 1 times
+    worker 0, then worker 1, ...); its first entries get the unassigned classes, in ascending order. Then for each
+    worker one `rng.choice(classes, free slots, replace=False)` among the classes that the worker does not have, in
+    ascending order. Then each class in ascending order is shuffled by `rng.permutation` and handed out in the order of
+    the workers.
 
     Args:
-        by_class: the positions [n] of the samples of each class, one array for each.
+        by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
-        k: classes of a worker, k <= C and k * n_workers >= C.
+        k: number of classes per worker, k <= C and k * n_workers >= C.
 
     Returns one index array per worker. Raises ExperimentError if k > C or k * n_workers < C. Cost: O(n log n + C
     n_workers).
@@ -75,8 +76,8 @@ def classes_per_worker(
         raise ExperimentError(f"partition.k = {k}: must be at most the number of classes, {n_classes}")
     if k * n_workers < n_classes:
         raise ExperimentError(
-            f"partition.k = {k}: {n_workers} workers with {k} classes each hold at most {k * n_workers} of "
-            f"{n_classes} classes, and samples of the others would be lost"
+            f"partition.k = {k}: {n_workers} workers with {k} classes each cover only {k * n_workers} of "
+            f"{n_classes} classes, so the other classes would be lost; use a larger k or more workers"
         )
     holds = _draw_classes(n_workers, n_classes, k, rng)
     counts = np.zeros(holds.shape, dtype=np.int64)
@@ -87,7 +88,10 @@ def classes_per_worker(
 
 
 def _draw_classes(n_workers: int, n_classes: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """The classes that each worker holds, bool [n_workers, n_classes]: k in each row, at least one in each column."""
+    """Return which classes each worker holds, as a bool array [n_workers, n_classes].
+
+    Each worker (row) holds k classes, and each class (column) has at least one worker.
+    """
     workers = np.arange(n_workers)
     holds = np.zeros((n_workers, n_classes), dtype=bool)
     holds[workers, workers % n_classes] = True
@@ -108,19 +112,19 @@ def similarity(
     *,
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.1,
 ) -> list[np.ndarray]:
-    """A fraction gamma of the samples is distributed at random; the rest is sorted by label and cut into runs.
+    """Distribute a fraction gamma of the samples at random, and the rest, sorted by label, in one run per worker.
 
-    Hsu et al. 2019; Karimireddy et al. 2020 (SCAFFOLD: "s% similarity", s = 100 gamma). round(gamma n) samples are
-    drawn and cut as in `iid`; the others, sorted stably by label, are cut into one run per worker. Workers' sizes
-    differ by at most one. gamma = 1 is `iid`; gamma = 0 has no randomness.
+    Hsu et al. 2019; Karimireddy et al. 2020 (SCAFFOLD: "s% similarity", s = 100 gamma). The round(gamma n) random
+    samples are distributed as in `iid`. The remaining samples are sorted stably by label and cut into one contiguous
+    run per worker. Shard sizes differ by at most one. gamma = 1 is `iid`; gamma = 0 involves no randomness.
 
     Draws: one `rng.permutation(n)`, whose first round(gamma n) samples are the random part.
 
     Args:
-        labels: [n].
+        labels: class labels, or scalar targets, [n].
         n_workers: number of shards.
         rng: for all draws.
-        gamma: 0 <= gamma <= 1.
+        gamma: fraction of the samples that are distributed at random, 0 <= gamma <= 1.
 
     Returns one index array per worker. Cost: O(n log n).
 
@@ -132,7 +136,7 @@ def similarity(
     drawn = rng.permutation(n)
     rest = np.sort(drawn[n_random:])
     rest = rest[by_label(labels[rest])]
-    # The runs make up for what the random parts leave uneven.
+    # The sizes of the runs are chosen such that random part plus run have even sizes.
     runs = np.split(rest, np.cumsum(even_sizes(n, n_workers) - even_sizes(n_random, n_workers))[:-1])
     parts = np.array_split(drawn[:n_random], n_workers)
     return [np.concatenate(pair) for pair in zip(parts, runs, strict=True)]

@@ -1,4 +1,4 @@
-"""The shards of all workers: a list, or drawn one by one on demand."""
+"""Containers for the shards of all workers: stored in one tensor, or drawn one by one on demand."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.errors import ExperimentError
 
-KEPT = 4096  # drawn shards that a process keeps, so that a round draws most of them once
+KEPT = 4096  # maximum number of drawn shards that a process caches, so that most are drawn only once per round
 
 
 class Shards(ABC):
-    """The samples of each worker. Other processes receive the tensors by handle, without a copy.
+    """Container with the sample positions of every worker's shard.
+
+    When a Shards object is sent to another process, its tensors are shared, not copied.
 
     Attributes:
-        listed: whether all shards exist already, so reading all of them costs little.
-        equal_sizes: whether all workers are known to have as many samples.
+        listed: whether all shards are stored, so that reading all of them is cheap.
+        equal_sizes: whether all workers are known to have the same number of samples.
     """
 
     listed: ClassVar[bool]
@@ -31,33 +33,33 @@ class Shards(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
 
     @abstractmethod
     def size(self, worker: int) -> int:
-        """Return the number of samples of a worker."""
+        """Return the number of samples in the shard of worker number `worker`."""
 
     @abstractmethod
     def of(self, worker: int) -> Tensor:
-        """Return the positions of a worker's samples in the data set, int64 [size], on the host; read-only."""
+        """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """The positions of these workers' samples in one int64 tensor, and where each worker's positions start."""
+        """Return one int64 tensor that contains several workers' sample positions, and each worker's start in it."""
         shards = [self.of(worker) for worker in workers]
         return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
 
     @property
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """The tensors for an engine to share; their size does not depend on the number of processes."""
+        """The tensors that an engine places in shared memory for its worker processes."""
 
 
 class ListedShards(Shards):
-    """Shards in one tensor.
+    """Shards of all workers, stored one after another in one tensor.
 
     Args:
-        positions: all workers' sample positions, int64.
-        ends: the end of each worker's positions, int64 [workers].
+        positions: sample positions of worker 0, then of worker 1, and so on, int64.
+        ends: where each worker's positions end in `positions`, int64 [workers].
 
     >>> shards = fedsim.data.ListedShards.of_arrays([np.array([4, 2]), np.array([0])])
     >>> shards.of(0), shards.size(1)
@@ -75,7 +77,7 @@ class ListedShards(Shards):
 
     @classmethod
     def of_arrays(cls, shards: Sequence[np.ndarray]) -> ListedShards:
-        """From one index array per worker."""
+        """Build ListedShards from one int64 index array per worker."""
         sizes = [len(shard) for shard in shards]
         return cls(torch.from_numpy(np.concatenate(shards)), torch.from_numpy(np.cumsum(sizes)))
 
@@ -89,7 +91,7 @@ class ListedShards(Shards):
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the tensor of all workers, and the starts of these workers."""
+        """Return the stored tensor with the positions of all workers, and the starts of `workers` in it."""
         return self._positions, [self._cuts[worker] for worker in workers]
 
     @property
@@ -98,14 +100,19 @@ class ListedShards(Shards):
 
 
 class DrawnShards(Shards):
-    """Virtual shards, pure functions of (seed, worker), drawn on demand; up to KEPT of them are kept.
+    """Shards of a virtual partition strategy, drawn on demand as a function of (seed, worker).
+
+    At most KEPT drawn shards are cached.
 
     Args:
-        name: the strategy's name, for errors.
-        strategy: returns one worker's positions; an optional method `size(worker)` returns their number without a draw.
-        takes: the names of its inputs, among labels, n_workers, rng, ids, worker and by_class.
-        labels: [n]; a tensor is shared between processes.
-        ids: columns [n] by name, for a strategy that accepts them.
+        name: the strategy's name, for error messages.
+        strategy: function that returns one worker's sample positions. An optional method `size(worker)` returns their
+            number without drawing them.
+        takes: the names of the strategy's inputs, among labels, n_workers, rng, ids, worker and by_class.
+        n_workers: number of workers.
+        seed: seed for all random draws.
+        labels: class labels or other targets, [n]; a tensor is shared between processes.
+        ids: columns of owners [n] by name, for a strategy with an input `ids`.
     """
 
     listed = False
@@ -128,7 +135,7 @@ class DrawnShards(Shards):
         self._sorted = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *by_class]))
         self._class_ends = np.cumsum([len(samples) for samples in by_class]).tolist()
         self.equal_sizes = getattr(strategy, "equal_sizes", False)
-        self._kept: dict[int, Tensor] = {}  # in order of last use
+        self._kept: dict[int, Tensor] = {}  # cached shards, the least recently used first
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
@@ -159,7 +166,7 @@ class DrawnShards(Shards):
 
     def _draw(self, worker: int) -> np.ndarray:
         values = {
-            "labels": np.asarray(self._labels),  # here and not before: sharing a tensor moves its memory
+            "labels": np.asarray(self._labels),  # converted on each draw, since sharing a tensor moves its memory
             "n_workers": self._n_workers,
             "rng": numpy_generator(self._seed, "partition", worker),
             "ids": self._ids,
@@ -179,27 +186,33 @@ class DrawnShards(Shards):
         where = f'partition.name = "{self._name}"'
         n = len(self._labels)
         if shard.ndim != 1 or not len(shard):
-            raise ExperimentError(f"{where}: must give each worker positions [size >= 1]; {worker} got {shard.shape}")
+            raise ExperimentError(
+                f"{where}: must return a non-empty one-dimensional index array for each worker; the array for worker "
+                f"{worker} has shape {shard.shape}"
+            )
         if shard.min() < 0 or shard.max() >= n:
             wrong = shard[(shard < 0) | (shard >= n)][0]
-            raise ExperimentError(f"{where}: gave worker {worker} the position {wrong}; there are {n} samples")
+            raise ExperimentError(
+                f"{where}: returned index {wrong} for worker {worker}; valid indices are 0 to {n - 1}"
+            )
         declared = self._declared_size(worker)
         if declared not in (None, len(shard)):
             raise ExperimentError(
-                f"{where}: gave worker {worker} {len(shard)} samples, and size({worker}) says {declared}"
+                f"{where}: returned {len(shard)} samples for worker {worker}, but the strategy's size({worker}) is "
+                f"{declared}; both must be equal"
             )
 
 
 def hold_out(shards: Shards, fraction: float, seed: int) -> tuple[Shards, Shards]:
-    """Split the shard of every worker into training samples and test samples, at random.
+    """Split every worker's shard at random into training samples and local test samples.
 
     Args:
-        shards: of all workers.
-        fraction: of a worker's n samples, 0 < fraction < 1; it has round(fraction n) test samples, but at least one and
-            at most n - 1. A worker with a single sample has no test samples.
-        seed: the split of a worker is a pure function of (seed, worker).
+        shards: shards of all workers.
+        fraction: fraction of test samples, 0 < fraction < 1. A worker with n samples has round(fraction n) test
+            samples, but at least one and at most n - 1. A worker with a single sample has no test samples.
+        seed: seed for the splits; each worker's split depends only on (seed, worker).
 
-    Returns the shards to train on and those to test on. Shards that are drawn on demand stay so.
+    Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
 
     >>> train, test = fedsim.data.hold_out(fedsim.data.ListedShards.of_arrays([np.arange(10)]), 0.2, seed=0)
     >>> train.size(0), test.size(0)
@@ -213,11 +226,11 @@ def hold_out(shards: Shards, fraction: float, seed: int) -> tuple[Shards, Shards
 
 
 class PartOfShards(Shards):
-    """The training samples, or the test samples, of shards.
+    """Either the training part or the test part of every worker's shard, as split by `hold_out`.
 
     Args:
-        shards, fraction, seed: as of `hold_out`.
-        held_out: whether these are the test samples.
+        shards, fraction, seed: see `hold_out`.
+        held_out: whether this object contains the test part.
     """
 
     def __init__(self, shards: Shards, fraction: float, seed: int, *, held_out: bool) -> None:

@@ -13,10 +13,10 @@ from fedsim.data.partitions.base import partition_strategy
 
 @partition_strategy("contiguous")
 def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """Equal runs in the data set's order; the last worker gets the remainder.
+    """Cut the samples, in the data set's order, into equal contiguous runs; the last worker also gets the remainder.
 
     Args:
-        labels: [n].
+        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
         n_workers: number of shards.
 
     Returns one index array per worker. Cost: O(n).
@@ -30,12 +30,12 @@ def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
 
 @partition_strategy("iid")
 def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """The shuffled samples are cut into runs whose sizes differ by at most one, the larger first.
+    """Shuffle the samples and cut them into shards whose sizes differ by at most one, larger ones first.
 
     Draws: one `rng.permutation(n)`.
 
     Args:
-        labels: [n].
+        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
         n_workers: number of shards.
         rng: for all draws.
 
@@ -58,24 +58,24 @@ def quantity(
     sigma: Annotated[float, Field(ge=0, le=1e12)] = 1.0,
     min_size: PositiveInt = 1,
 ) -> list[np.ndarray]:
-    """The shuffled samples are cut into runs of unequal sizes, by shares ~ Dir(beta) or lognormal shares.
+    """Shuffle the samples and cut them into shards of unequal sizes, by Dirichlet or lognormal shares.
 
-    The shares q are cut at floor(cumsum(q) n); the last worker with a share gets the rest. Li et al. 2022, "Federated
-    Learning on Non-IID Data Silos".
+    With shares q, the shuffled samples are cut at floor(cumsum(q) n); the last worker with a share above zero gets the
+    rest. Li et al. 2022, "Federated Learning on Non-IID Data Silos".
 
     Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`; then one `rng.permutation(n)`.
 
     Args:
-        labels: [n].
+        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
         n_workers: number of shards.
         rng: for all draws.
-        distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i = e^(sigma z_i) / sum, z_i standard
-            normal.
-        beta: > 0; smaller is more unequal.
-        sigma: >= 0; 0 gives equal shares.
-        min_size: least samples of a worker. Shares are drawn again until it is reached, at most 1000 times.
+        distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i is proportional to e^(sigma z_i) with
+            standard normal z_i.
+        beta: concentration of the Dirichlet shares, > 0; a smaller beta gives more unequal sizes.
+        sigma: standard deviation of the lognormal shares' logarithms, >= 0; 0 gives equal sizes.
+        min_size: minimum number of samples per worker. Shares are redrawn until it is reached, at most 1000 times.
 
-    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), and O(n_workers)
+    Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), plus O(n_workers)
     for each try.
 
     >>> [len(shard) for shard in fedsim.partition(np.zeros(100), 3, "quantity", beta=1.0)]
@@ -87,7 +87,7 @@ def quantity(
         if distribution == "dirichlet":
             return cut_by_shares(n, rng.dirichlet(np.full(n_workers, beta)))
         logs = rng.normal(0, sigma, n_workers)
-        shares = np.exp(logs - logs.max())  # the greatest is 1: nothing overflows
+        shares = np.exp(logs - logs.max())  # the largest is 1, so nothing overflows
         return cut_by_shares(n, shares / shares.sum())
 
     if distribution == "dirichlet":

@@ -1,4 +1,4 @@
-"""Partitions with shards that are drawn one by one, for populations of any size."""
+"""Virtual partitions, whose shards are drawn one by one, for any number of workers."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ Skew = Annotated[Concentration | None, BeforeValidator(lambda alpha: None if alp
 @partition_strategy("virtual")
 @dataclass(frozen=True)
 class Virtual:
-    """Each worker's shard is drawn from all the data when it is needed: populations of millions of workers.
+    """Draw each worker's shard from the whole data set on demand, so that there can be millions of workers.
 
-    NOT a disjoint cover: samples are drawn without replacement within a worker and with replacement between workers, so
-    shards overlap and may leave samples out. A shard is a pure function of (seed, worker), whatever the number of
-    workers.
+    Shards are NOT disjoint: one worker's samples are distinct, but different workers may share samples, and some
+    samples may be in no shard. A shard depends only on (seed, worker), not on the number of workers.
 
-    With label skew, worker k draws its class mixture q ~ Dir(alpha C p_1, ..., alpha C p_C), where p_c = n_c / n is the
-    share of class c and C the number of classes: Dir(alpha, ..., alpha) for classes of equal size, and on average the
-    mixture of the data. For each sample a class is drawn from q, and a sample of that class; a class without samples
-    left is removed from q, which is scaled to sum to one (Hsu et al. 2019, as in `dirichlet_workers`, where workers
-    take from the samples that others leave).
+    With label skew, worker k draws a class mixture q ~ Dir(alpha C p_1, ..., alpha C p_C), where p_c = n_c / n is the
+    share of class c and C the number of classes. The mean of q is the mixture p of the whole data set, and for classes
+    of equal size q ~ Dir(alpha, ..., alpha). Each sample is a random sample from a class drawn from q. A class that has
+    run out of samples is removed from q, and q is rescaled to sum to one. Unlike in `dirichlet_workers` (Hsu et al.
+    2019), a worker does not use up samples for the workers after it.
 
-    Draws, from the worker's own generator: one `rng.choice(n, samples, replace=False, shuffle=False)`; with skew, the
-    counts as in `dirichlet_workers`, then for each class with a count, ascending, one `rng.choice` of that kind.
+    Draws, from a separate generator per worker: one `rng.choice(n, samples, replace=False, shuffle=False)`. With skew
+    instead: the counts as in `dirichlet_workers`, then for each class with a positive count, in ascending order, one
+    such `rng.choice` among the samples of the class.
 
     Args:
-        samples: of each worker, at most n.
-        alpha: smaller is more skew; None or inf: no skew. (In a comparison use 1e12 instead of inf, so that it can be
-            resumed.)
+        samples: number of samples of each worker, at most n.
+        alpha: concentration of the class mixture; smaller gives more label skew. None or inf: no skew. (A comparison
+            with inf cannot be resumed; use 1e12 there.)
 
-    Returns [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time and memory for a
-    shard, whatever n (O(n) for sets above 10,000 samples, or classes, of which more than a twentieth is drawn).
+    Returns an index array [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time
+    and memory for a shard, independent of n (but O(n) if more than 5 percent of over 10,000 samples, in the data set or
+    in a class, are drawn).
 
     >>> fedsim.partition(np.arange(100) % 10, 2, "virtual", samples=3)
     [array([85,  5, 48]), array([82, 66,  3])]
@@ -58,11 +59,14 @@ class Virtual:
     ) -> np.ndarray:
         n = len(labels)
         if self.samples > n:
-            raise ExperimentError(f"partition.samples = {self.samples}: more than the {n} samples there are")
+            raise ExperimentError(f"partition.samples = {self.samples}: must be at most the data set's size, {n}")
         if self.alpha is None:
             return rng.choice(n, self.samples, replace=False, shuffle=False)
         if by_class is None:
-            raise ExperimentError(f"partition.alpha = {self.alpha}: needs class labels, one for each sample; omit it")
+            raise ExperimentError(
+                f"partition.alpha = {self.alpha}: needs one class label per sample, which this data set does not have; "
+                "omit partition.alpha"
+            )
         sizes = np.array([len(members) for members in by_class])
         alphas = np.maximum(self.alpha * len(sizes) * sizes / n, np.finfo(float).tiny)
         counts = draw_counts(self.samples, alphas, sizes, rng)
@@ -74,5 +78,5 @@ class Virtual:
         return np.concatenate(chosen)
 
     def size(self, worker: int) -> int:
-        """`samples`."""
+        """Return the number of samples of a worker, which is `samples` for every worker."""
         return self.samples

@@ -1,1 +1,1 @@
-"""Ranks that torchrun, srun or mpirun has started, on one machine or several."""
+"""The engine `distributed`: one process per rank, started by torchrun, srun or mpirun on one or several machines."""

@@ -1,4 +1,4 @@
-"""The engine `distributed`: the ranks that torchrun, srun or mpirun has started, on one machine or on many."""
+"""The engine `distributed`, which trains on ranks started by torchrun, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class InRank(InProcess):
-    """This process as one of several ranks."""
+    """Backend of the engine `distributed`: runs tasks in this process, which is one of several ranks."""
 
     def __init__(self, group: RankGroup, threads: int) -> None:
         super().__init__(threads)
@@ -56,15 +56,16 @@ class InRank(InProcess):
 
 
 class DistributedEngine(Engine):
-    """One rank of those that a launcher has started: `torchrun ... run_experiment.py engine=distributed`.
+    """Engine that spreads a run over the ranks of a launcher: `torchrun ... run_experiment.py engine=distributed`.
 
-    Every rank holds the rows of its own members and moves its own columns of the global row; on CPUs and GPUs, on
-    one machine or many, by `torch.distributed`. Agrees with the engine `serial` up to rounding.
+    Each rank stores the models of the workers that it trains, and updates its own slice of the global parameter vector.
+    Ranks communicate by `torch.distributed`, on CPUs or GPUs, on one or several machines. Results agree with the engine
+    `serial` up to rounding.
     """
 
     traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)
     backend: InRank
-    _preflight: ClassVar[Preflight | None] = None  # of the run that is being prepared
+    _preflight: ClassVar[Preflight | None] = None  # check of the run that is being prepared
 
     @classmethod
     def is_main(cls) -> bool:
@@ -90,7 +91,8 @@ class DistributedEngine(Engine):
             if not group.first:
                 warnings.simplefilter("ignore", FedsimWarning)
             elif group.reason:
-                warnings.warn(f"rows travel by {group.backend}: {group.reason}", FedsimWarning, stacklevel=2)
+                line = f"the ranks exchange tensors with the backend {group.backend}: {group.reason}"
+                warnings.warn(line, FedsimWarning, stacklevel=2)
             try:
                 yield
             except FedsimError as error:
@@ -104,7 +106,7 @@ class DistributedEngine(Engine):
                 if cause is None or cause == TERMINATED:
                     group.give_up(one_line(error) if isinstance(error, Exception) else TERMINATED)
                     raise
-                raise WorkerError(group.give_up(cause)) from None  # a launcher ends all ranks when one has ended
+                raise WorkerError(group.give_up(cause)) from None  # the launcher stopped this rank: another one failed
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         assert RankGroup.joined is not None
@@ -127,7 +129,7 @@ class DistributedEngine(Engine):
         if task.experiment.gradient_hook is not None:
             facts["gradients"] = f"averaged during the backward pass, hook {task.experiment.gradient_hook.name}"
         elif task.experiment.rounds_of_gradients:
-            facts["gradients"] = f"rows of single workers, by the rule: {task.experiment.needs_rows}"
+            facts["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
         return facts
 
     def broadcast(self, value: Any) -> Any:
@@ -147,7 +149,7 @@ class DistributedEngine(Engine):
 
 
 def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) -> None:
-    """Send an error of this rank to the others, in the way in which they wait for it."""
+    """Send an error of this rank to the other ranks: as the answer to their check before the run, or by the store."""
     if not preflight.settled:
         preflight.fail(error)
     elif preflight.passed:

@@ -1,13 +1,13 @@
-"""Communication hooks: how ranks send the gradients that they average.
+"""Communication hooks: how ranks exchange the gradients that they average.
 
-A hook begins the exchange of one bucket of gradients and returns a Future of their mean over the ranks, which it also
-writes to the bucket. The hooks are those of PyTorch's DistributedDataParallel. Their positional parameters receive
+A hook starts the exchange of one bucket of gradients, and returns a Future of the mean over the ranks, which it also
+writes to the bucket. The hooks are those of PyTorch's DistributedDataParallel. They take two positional parameters:
 
-    state   what `start(process_group, seed)` of the hook returned at the start of the run; without this method, the
-            process group
-    bucket  a `Bucket`: this rank's share of the average, times the number of ranks
+    state   result of the hook's method `start(process_group, seed)` at the start of the run, or the process group if
+            the hook has no such method
+    bucket  a `Bucket`: this rank's contribution to the mean, multiplied by the number of ranks
 
-and the fields of a hook are its configuration.
+The fields of a hook are its configuration.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Bucket:
-    """Consecutive parameters of a gradient row, with the methods of torch.distributed.GradBucket that hooks call.
+    """Consecutive part of the flat gradient vector, with the methods of torch.distributed.GradBucket that hooks call.
 
     Args:
-        columns: of the row [d].
-        shapes: of the parameters in these columns.
+        number: position of the bucket in the order of sending, from 0.
+        last: whether this is the last bucket of a step.
+        columns: this part of the gradient vector, as a view.
+        shapes: shapes of the parameters in this part, in their order.
     """
 
     def __init__(self, number: int, last: bool, columns: Tensor, shapes: list[torch.Size]) -> None:
@@ -60,17 +62,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CommunicationHook(Component):
-    """A hook with its parameters."""
+    """Communication hook with its configured parameters."""
 
     function: Any
 
     @property
     def keeps(self) -> bool:
-        """Whether it has a state."""
+        """Whether the hook keeps state between steps."""
         return hasattr(self.function, "start")
 
     def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[Bucket], Mean]:
-        """Make the function that begins to send a bucket, for a run."""
+        """Return the function of one run that starts the exchange of a bucket."""
         return partial(self.function, self.function.start(process_group, seed) if self.keeps else process_group)
 
 
@@ -79,28 +81,29 @@ hook = Registry("communication hook", inputs=("state", "bucket"), component=Comm
 
 @hook("allreduce")
 def allreduce(state: dist.ProcessGroup, bucket: Any) -> Mean:
-    """The mean, sent in the rows' own type: the same global rows as elsewhere, up to rounding.
+    """Average the gradients by all-reduce, in their own dtype. Results agree with other engines up to rounding.
 
-    Sent by all ranks together: 2 (P - 1) d s bytes a step, as of one all-reduce.
+    P ranks send 2 (P - 1) d s bytes in total per step, for d parameters of s bytes.
     """
     return default_hooks.allreduce_hook(state, bucket)
 
 
 @hook("fp16")
 def fp16(state: dist.ProcessGroup, bucket: Any) -> Mean:
-    """The mean, summed and sent as float16: half of the bytes of float32.
+    """Average the gradients by all-reduce in float16, which halves the bytes of float32.
 
-    Each rank divides by P before it rounds, so that sums stay in range; what is above 65,504 becomes infinite all the
-    same, which ends the run, and what is below 6e-8 vanishes. PyTorch's `fp16_compress_hook`.
+    Each rank divides its gradients by the number of ranks before it rounds them. Values above 65,504 still become
+    infinite, which ends the run, and values below 6e-8 become 0. This is PyTorch's `fp16_compress_hook`.
     """
     return default_hooks.fp16_compress_hook(state, bucket)
 
 
 @hook("bf16")
 def bf16(state: dist.ProcessGroup, bucket: Any) -> Mean:
-    """The mean, summed and sent as bfloat16: half of the bytes of float32, its range, and 8 bits of precision.
+    """Average the gradients by all-reduce in bfloat16, which halves the bytes of float32.
 
-    PyTorch's `bf16_compress_hook`; with NCCL from 2.10 on.
+    bfloat16 has the range of float32 and 8 bits of precision. This is PyTorch's `bf16_compress_hook`, which needs NCCL
+    2.10 or newer if the backend is NCCL.
     """
     return default_hooks.bf16_compress_hook(state, bucket)
 
@@ -108,20 +111,23 @@ def bf16(state: dist.ProcessGroup, bucket: Any) -> Mean:
 @hook("powersgd")
 @dataclass(frozen=True)
 class PowerSGD:
-    """Every weight matrix as two factors of low rank, by a step of power iteration. Vogels et al. 2019.
+    """Low-rank approximation of each weight matrix's gradient by one step of power iteration (Vogels et al. 2019).
 
-    A gradient [o, i] (of a convolution: [o, the rest]) plus the error that was left over is M; P = M Q is summed over
-    the ranks and orthogonalised, Q = M^T P is averaged, and the result is P Q^T. It sends r (o + i) numbers in place of
-    o i, in two all-reduces one after the other, and biases as they are.
+    Let M be the gradient [o, i] of a weight (a convolution's weight is flattened to [out channels, rest]) plus the
+    error of the last compression. The ranks sum P = M Q and orthogonalise P, then average Q = M^T P. The result is
+    P Q^T. Two consecutive all-reduces send r (o + i) numbers instead of o i. Biases are sent uncompressed.
 
-    Names, meanings and defaults are those of PyTorch's `PowerSGDState`: matrix_approximation_rank is r; until step
-    start_powerSGD_iter of the run all is sent as it is; a matrix is compressed where that saves a factor of
-    min_compression_rate at least; use_error_feedback adds what compression has left out to the next gradient,
-    warm_start begins with the last Q, and needs no other; orthogonalization_epsilon keeps a gradient of zeros from
-    becoming NaN where r is 1 or 2.
+    Names, meanings and defaults are those of PyTorch's `PowerSGDState`:
 
-    Each rank keeps, for the whole run and to itself, its left-over error [d] and the factors P and Q: d (1 + 1 / the
-    compression) numbers. Constraint: start_powerSGD_iter >= 2 with error feedback or a warm start.
+    - matrix_approximation_rank is r.
+    - Before step start_powerSGD_iter of the run, all gradients are sent uncompressed.
+    - A matrix is compressed only if this saves at least a factor of min_compression_rate.
+    - use_error_feedback adds the error of the last compression to the next gradient.
+    - warm_start reuses Q of the last step instead of drawing a new one.
+    - orthogonalization_epsilon prevents NaN for a gradient of zeros if r is 1 or 2.
+
+    Each rank stores its own compression error [d] and the factors P and Q for the whole run: d (1 + 1 / the
+    compression rate) numbers. Constraint: start_powerSGD_iter >= 2 with error feedback or a warm start.
     """
 
     matrix_approximation_rank: Positive = 1
@@ -134,7 +140,7 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if self.start_powerSGD_iter < 2 and (self.use_error_feedback or self.warm_start):
             raise ExperimentError(
-                f"distributed.hook.start_powerSGD_iter = {self.start_powerSGD_iter}: must be 2 at least with "
+                f"distributed.hook.start_powerSGD_iter = {self.start_powerSGD_iter}: must be at least 2 with "
                 "use_error_feedback or warm_start"
             )
 

@@ -1,9 +1,9 @@
-"""Synchronous SGD on ranks with a mean: the gradients of all workers add up in one row, which the ranks average.
+"""Synchronous SGD with the rule `mean` on several ranks, like PyTorch's DistributedDataParallel.
 
-The modules of a rank's workers are bound to the same rows: their parameters are views of the global row, and their
-gradients views of one gradient row. Each worker's loss is multiplied by its share in the mean. During the backward pass
-of the last worker, each bucket of gradients is sent as soon as it is complete, as PyTorch's DistributedDataParallel
-does. There are no rows of single workers.
+All workers of a rank share two flat vectors (rows): their modules' parameters are views of the global row, and their
+gradients accumulate in one gradient row, which the ranks average. Each worker's loss is multiplied by the worker's
+share in the mean. During the backward pass of the last worker, each bucket of gradients is sent as soon as it is
+complete. Per-worker gradients are not stored.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
 from fedsim.errors import DivergedError
 from fedsim.system.devices import synchronize
 
-BUCKET = 25 * 2**20  # bytes; that of DistributedDataParallel
+BUCKET = 25 * 2**20  # bytes; default of DistributedDataParallel
 
 
 class BucketSender:
-    """Begins to send each bucket of a gradient row when its parameters' gradients are complete, in the same order.
+    """Sender of gradient buckets: starts the exchange of each bucket as soon as all its gradients are complete.
+
+    All ranks send the buckets in the same order, from the last parameters to the first.
 
     Args:
-        row: the gradient row [d].
-        send: the hook of the run.
-        most: numbers in a bucket.
+        row: flat gradient vector [d].
+        layout: positions of the parameters in `row`.
+        send: function of the communication hook that starts the exchange of a bucket.
+        most: maximum number of gradient values in a bucket.
     """
 
     def __init__(self, row: Tensor, layout: Layout, send: Callable[[Bucket], Mean], most: int) -> None:
@@ -52,22 +55,22 @@ class BucketSender:
             self._buckets.append(Bucket(len(self._buckets), is_last, columns, [entry.shape for entry in entries]))
             self._names.append([entry.name for entry in entries])
         self._bucket_of = {name: number for number, names in enumerate(self._names) for name in names}
-        self._missing: list[set[str]] | None = None  # parameters without a gradient, by bucket; None: nothing is sent
+        self._missing: list[set[str]] | None = None  # per bucket, parameters without a gradient; None: sending is off
         self._sent: list[Mean] = []
 
     def watch(self, module: nn.Module) -> nn.Module:
-        """Count the gradients of a module from now on; returns the module."""
+        """Register gradient hooks on the module's parameters that detect complete buckets. Return the module."""
         for name, parameter in module.named_parameters():
             if name in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
         return module
 
     def begin(self) -> None:
-        """Send what the next backward pass completes."""
+        """Send each bucket that the next backward pass completes."""
         self._missing, self._sent = [set(names) for names in self._names], []
 
     def finish(self) -> list[Mean]:
-        """Send all that has not been sent; returns what to wait for."""
+        """Send the buckets that have not been sent yet. Return the futures of all buckets of this step."""
         if self._missing is None:
             self.begin()
         self._send_complete(len(self._buckets))
@@ -79,7 +82,7 @@ class BucketSender:
             return
         number = self._bucket_of[name]
         if number < len(self._sent):
-            raise RuntimeError(f"{name} gets a gradient twice in a backward pass, after the first has been sent")
+            raise RuntimeError(f"the gradient of {name} changed after it was sent; it must accumulate once per step")
         self._missing[number].discard(name)
         self._send_complete(next((place for place, names in enumerate(self._missing) if names), len(self._buckets)))
 
@@ -89,20 +92,23 @@ class BucketSender:
 
 
 class ParallelTrainer(RowTrainer):
-    """Trains rows one after another; where gradients are aggregated, `step_along_mean` does it without rows."""
+    """Trainer of one rank that trains its workers one after another.
+
+    In rounds that aggregate gradients, `step_along_mean` averages them without storing per-worker gradients.
+    """
 
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
         task, layout, self._ranks = self._task, self._modules[0].layout, ranks
         assert task.experiment.gradient_hook is not None
-        # A row that the backend cannot sum is copied to the host, and sent after the backward pass.
+        # If the backend cannot sum the gradients on this device, they are sent from the host after the backward pass.
         self._wire = self._gradient if ranks.sums_where_rows_lie else self._gradient.cpu()
         self.hook = task.experiment.gradient_hook.start(ranks.group, draw_key(task.experiment.seed, "hook") % 2**32)
-        # Gloo would mix up the parts of two buckets of a hook that sends them one after another.
+        # A hook with state sends several messages per bucket. Gloo would mix up the messages of two buckets.
         most = layout.d if task.experiment.gradient_hook.keeps else BUCKET // self._wire.element_size()
         self._sender = BucketSender(self._wire, layout, self.hook, most)
         self._modules = [self._new_row_module()]
-        self._shares = lru_cache(1)(partial(linear_shares, task))  # mostly those of the step before
+        self._shares = lru_cache(1)(partial(linear_shares, task))  # the shares rarely change between steps
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> list[SyncParticipant]:
         shared = self._shared
@@ -116,10 +122,9 @@ class ParallelTrainer(RowTrainer):
         return self._participants
 
     def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
-        """Move the global row by the client algorithm's step along the mean of all ranks' gradients, alike in all
-        ranks.
+        """Average the gradients of all ranks, and apply the client algorithm's step to the global parameters.
 
-        Raises DivergedError in all ranks if the mean is not finite.
+        All ranks compute the same step. Raises DivergedError in all ranks if the mean is not finite.
         """
         task, shares = self._task, self._shares(context.weights, len(context.workers))
         assert shares is not None
@@ -132,12 +137,13 @@ class ParallelTrainer(RowTrainer):
         return AggregationStats(shares.tolist())
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """Return the mean of all ranks' gradients of the next batches [d], the same in all ranks.
+        """Return the weighted mean [d] of all workers' gradients on their next batches, the same in all ranks.
 
-        The next call overwrites it.
+        The next call overwrites the returned tensor.
 
         Args:
-            shares: share in the mean of each worker that still has data.
+            step: number of the step in the round.
+            shares: weight in the mean by worker ID, for the workers that still have data.
         """
         self._gradient.zero_()
         self._active = [participant for participant in self._participants if participant.member.worker in shares]
@@ -153,12 +159,12 @@ class ParallelTrainer(RowTrainer):
                     self._sender.begin()
                 if share:
                     (loss * (share * self._ranks.count)).backward()
-        self._wire.copy_(self._gradient)  # does nothing if they are one
+        self._wire.copy_(self._gradient)  # does nothing if both are the same tensor
         self._ranks.wait_for(self._sender.finish)
         return self._gradient.copy_(self._wire)
 
     def _refuse(self, step: int, context: AggregationContext) -> NoReturn:
-        """Raise DivergedError, which names the workers whose gradients of this step, computed again, are not finite."""
+        """Compute the gradients of this step again, and raise DivergedError with the workers whose are not finite."""
         bad = torch.zeros(len(context.workers))
         for participant in self._active:
             self._gradient.zero_()
@@ -169,7 +175,7 @@ class ParallelTrainer(RowTrainer):
         screen(self._task, context, inputs, positions)
         assert self._task.experiment.gradient_hook is not None
         hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
-        message = f"the mean of the gradients is not finite, though each of them is ({hook})"
+        message = f"{hook}: the mean gradient is not finite, although each gradient is"
         raise DivergedError(message, "", context.moment[0])
 
     def _new_row_module(self) -> RowModule:

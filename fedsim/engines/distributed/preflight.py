@@ -1,4 +1,4 @@
-"""A check before the first round that the ranks have the same versions, experiment and data."""
+"""Check before the first round that all ranks have the same software versions, experiment and data."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.version import __version__
 
 OWN = ("device", "data.root")  # keys that may differ from host to host
-SHOWN = 3  # differences in a line
+SHOWN = 3  # maximum number of differences in an error message
 
-Claims = dict[str, dict[str, Any]]  # facts of a rank, by kind and key
+Claims = dict[str, dict[str, Any]]  # a rank's versions, experiment and data digests, by kind and key
 
 
 class Preflight:
-    """The check of one run. Each rank takes part once, with its facts or with the error that ends it.
+    """Check before one run that all ranks agree. Each rank takes part once, by `settle` or, after an error, `fail`.
 
     Attributes:
         settled: whether this rank has taken part.
-        passed: whether the ranks are alike.
+        passed: whether all ranks have the same versions, experiment and data.
     """
 
     def __init__(self, ranks: RankGroup, description: Mapping[str, Any]) -> None:
@@ -41,7 +41,10 @@ class Preflight:
         self.settled = self.passed = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
-        """Compare with the other ranks. Raises ExperimentError if one differs or has failed."""
+        """Compare this rank's versions, experiment and data with the other ranks'.
+
+        Raises ExperimentError in all ranks if a rank differs from rank 0 or has failed.
+        """
         data = {
             f"{name} {part}": digest(tensor)
             for name, split in (("training", train), ("test", test))
@@ -55,13 +58,13 @@ class Preflight:
         self.passed = True
 
     def fail(self, error: FedsimError) -> None:
-        """Tell the others, in their check, the error of this rank."""
+        """Take part in the check with the error of this rank, which the other ranks then raise."""
         self.settled = True
         self._ranks.gather_objects((str(error).splitlines()[0], None))
 
 
 def difference_of(claims: list[Claims]) -> list[str]:
-    """Return the first difference of a rank from rank 0, in one line with both values; no line if there is none."""
+    """Return one line that describes the first rank that differs from rank 0, with both values, or an empty list."""
 
     def shown(rank: int, kind: str, key: str) -> str:
         values = claims[rank][kind]
@@ -78,7 +81,7 @@ def difference_of(claims: list[Claims]) -> list[str]:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's values, shape and dtype."""
+    """Return a hash (hexadecimal) of a tensor's values, shape and dtype."""
     values = compact(tensor.detach()).cpu().contiguous()
     state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     state.update(values.flatten().view(torch.uint8).numpy().data)

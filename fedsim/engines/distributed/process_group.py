@@ -28,26 +28,27 @@ from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line, s
 from fedsim.system.background import SingleThreadExecutor
 from fedsim.system.devices import device_of_rank, gloo_can_sum, gpu_id
 
-LINGER = 1.0  # seconds in which the others read why a rank ends
-FOREVER = timedelta(days=30)  # the group's own timeout: waiting ranks watch the others' heartbeats instead
+LINGER = 1.0  # seconds that a failed rank waits, so that the other ranks can read its error
+FOREVER = timedelta(days=30)  # timeout of PyTorch's group, in effect none: ranks watch each other's heartbeats instead
 
 
 def no_heartbeats() -> int:
-    """Return the heartbeats of a rank without a task."""
+    """Return 0, the number of heartbeats of a rank without a task."""
     return 0
 
 
 class RankGroup:
-    """PyTorch's process group, with errors in one line. All ranks call every method that communicates.
+    """Wrapper of PyTorch's process group with timeouts and one-line errors.
 
-    Made once in a process, by `join`. No call blocks the main thread, so that time-outs and signals always reach it.
+    `join` creates the only instance of a process. All ranks must call each method that communicates, in the same order.
+    No call blocks the main thread for long, so timeouts and signals always take effect.
 
     Attributes:
-        index, count: number of this rank, and number of ranks.
-        device: of this rank.
-        backend: of the exchange of rows.
-        reason: why this is not the default backend of the device; None if it is.
-        group: PyTorch's process group, for code that sends by itself; see `wait_for`.
+        index, count: index of this rank, and number of ranks.
+        device: device of this rank.
+        backend: torch.distributed backend that exchanges tensors, such as "nccl".
+        reason: why `backend` is not PyTorch's default for the device; None if it is the default.
+        group: PyTorch's process group, for code that communicates within `wait_for`.
     """
 
     joined: ClassVar[RankGroup | None] = None
@@ -59,13 +60,19 @@ class RankGroup:
         self.heartbeats: Callable[[], int] = no_heartbeats
         self._spoilt: str | None = "this rank has not joined the others"
         self._watchdog: Watchdog
-        self._background = SingleThreadExecutor(self.device)  # of calls that may block forever
+        self._background = SingleThreadExecutor(self.device)  # runs calls that may block forever
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
-        """Return the group of this process. The first call joins it.
+        """Return this process's group. The first call connects it to the other ranks.
 
-        Raises ExperimentError without a launcher, and WorkerError if the others do not join in time.
+        Args:
+            init: rendezvous, as in `open_store` of the module rendezvous.
+            backend: torch.distributed backend; None for the default of the device.
+            timeout: seconds until missing or silent ranks count as failed.
+            device: device name, such as "cuda".
+
+        Raises ExperimentError if no launcher started this process, and WorkerError if other ranks do not join in time.
         """
         settings, place = (init, backend, timeout, device), RankInfo.here()
         if cls.joined is None:
@@ -73,8 +80,9 @@ class RankGroup:
             cls.joined._join(place, init, backend)
         elif cls.joined._settings != settings:
             raise ExperimentError(
-                "the ranks have joined already, with init, backend, timeout and device "
-                f"{show(list(cls.joined._settings))}; they cannot join again with {show(list(settings))}"
+                "this process has already joined the ranks with [init, backend, timeout, device] = "
+                f"{show(list(cls.joined._settings))} and cannot join again with {show(list(settings))}; "
+                "use the same settings or a new process"
             )
         return cls.joined
 
@@ -94,13 +102,13 @@ class RankGroup:
             address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
             raise WorkerError(
                 f"rank {self.index} of {self.count}: did not join the other ranks at {address} within "
-                f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, and give each job "
-                "a port of its own (MASTER_PORT)"
+                f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, with a different "
+                "MASTER_PORT for each job"
             ) from error
         self._spoilt = None
 
     def _meet(self, place: RankInfo, init: str, backend: str | None, deadline: float) -> None:
-        """Join the other ranks. A first process group, which is not used later, checks that they are connected."""
+        """Connect to the other ranks. A first process group, which is not used later, checks the connections."""
         opened, keeper = rendezvous.open_store(init, place, deadline - time.monotonic())
         store = self._store = dist.PrefixStore(f"fedsim/{place.attempt}", opened)
         self._watchdog = Watchdog(store, keeper, self.index, self.count, lambda: self.heartbeats(), self.timeout)
@@ -108,7 +116,7 @@ class RankGroup:
         if missing := wait_for_all(store, self.count, deadline - time.monotonic()):
             raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {self.timeout:g} s")
         if name := rendezvous.interface_towards(rendezvous.meeting_address(init, place)[0]):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo listens at the address of the host name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # by default, gloo listens at the host name's address
         limit = timedelta(seconds=max(LINGER, deadline - time.monotonic()))
         self.backend = HOST_BACKEND
         try:
@@ -131,7 +139,7 @@ class RankGroup:
             raise
         except (RuntimeError, ValueError) as error:
             raise WorkerError(
-                f"backend {self.backend}: the ranks do not reach each other: {one_line(error)[:300]}"
+                f"backend {self.backend}: the ranks cannot connect to each other: {one_line(error)[:300]}"
             ) from error
 
     @property
@@ -140,30 +148,30 @@ class RankGroup:
 
     @property
     def neighbours(self) -> int:
-        """The number of ranks on this host, this one included."""
+        """Number of ranks on this host, including this rank."""
         return self._hosts.count(self._hosts[self.index])
 
     def facts(self) -> dict[str, Any]:
-        """For the run record."""
+        """Return the number of ranks, their hosts and the backend, for the run record."""
         reason = {"backend_reason": self.reason} if self.reason else {}
         return {"ranks": self.count, "hosts": list(dict.fromkeys(self._hosts)), "backend": self.backend, **reason}
 
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Return the sum (or `op`) of the values [...] of all ranks, in place."""
+        """Overwrite `values` with the sum (or another reduction `op`) over all ranks, and return `values`."""
         return self._do(dist.all_reduce, values, op=op)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Return the first rank's values, in place."""
+        """Overwrite `values` with the values of rank 0, and return `values`."""
         return self._do(dist.broadcast, values, 0)
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send one of `parts` to each rank; returns the flat parts that the ranks send to this one, of these sizes."""
+        """Send `parts[i]` to rank i (all-to-all). Return the flat tensors received, `sizes[i]` numbers from rank i."""
         sent, received = torch.cat([part.reshape(-1) for part in parts]), parts[0].new_empty(sum(sizes))
         self._do(dist.all_to_all_single, received, sent, list(sizes), [part.numel() for part in parts])
         return list(received.split(list(sizes)))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return a small picklable object of every rank, in their order."""
+        """Return the list of all ranks' values, in the order of the ranks. `value` is a small picklable object."""
         pickled = torch.from_numpy(np.frombuffer(pickle.dumps(value), np.uint8).copy())
         sizes = torch.zeros(self.count, dtype=torch.int64)
         sizes[self.index] = len(pickled)
@@ -171,16 +179,19 @@ class RankGroup:
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the first rank's object, in all ranks."""
+        """Return the value that rank 0 passes. `value` is a small picklable object; other ranks may pass None."""
         return self.gather_objects(value if self.first else None)[0]
 
     @property
     def sums_where_rows_lie(self) -> bool:
-        """Whether the backend sums tensors of this device, and not copies of them on the host."""
+        """Whether the backend can sum tensors on this rank's device, without copies on the host."""
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
     def wait_for(self, begin: Callable[[], Sequence[torch.futures.Future[Any]]]) -> None:
-        """Begin to send, and wait for the end and for this rank's device while the others send heartbeats."""
+        """Call `begin`, which starts collectives, then wait for the futures that it returns and for the device.
+
+        Raises WorkerError as soon as another rank fails or stops sending heartbeats.
+        """
         self.require_usable()
         pause, cause = self._watchdog.interval, self._watchdog.silences()
         self._watchdog.waits = True
@@ -190,8 +201,8 @@ class RankGroup:
                 future.add_done_callback(partial(_set, done))
                 while not done.wait(pause):
                     self._end_for(cause())
-                future.wait()  # raises its error
-            if self.device.type != "cpu":  # its own wait has no timeout
+                future.wait()  # raises the future's error
+            if self.device.type != "cpu":  # device synchronisation has no timeout of its own
                 event, deadline = torch.get_device_module(self.device).Event(), time.monotonic() + pause
                 event.record()
                 while not event.query():
@@ -202,7 +213,7 @@ class RankGroup:
         except WorkerError:
             raise
         except RuntimeError as error:
-            lost = f"the connection to another rank was lost: {one_line(error)[:200]}"
+            lost = f"lost the connection to another rank: {one_line(error)[:200]}"
             raise WorkerError(self.give_up(self.cause() or lost)) from error
         finally:
             self._watchdog.waits = False
@@ -213,7 +224,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """In the block, this rank ends if another one does."""
+        """Return a context in which this process exits soon after another rank has ended."""
         self.require_usable()
         self._watchdog.on_duty = True
         try:
@@ -222,31 +233,32 @@ class RankGroup:
             self._watchdog.on_duty = False
 
     def require_usable(self) -> None:
-        """Raise WorkerError if the ranks are out of step after an earlier failure."""
+        """Raise WorkerError if an earlier failure has left the ranks at different points of the program."""
         if self._spoilt:
-            raise WorkerError(f"the ranks are out of step ({self._spoilt}); start the program again")
+            raise WorkerError(f"the ranks are out of step after a failure ({self._spoilt}); restart the program")
 
     def give_up(self, why: str) -> str:
-        """Tell the others why this rank ends; returns the cause of the first rank that has ended."""
+        """Tell the other ranks why this rank ends. Return the reason of the rank that ended first."""
         self._spoilt = self._spoilt or why
         return self._watchdog.say(why)
 
     def cause(self) -> str | None:
-        """Why another rank has ended, if that is known."""
+        """Return the reason why another rank has ended; None if no rank is known to have ended."""
         return self._watchdog.find_cause()
 
     def end_program(self, code: int) -> None:
-        """End a program that has failed at once; it could wait for other ranks without end."""
+        """Exit immediately with status `code` if the ranks have failed. A normal exit could wait for them forever."""
         if self._spoilt:
             sys.stderr.flush()
-            if self.first:  # it may be the process of the store
+            if self.first:  # rank 0 may run the store, in which other ranks still read the error
                 time.sleep(LINGER)
             os._exit(code)
 
     def leave(self) -> None:
-        """Leave the group and end its threads, at the end of the program; end the program if one of them is blocked.
+        """Leave the group and stop its threads at the end of the program.
 
-        A thread that returned from C++ to an interpreter that has ended would abort the process.
+        Exit with status 1 if a thread is blocked: a thread that returned from C++ after the interpreter has shut down
+        would abort the process.
         """
         atexit.unregister(self.leave)
         type(self).joined = None
@@ -258,19 +270,19 @@ class RankGroup:
             os._exit(1)
 
     def _destroy(self) -> None:
-        for name in ("group", "_store"):  # the last references to them, or nearly
+        for name in ("group", "_store"):  # drop the references, so that the group and the store can be destroyed
             vars(self).pop(name, None)
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _do(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Call a collective that writes to `tensor`, or to a copy on the host if the backend sends none of a device."""
+        """Call a collective that writes to `tensor`. If the backend is gloo, use a copy on the host."""
         wire, inputs = tensor, arguments
         if self.backend == HOST_BACKEND:
             wire = tensor.cpu()
             inputs = tuple(value.cpu() if isinstance(value, Tensor) else value for value in arguments)
         self.wait_for(lambda: [collective(wire, *inputs, group=self.group, async_op=True, **options).get_future()])
-        return tensor.copy_(wire)  # does nothing if they are one
+        return tensor.copy_(wire)  # does nothing if `wire` is `tensor`
 
 
 def _set(event: threading.Event, future: torch.futures.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The group of ranks in which each holds its own members' rows, and its columns of the optimizer's state."""
+"""The group of ranks. Each rank stores the rows of the workers that it trains, and its slice of the optimizer state."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ T = TypeVar("T")
 
 
 class Ranks(Group):
-    """One rank among others; see `Group`. Its members' rows are its own, in the order of their slots.
+    """Group of processes without shared memory, seen from one rank; see `Group`.
 
-    The columns of the global row are cut into one part for each rank, whose width is a multiple of a cache line; the
-    last parts may have fewer columns, or none.
+    Each rank stores only the rows of the workers that it trains, in the order of their slots. The columns of the global
+    row are divided into one part for each rank. A part is a multiple of a cache line wide, so the last ranks may have
+    fewer columns or none.
 
     Args:
-        ranks: how they communicate.
-        shared: of this rank: rows and buffers are of its own members, global rows are whole. The optimizer states are
-            allocated here, for this rank's columns.
+        ranks: communication with the other ranks.
+        shared: tensors of this rank, with the rows and buffers of its own workers and the whole global row. The
+            constructor allocates the optimizer states, for this rank's columns.
     """
 
     divided = True
@@ -49,9 +50,9 @@ class Ranks(Group):
         self._parts = [slice(min(d, rank * width), min(d, (rank + 1) * width)) for rank in range(self.count)]
         self._widths = [part.stop - part.start for part in self._parts]
         self._part, self._width = self._parts[self.index], self._widths[self.index]
-        self._rooms: dict[int, Tensor] = {}  # rows of all ranks, by their width
-        self._places: dict[int, tuple[int, int]] = {}  # rank and row of each slot of the current cohort
-        # With a hook every rank has the mean gradient, and moves the whole row.
+        self._rooms: dict[int, Tensor] = {}  # receive buffers for the rows of all ranks, by number of columns
+        self._places: dict[int, tuple[int, int]] = {}  # rank and row number of each slot of the current cohort
+        # With a communication hook, every rank has the whole mean gradient and updates the whole global row.
         self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
         shared.server.states = {
             sync: task.stepper(sync).start(shared.server.row[slice(None) if sync in self._whole_states else self._part])
@@ -66,14 +67,14 @@ class Ranks(Group):
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
-        """Return the slots that each rank holds, in their order."""
+        """Return one list per rank: those of `slots` whose rows the rank stores, in the order of `slots`."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
             held[self._places[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """Return the numbers of the rows of these slots, in the ranks that hold them."""
+        """Return the row number of each slot in the rank that stores its row."""
         return [self._places[slot][1] for slot in slots]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -106,7 +107,12 @@ class Ranks(Group):
         )
 
     def _receive(self, parts: list[Tensor], held: list[list[int]], width: int) -> Tensor:
-        """Send parts of this rank's rows to the others. Returns what they send of the slots that they hold, by slot."""
+        """Send `parts[i]` to rank i, and return the rows received, indexed by slot.
+
+        Args:
+            held: slots of the rows that each rank sends to this one.
+            width: number of columns of the received rows.
+        """
         received = self._ranks.exchange(parts, [len(slots) * width for slots in held])
         if not any(held):
             return parts[0][:0]
@@ -126,7 +132,7 @@ class Ranks(Group):
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """See `Group`."""
+        """Share with all ranks the results and the ExperimentError of rank 0; see `Group.at_first`."""
         told: list[Any] = []
         error = None
         try:
@@ -165,7 +171,7 @@ class Ranks(Group):
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
         hook = self._task.experiment.gradient_hook
         if hook is not None and hook.keeps:
-            line = f"distributed.hook = {show(hook.name)}: its state is in no checkpoint and starts again"
+            line = f"distributed.hook = {show(hook.name)}: the state of this hook is not in the checkpoint and is reset"
             warnings.warn(line, FedsimWarning, stacklevel=2)
         for name, part in self._divided_states():
             part.copy_(tensors[name][self._part])
@@ -176,7 +182,7 @@ class Ranks(Group):
                 yield f"{sync}.{name}", part
 
     def barrier(self) -> None:
-        """Do nothing: ranks wait for each other by what they send."""
+        """Do nothing, because ranks already wait for each other in every collective."""
 
     def gather(self, value: T) -> list[T]:
         return self._ranks.gather_objects(value)
@@ -196,11 +202,15 @@ class Ranks(Group):
 
 
 class RankWorkerStates(WorkerStates):
-    """The worker states that one rank owns. All ranks call each method at the same time.
+    """Worker states that one rank stores between rounds: those of the workers w with w mod P = rank, for P ranks.
+
+    All ranks must call each method at the same time.
 
     Args:
-        group: knows which rank trains which slot.
-        limit, folder: as for `WorkerStates`, of this rank alone.
+        initial: state of a worker before its first round, tensors [w] by name.
+        group: assignment of the cohort's slots to ranks.
+        ranks: communication with the other ranks.
+        limit, folder: as for `WorkerStates`, for this rank alone.
     """
 
     def __init__(
@@ -234,7 +244,7 @@ class RankWorkerStates(WorkerStates):
             self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state of all ranks in the first one; in the others, what they own."""
+        """Return the states of all workers in rank 0, and this rank's own part of them in the other ranks."""
         own_tensors = super().tensors()
         if not own_tensors:
             return own_tensors
@@ -253,13 +263,17 @@ class RankWorkerStates(WorkerStates):
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
         workers = saved.get("workers")
-        if workers is not None and workers.ndim == 1 and all(len(kept) == len(workers) for kept in saved.values()):
+        if workers is not None and workers.ndim == 1 and all(len(rows) == len(workers) for rows in saved.values()):
             is_owned = workers % self._ranks.count == self._ranks.index
-            saved = {name: kept[is_owned] for name, kept in saved.items()}
+            saved = {name: rows[is_owned] for name, rows in saved.items()}
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """By rank, the slots that it owns and this rank trains, and those that it trains and this rank owns."""
+        """Return two lists of slots per other rank i, for the exchange of worker states before and after a round.
+
+        The first has the slots that this rank trains and whose state rank i stores. The second has the slots that rank
+        i trains and whose state this rank stores.
+        """
         index, count = self._ranks.index, self._ranks.count
         held = self._group.by_rank(slots)
         trained = [[slot for slot in held[index] if cohort[slot] % count == owner] for owner in range(count)]

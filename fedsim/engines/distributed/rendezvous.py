@@ -1,4 +1,4 @@
-"""The rank of this process among those that torchrun, srun or mpirun has started; where and how the ranks meet."""
+"""This process's rank as set by torchrun, srun or mpirun, and the rendezvous of the ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fedsim.errors import ExperimentError, show
 
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 HOST_BACKEND = "gloo"  # for tensors on the host
-RETRY = 0.05  # seconds
-SILENT, FOREIGN = "what listens there does not answer", "what listens there is not rank 0"
+RETRY = 0.05  # seconds between two attempts to connect
+SILENT, FOREIGN = "the process at this address does not answer", "the process at this address is not rank 0"
 PING = b"ping"  # any four bytes, which a TCPStore returns
-GREETING = b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"\x0d" + PING  # of a TCPStore's client: VALIDATE, PING
+GREETING = b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"\x0d" + PING  # first bytes of a TCPStore client: VALIDATE, PING
 COMMAND = "torchrun --standalone --nproc-per-node 2 run_experiment.py engine=distributed"
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29_500  # PyTorch's own
-PORTS = range(20_000, 32_000)  # below the ports that systems assign; the number of a job chooses one
+DEFAULT_PORT = 29_500  # PyTorch's default
+PORTS = range(20_000, 32_000)  # below the ports that operating systems assign; a hash of the job's ID selects one
 
-LAUNCHERS = {  # variables of rank and number of ranks: variables of the same on this host
+LAUNCHERS = {  # (variable of the rank, of the number of ranks): (variable of the local rank, of the ranks on this host)
     ("RANK", "WORLD_SIZE"): ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"): ("SLURM_LOCALID", None),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"): ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -42,13 +42,13 @@ JOB_NUMBERS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The rank of a process.
+    """Rank of one process, and the address where the ranks connect.
 
     Attributes:
-        rank, count: its number, and the number of ranks.
-        local_rank: its number on its host, 0 if the launcher does not set it; it chooses the GPU.
+        rank, count: index of the rank, and number of ranks.
+        local_rank: index of the rank on its host, which selects the GPU; 0 if the launcher does not set it.
         address: host and port of the rendezvous.
-        attempt: number of restarts by torchrun; entries of earlier attempts in the store are ignored.
+        attempt: number of restarts by torchrun. Entries of earlier attempts in the store are ignored.
     """
 
     rank: int
@@ -59,15 +59,17 @@ class RankInfo:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankInfo | None:
-        """From the environment variables of a launcher; None without a launcher.
+        """Return the rank given by a launcher's environment variables; None if no launcher has set them.
 
-        Raises ExperimentError if they are inconsistent.
+        Raises ExperimentError if the variables are inconsistent.
         """
         for (rank, count), (local_rank, local_count) in LAUNCHERS.items():
             if rank in environ and count in environ:
                 numbers = {name: _number(environ, name) for name in (rank, count)}
                 if not 0 <= numbers[rank] < numbers[count]:
-                    raise ExperimentError(f"{rank} = {numbers[rank]}: must be from 0 to {count} - 1, {numbers[count]}")
+                    raise ExperimentError(
+                        f"{rank} = {numbers[rank]}: must be at least 0 and less than {count} = {numbers[count]}"
+                    )
                 here = _number(environ, local_rank) if local_rank in environ else 0
                 attempt = _number(environ, RESTARTS) if RESTARTS in environ else 0
                 return cls(numbers[rank], numbers[count], here, _address(environ, numbers[count], local_count), attempt)
@@ -75,12 +77,15 @@ class RankInfo:
 
     @classmethod
     def here(cls) -> RankInfo:
-        """Return the rank of this process. Raises ExperimentError, with the command to use, without a launcher."""
+        """Return the rank of this process.
+
+        Raises ExperimentError, with the command to use, if no launcher has started the process.
+        """
         place = cls.of(os.environ)
         if place is None:
             raise ExperimentError(
                 'engine = "distributed": this process has no rank (RANK and WORLD_SIZE are not set); '
-                f"start it by a launcher: {COMMAND}"
+                f"start it with a launcher: {COMMAND}"
             )
         return place
 
@@ -89,19 +94,23 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise ExperimentError(f"{name} = {environ[name]!r}: must be a number") from None
+        raise ExperimentError(f"{name} = {environ[name]!r}: must be an integer") from None
 
 
 def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
-    """Host and port of the rendezvous: MASTER_ADDR and MASTER_PORT, else SLURM's first host, else this host."""
+    """Return host and port of the rendezvous.
+
+    The host is MASTER_ADDR, otherwise SLURM's first host, otherwise this host. The port is MASTER_PORT, otherwise a
+    hash of the job's ID, otherwise PyTorch's default.
+    """
     host = environ.get("MASTER_ADDR")
     slurm_hosts = [_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environ]
     if host is None and "RANK" not in environ and "SLURM_PROCID" in environ and slurm_hosts[:1] not in ([], [1]):
         host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
     if host is None and local_count is not None and local_count in environ and _number(environ, local_count) < count:
         raise ExperimentError(
-            f"MASTER_ADDR: not set, and {count - _number(environ, local_count)} of {count} ranks are on other hosts; "
-            "give the address of the host of rank 0"
+            f"MASTER_ADDR is not set, although {count - _number(environ, local_count)} of {count} ranks are on other "
+            "hosts; set it to the address of the host of rank 0"
         )
     if "MASTER_PORT" in environ:
         return host or LOOPBACK, _number(environ, "MASTER_PORT")
@@ -113,18 +122,23 @@ def _address(environ: Mapping[str, str], count: int, local_count: str | None) ->
 
 
 def first_host(names: str) -> str | None:
-    """Return the first of SLURM's list of hosts: `node03` of `node[03-07,9],other`."""
+    """Return the first host of a SLURM node list, such as `node03` for `node[03-07,9],other`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", names)
     return "".join(part or "" for part in match.groups()) if match else None
 
 
 def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
-    """Return the store of keys and values at which the ranks meet, and its process, as errors name it.
+    """Return the key-value store that all ranks use, and the name of its process for error messages, such as `rank 0`.
+
+    A store at a loopback address accepts connections from this machine only.
 
     Args:
-        init: `env://` (from the launcher), `tcp://HOST:PORT` or `file:///PATH`, a path that all ranks see.
+        init: `env://` (address from the launcher), `tcp://HOST:PORT`, or `file:///PATH` with a path that all ranks can
+            access.
+        place: rank of this process. Rank 0 starts the store unless the launcher has started one.
+        timeout: seconds to wait for the store.
 
-    At a loopback address it listens at this address only. Raises OSError or RuntimeError if nobody answers in time.
+    Raises OSError or RuntimeError if the store does not answer in time.
     """
     limit = timedelta(seconds=timeout)
     if init.startswith("file://"):
@@ -144,9 +158,9 @@ def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, 
 
 
 def _wait_for_store(host: str, port: int, timeout: float) -> None:
-    """Wait until a store answers there. Raises OSError if none does within the timeout.
+    """Wait until a TCPStore answers at `host` and `port`. Raises OSError if none answers within `timeout` seconds.
 
-    PyTorch's client logs pages for each failed attempt, and waits without a timeout for the answer.
+    PyTorch's own client logs a long traceback for each failed attempt, and waits for the answer without a timeout.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -163,7 +177,7 @@ def _wait_for_store(host: str, port: int, timeout: float) -> None:
 
 
 def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
-    """Host and port of the rendezvous."""
+    """Return host and port of the rendezvous: those of a `tcp://` URL, otherwise those of the launcher."""
     if not init.startswith("tcp://"):
         return place.address
     host, _, port = init.removeprefix("tcp://").rpartition(":")
@@ -171,18 +185,18 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return a socket that listens at this address only; PyTorch's own would listen at all of this machine."""
+    """Return the descriptor of a socket that listens only at `host`. PyTorch would listen at all local addresses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = LOOPBACK if host == "localhost" else host, port
     return socket.create_server(address, family=family, backlog=2_048).detach()
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the network interface by which this machine reaches a host; None if unknown."""
+    """Return the name of the network interface, such as `eth0`, that reaches a host; None if unknown."""
     with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl  # not on Windows
 
-        probe.connect((host, 9))  # of datagrams: nothing is sent
+        probe.connect((host, 9))  # connecting a UDP socket sends nothing
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
@@ -193,18 +207,26 @@ def interface_towards(host: str) -> str | None:
 
 
 def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
-    """Return the backend for rows, and the reason if it is not the default of the device."""
+    """Return the torch.distributed backend for tensors, and the reason if it is not PyTorch's default for the device.
+
+    Args:
+        name: requested backend; None for the default.
+        device: device of this rank.
+        gpus: an identifier of each rank's GPU, or None for a rank without a GPU.
+
+    Raises ExperimentError if the requested backend is unknown, or is NCCL although ranks share a GPU.
+    """
     chosen = (name or str(dist.get_default_backend_for_device(device))).lower()
     shared = next((gpu for gpu in gpus if gpu is not None and gpus.count(gpu) > 1), None)
     if chosen == "nccl" and shared:
         sharing = [rank for rank, gpu in enumerate(gpus) if gpu == shared]
-        reason = f"{ranks(sharing)} share a GPU ({shared}), which NCCL refuses"
+        reason = f"{ranks(sharing)} share a GPU ({shared}), which NCCL does not support"
         if name is None:
             return HOST_BACKEND, reason
-        raise ExperimentError(f'distributed.backend = "nccl": {reason}; use "{HOST_BACKEND}", or as many ranks as GPUs')
+        raise ExperimentError(f'distributed.backend = "nccl": {reason}; use "{HOST_BACKEND}" or one rank per GPU')
     if chosen not in dist.Backend.backend_list:
         allowed = ", ".join(backend for backend in dist.Backend.backend_list if backend not in ("undefined", "mpi"))
         raise ExperimentError(
-            f"distributed.backend = {show(name)}: this PyTorch has no such backend; allowed: {allowed}"
+            f"distributed.backend = {show(name)}: not a backend of this PyTorch installation; allowed: {allowed}"
         )
     return chosen, None

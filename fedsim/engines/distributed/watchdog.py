@@ -1,4 +1,4 @@
-"""Which ranks of a group are alive, and which have failed. The ranks report to their store of keys and values."""
+"""Detection of failed ranks. Each rank regularly writes a heartbeat to the key-value store that all ranks use."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ import torch.distributed as dist
 
 from fedsim.errors import plural
 
-PULSES = 20  # at least, within a timeout
-SLOWEST = 0.5  # seconds from one to the next; less than the first rank lingers after an error
-STILL = 2  # intervals without a tick after which a rank has ended, if a connection was lost
-GRACE = 5.0  # seconds for a rank to end by itself after another one has ended
-ANSWER = 1.0  # seconds to wait for an answer of the store
-LOOK = 0.02  # seconds between two checks of an answer
+PULSES = 20  # minimum number of heartbeats within a timeout
+SLOWEST = 0.5  # maximum seconds between two heartbeats; less than rank 0 waits before it exits after an error
+STILL = 2  # intervals without a tick after which a rank counts as ended, once a connection was lost
+GRACE = 5.0  # seconds for a rank to exit by itself after another rank has ended
+ANSWER = 1.0  # maximum seconds to wait for an answer of the store
+LOOK = 0.02  # seconds between two checks for an answer
 TERMINATED = "a rank was terminated"
-END = "end"  # key of the reason why the first rank ended
+END = "end"  # store key of the reason why the first rank ended
 
 Pulses = dict[int, tuple[int, int, bool]]
 
 
 class Watchdog(threading.Thread):
-    """Publishes the pulse of this rank in the store, reads those of the others, and judges who has failed.
+    """Thread that writes this rank's heartbeats to the store, reads those of the other ranks, and detects failures.
 
-    A pulse is `ticks steps waits`: ticks count while the process lives, steps while it works. PyTorch's time-outs do
-    not replace it: they count a rank that works for long as lost, and a call to the store of a stopped process never
-    returns. So a thread makes these calls, and the main thread never waits for it without a limit.
+    A heartbeat ("pulse") is three numbers, `ticks steps waits`. Ticks increase while the process lives, and steps while
+    it computes. PyTorch's timeouts would not be enough: they treat a rank in a long computation as lost, and a call to
+    the store of a stopped process never returns. So this thread calls the store, and the main thread waits for this
+    thread only with a timeout.
 
     Args:
-        keeper: the process of the store, as errors name it: `rank 0`.
-        steps: returns the number of steps of this rank.
-        timeout: seconds without a tick, or without a step of any rank while one waits, after which a rank counts as
-            lost.
+        store: key-value store of the ranks.
+        keeper: process of the store, as error messages name it, such as `rank 0`.
+        rank, count: index of this rank, and number of ranks.
+        steps: function that returns the number of steps of this rank.
+        timeout: seconds after which a rank without a tick counts as lost. Ranks also count as lost if no rank makes a
+            step for so long while another rank waits.
 
     Attributes:
-        waits: whether this rank waits for others; set by the caller.
-        on_duty: whether the other ranks depend on this one, as they do during a run; only then the thread ends the
-            process if another rank has failed and this one does not end by itself.
-        cause: why the first rank has ended, or which rank has been silent for too long; None if all is well.
-        pulses: ticks, steps, and whether it waits, of each rank that has joined.
+        waits: whether this rank waits for other ranks; set by the caller.
+        on_duty: whether a run is in progress. Only then the thread exits the process if another rank has failed and
+            this rank does not exit by itself.
+        cause: why the first rank has ended, or which rank has been silent for too long; None without a failure.
+        pulses: (ticks, steps, waits) of each rank that has joined.
     """
 
     def __init__(
@@ -55,18 +58,22 @@ class Watchdog(threading.Thread):
         self._store, self._keeper, self._rank, self._count = store, keeper, rank, count
         self._steps, self._timeout, self._note = steps, timeout, ""
         self._asked = self._answered = self._ticks = 0
-        self._silent, self._idle = dict.fromkeys(range(count), 0), 0  # intervals without a tick, without any step
+        # Number of intervals without a tick, by rank, and without a step of any rank.
+        self._silent, self._idle = dict.fromkeys(range(count), 0), 0
         self._leaving, self._wake = threading.Event(), threading.Event()
 
     def end(self, seconds: float = GRACE) -> bool:
-        """End the thread. Returns whether it has ended in time; a call to a stopped store never returns."""
+        """Stop the thread. Return whether it stopped within `seconds`; a call to a stopped store never returns."""
         self._leaving.set()
         self._wake.set()
         self.join(seconds)
         return not self.is_alive()
 
     def silences(self) -> Callable[[], str | None]:
-        """Return a function to be called once an interval: why another rank has failed, or that the store is silent."""
+        """Return a function, to be called once per interval, that returns the failure of another rank or of the store.
+
+        The function returns None as long as there is no failure.
+        """
         answered, looks = self._answered, 0
 
         def look() -> str | None:
@@ -77,13 +84,16 @@ class Watchdog(threading.Thread):
         return look
 
     def say(self, cause: str) -> str:
-        """Publish why this rank ends; returns the cause of the first rank that has ended."""
+        """Publish why this rank ends. Return the reason of the rank that ended first."""
         self._note = cause
         self._ask()
         return self.cause or cause
 
     def find_cause(self) -> str | None:
-        """Why another rank has ended, or which ranks have ended without a word; takes some intervals."""
+        """Return why another rank has ended, or which ranks have ended without a reason; None if no rank has ended.
+
+        The call takes up to a few intervals, in which ranks without a new heartbeat count as ended.
+        """
         self._ask()
         before, answered = self.pulses, self._answered
         for _ in range(STILL):
@@ -92,11 +102,11 @@ class Watchdog(threading.Thread):
                 self._ask()
         gone = [rank for rank, pulse in self.pulses.items() if before.get(rank) == pulse]
         if self.cause is None and gone and self._answered > answered:
-            return f"{ranks(gone)} of {self._count} ended without a word"
+            return f"{ranks(gone)} of {self._count} ended without an error message"
         return self.cause
 
     def _ask(self) -> None:
-        """Wait for an answer of the store to a question from now on, a second at most."""
+        """Wait at most a second until the thread has exchanged heartbeats with the store once more."""
         asked, deadline = self._asked, time.monotonic() + ANSWER
         self._wake.set()
         while self._answered <= asked and time.monotonic() < deadline:
@@ -110,7 +120,7 @@ class Watchdog(threading.Thread):
             try:
                 self.cause = self._exchange() or self.cause
             except RuntimeError:
-                self.cause = self.cause or f"{self._keeper} ended without a word"
+                self.cause = self.cause or f"{self._keeper} ended without an error message"
             self._answered = self._asked
             waited = waited + self.interval if self.cause and self.on_duty else 0.0
             if waited > GRACE:
@@ -119,7 +129,7 @@ class Watchdog(threading.Thread):
             self._wake.wait(self.interval)
 
     def _exchange(self) -> str | None:
-        """Publish the pulse of this rank and read those of all; returns why a rank has failed."""
+        """Publish this rank's heartbeat and read those of all ranks. Return why a rank has failed, or None."""
         store, before = self._store, self.pulses
         self._ticks += 1
         store.set(_key(self._rank), f"{self._ticks} {self._steps()} {int(self.waits)}")
@@ -147,7 +157,7 @@ class Watchdog(threading.Thread):
         if self._too_long(self._idle):
             return (
                 f"{ranks([rank for rank in now if rank not in waiting] or [*now])} made no step for "
-                f"{self._timeout:g} s; a step that takes longer needs a larger distributed.timeout"
+                f"{self._timeout:g} s; if a step takes longer, increase distributed.timeout"
             )
         return None
 
@@ -155,16 +165,16 @@ class Watchdog(threading.Thread):
         return intervals * self.interval > self._timeout
 
     def _silence(self, name: str) -> str:
-        return f"{name} gave no sign of life for {self._timeout:g} s (distributed.timeout)"
+        return f"{name} sent no heartbeat for {self._timeout:g} s (distributed.timeout)"
 
 
 def ranks(numbers: list[int]) -> str:
-    """`rank 1`, `ranks 1, 2`."""
+    """Return the ranks for an error message, such as `rank 1` or `ranks 1, 2`."""
     return f"{plural(len(numbers), 'rank').partition(' ')[2]} {', '.join(map(str, numbers))}"
 
 
 def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
-    """Wait until every rank has published a pulse. Returns the ranks that have not in time."""
+    """Wait until every rank has published a heartbeat. Return the ranks that have not done so within the timeout."""
     missing, deadline = list(range(count)), time.monotonic() + timeout
     while (missing := [rank for rank in missing if not store.check([_key(rank)])]) and time.monotonic() < deadline:
         time.sleep(LOOK)

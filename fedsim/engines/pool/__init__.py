@@ -1,1 +1,1 @@
-"""A pool of processes on one machine, and what they share."""
+"""Process pools on one machine, and the memory that their processes share."""

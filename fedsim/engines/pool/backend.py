@@ -1,4 +1,4 @@
-"""The backend of engines with several processes on one machine."""
+"""InPool: the backend of engines with several processes on one machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class InPool(Backend):
-    """Processes started once, which share rows, columns and test batches.
+    """Backend with a pool of processes that divide workers, columns and test batches among them.
 
-    Rows, gradients and data lie in shared memory, or in CUDA memory that the processes open by handle; nothing large
-    goes through a pipe.
+    Parameters, gradients and data are in shared memory, or in CUDA memory that the processes open by handle. No large
+    tensor goes through a pipe.
     """
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
@@ -45,7 +45,7 @@ class InPool(Backend):
 
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
-        if not self.at_work:  # an earlier task lost processes as it began
+        if not self.at_work:  # an earlier task lost processes at its start
             self._pool = self._new_pool()
         self.shared, mailbox = shared.share(), new_mailbox(self.processes)
         most = min(len(shared.data.shards), task.experiment.rounds * len(shared.cohort.workers))
@@ -53,21 +53,21 @@ class InPool(Backend):
         share([mailbox, *self.states.initial.values()])
         self._began = True
         self._work = make, task, self.shared, make_trainer, self.states, mailbox
-        release_memory(task.device)  # of a trial of the model in this process, for example
+        release_memory(task.device)  # for example the memory of a trial of the model in this process
         try:
             self._call(_make_executor, *self._work)
         except RuntimeError as error:
             if isinstance(error, FedsimError) or task.device.type == "cpu":
                 raise
             raise ExperimentError(
-                f"device = {show(str(task.device))}: its memory cannot be shared between processes here "
+                f"device = {show(str(task.device))}: processes cannot share memory of this device "
                 f"({one_line(error)}); use engine=serial"
             ) from error
 
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
         answers = self._call(_run, method, *arguments)
-        once = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}
-        for warning in once.values():  # of all processes
+        distinct = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}
+        for warning in distinct.values():  # several processes may give the same warning
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return [result for result, _ in answers]
 
@@ -81,11 +81,11 @@ class InPool(Backend):
         return True
 
     def replace_processes(self) -> None:
-        """Restart all processes, since the survivors may be in the middle of anything."""
+        """Restart all processes, including the surviving ones, whose state is unknown."""
         self._pool.close()
         release_memory(self.shared.server.row.device)
         self._pool = self._new_pool()
-        self.shared.cohort.unfit.zero_()  # new executors count aggregations from the first
+        self.shared.cohort.unfit.zero_()  # new executors count aggregations from 1 again
         self._call(_make_executor, *self._work)
 
     @property
@@ -93,9 +93,9 @@ class InPool(Backend):
         return self._pool.at_work
 
     def leave(self) -> None:
-        """Processes first: CUDA memory must be released there before its owner frees it.
+        """Release the task, first in the processes: they must release CUDA memory before its owner frees it.
 
-        A process that is lost now takes nothing with it: the work is done, and the next task starts another pool.
+        The loss of a process is ignored here, because the task is finished and the next task starts a new pool.
         """
         if not self._began:
             return
@@ -134,7 +134,7 @@ def _make_executor(
 def _run(
     process: ProcessContext, method: Callable[..., T], *arguments: object
 ) -> tuple[T, list[warnings.WarningMessage]]:
-    """Return the result of a method, and the warnings of this process, which nobody would see."""
+    """Call a method of this process's executor. Return its result, and the warnings, which the parent shows."""
     executor = process.state["executor"]
     with executor.environment(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")

@@ -1,9 +1,9 @@
-"""A process of a pool as the code that it runs sees it: its index in the group, its heartbeats, the barrier.
+"""Context of one process in a pool: its index in the group, its heartbeats and the barrier.
 
-A lock of `multiprocessing.Barrier` stays taken if its owner is killed, and its peers then hang past their timeout. This
-barrier has no locks. Each process has a line of counters in shared memory that only it writes: it increments its own
-arrivals, then polls those of the others. The parent, which detects deaths and silence by the heartbeats, sets a flag
-that ends the wait.
+The lock of a `multiprocessing.Barrier` is never released if its owner is killed, and the other processes then hang
+beyond their timeout. The barrier of this module has no locks. Each process has a line of counters in shared memory that
+only this process writes: it increments its own arrivals, then polls the arrivals of the other processes. The parent
+detects dead and silent processes by their heartbeats, and sets a flag that ends the wait.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ import torch
 
 from fedsim.engines.pool.shared_memory import share
 
-LINE = 16  # int64 a process: 128 bytes, so that no two processes write to one cache line
-ARRIVALS, HEARTBEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # places in a process's line
+LINE = 16  # int64 counters per process: 128 bytes, so that no two processes write to the same cache line
+ARRIVALS, HEARTBEATS, WORKER, ROUND, WAITING, HOLDING = range(6)  # positions of the counters in a process's line
 NO_WORKER = -1
 SEVERAL_WORKERS = -2
-NOTHING, LOCK, SHARED_ROW = range(3)  # values of HOLDING: a process holds a lock, or writes to a row without one
+NOTHING, LOCK, SHARED_ROW = range(3)  # values of HOLDING: nothing, a lock, or a lock-free write to the shared model
 
 CONSEQUENCES = {
-    LOCK: " while it held a lock: what that protects may be half written",
-    SHARED_ROW: " in the middle of a write to the shared model, which may be half written",
+    LOCK: " while it held a lock; the data that this lock protects may be half written",
+    SHARED_ROW: " during a write to the shared model, which may be half written",
 }
 
 SPINS = 100  # polls, about 10 microseconds, before yielding the processor
-YIELDS = 500  # before sleeping
-SLEEP = 0.0002  # seconds
-MIN_LOOKS = 10  # within a timeout
+YIELDS = 500  # yields before sleeping
+SLEEP = 0.0002  # seconds between two polls after that
+MIN_LOOKS = 10  # minimum number of heartbeat checks within a timeout
 
 
 class AbortedError(RuntimeError):
-    """The parent has aborted the call, because another process failed."""
+    """Raised in a process of a pool if the parent has aborted the call because another process failed."""
 
 
 class HeartbeatTable:
-    """Shared counters of a group of processes: one line for each, written by its owner, and the abort flag.
+    """Counters of a group of processes in shared memory: one line per process, and a flag that aborts all of them.
 
-    A line holds arrivals at the barrier, heartbeats, the current worker and round, whether the process waits, and what
-    it holds. Can be sent to another process while that is started.
+    Only process i writes line i. It holds the number of arrivals at the barrier, the number of heartbeats, the current
+    worker and round, whether the process waits, and which lock or row it holds. The table can be sent to a process that
+    is being started.
 
     Args:
         count: number of processes.
-        shared: whether other processes use the table; only then it lies in shared memory.
+        shared: whether other processes use the table. Otherwise it is not in shared memory.
     """
 
     def __init__(self, count: int, *, shared: bool = True) -> None:
@@ -74,22 +75,22 @@ class HeartbeatTable:
         self._cells[LINE * index + place] = value
 
     def heartbeat(self, index: int) -> None:
-        """Count a heartbeat of process `index`, which calls this itself. Raises AbortedError after `abort`."""
+        """Count a heartbeat of process `index`, which must be the caller. Raises AbortedError after `abort`."""
         self._cells[LINE * index + HEARTBEATS] += 1
         if self.aborted:
             raise AbortedError("aborted")
 
     def begin_work(self, index: int) -> None:
-        """Note that process `index` begins a new task."""
+        """Reset the current worker and round of process `index` at the start of a task."""
         self.write(index, WORKER, NO_WORKER)
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """Return the number of barriers that a process has crossed, and whether it waits for other processes."""
+        """Return the number of barriers that a process has reached, and 1 if it waits for other processes, else 0."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
-        """Return the worker that a process trains; None if it trains none, or several together."""
+        """Return the ID of the worker that a process trains; None if it trains no worker or several together."""
         worker = self.read(index, WORKER)
         return worker if worker >= 0 else None
 
@@ -98,7 +99,10 @@ class HeartbeatTable:
         return CONSEQUENCES.get(self.read(index, HOLDING), "")
 
     def worker(self, index: int) -> str | None:
-        """`worker 3 in round 2` or `a stack of workers in round 2`; None between workers."""
+        """Return the current work of a process, such as `worker 3 in round 2` or `a stack of workers in round 2`.
+
+        Return None if the process trains no worker.
+        """
         worker, round = self.read(index, WORKER), self.read(index, ROUND)
         if worker == NO_WORKER:
             return None
@@ -107,7 +111,7 @@ class HeartbeatTable:
         return f"worker {worker} in round {round}" if round else f"worker {worker}"
 
     def activity(self, index: int) -> str:
-        """What a process is doing, as part of a sentence: `working on worker 3 in round 2`."""
+        """Describe what a process is doing for an error message, such as `working on worker 3 in round 2`."""
         worker, round = self.worker(index), self.read(index, ROUND)
         if worker:
             return f"working on {worker}"
@@ -123,10 +127,15 @@ class HeartbeatTable:
 
 
 class HeartbeatTimeout:
-    """Measures how long a process has sent no heartbeat. Call `too_long` at least every `interval` seconds.
+    """Timer of the seconds since the last heartbeat of a process. Call `too_long` at least every `interval` seconds.
 
-    At most `interval` seconds count between two calls: a suspended program must not take its own suspension for the
-    silence of its peers.
+    Between two calls, at most `interval` seconds are counted. So after this program was suspended, the other processes
+    do not count as silent.
+
+    Args:
+        table: heartbeats of the group.
+        index: process to observe.
+        timeout: seconds without a heartbeat after which the process counts as silent.
     """
 
     def __init__(self, table: HeartbeatTable, index: int, timeout: float) -> None:
@@ -143,9 +152,9 @@ class HeartbeatTimeout:
 
 
 class Barrier:
-    """Blocks process `index` until all processes of the table have arrived.
+    """Barrier of process `index` with the other processes of the table.
 
-    What a process wrote to shared memory before `wait` is visible to all after it.
+    Data that a process wrote to shared memory before `wait` is visible to all processes after `wait`.
     """
 
     def __init__(self, table: HeartbeatTable, index: int) -> None:
@@ -155,9 +164,9 @@ class Barrier:
         self._fence_lock = threading.Lock()
 
     def wait(self) -> None:
-        """Block until every process of the group has called `wait` as often as this one.
+        """Block until all processes of the group have called `wait` equally often.
 
-        Raises AbortedError if the parent aborts, as it does if a peer dies or hangs.
+        Raises AbortedError if the parent aborts the call because another process died or hangs.
         """
         self._crossings += 1
         self._fence()
@@ -179,9 +188,9 @@ class Barrier:
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
 
     def _fence(self) -> None:
-        """Order memory accesses before and after, on processors that reorder them (x86 does not).
+        """Act as a full memory fence on processors that reorder memory accesses (x86 does not).
 
-        Nothing moves down past the release of a lock, and nothing moves up past an acquire.
+        No memory access moves down past the release of a lock or up past its acquisition.
         """
         for _ in range(2):
             with self._fence_lock:
@@ -190,13 +199,15 @@ class Barrier:
 
 @dataclass
 class ProcessContext:
-    """The index of one process in a group of `count`, which determines its share of rows, columns and batches.
+    """Context of one process in a group. Its index determines its share of workers, columns and test batches.
 
     Attributes:
-        table: the heartbeats of the group.
-        send: sends a picklable object to the parent while a call goes on; see `ProcessPool.begin`.
-        state: values by name that a call keeps for later calls.
-        monitored: the table of a process without a group that a parent monitors, as in the jobs of a comparison.
+        monitored: heartbeat table for a process without a group whose parent monitors it, as in a comparison's jobs.
+        index, count: index of the process, and number of processes in the group.
+        table: heartbeats of the group.
+        barrier: barrier of the group.
+        send: function that sends a picklable object to the parent during a call; see `ProcessPool.begin`.
+        state: values by name that a call stores for later calls.
     """
 
     monitored: ClassVar[HeartbeatTable | None] = None
@@ -226,26 +237,35 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
-        """Note the current worker. The note stays if an exception or a death ends the block."""
+        """Return a context in which `worker` and `round` are recorded as current work, for error messages.
+
+        The record remains if an exception or the death of the process ends the block.
+        """
         self.table.write(self.index, WORKER, worker)
         self.table.write(self.index, ROUND, round)
         yield
         self.table.write(self.index, WORKER, NO_WORKER)
 
     def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
-        """Note that workers are trained together."""
+        """Return a context in which a stack of workers is recorded as current work, for error messages."""
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
     def holding(self, held: int) -> Iterator[None]:
-        """Note that a lock is held, or a shared row written. The note stays if a death ends the block."""
+        """Return a context in which the process is recorded as holding `held` (LOCK or SHARED_ROW).
+
+        The record remains if the process dies in the block, so that the error message can warn of half-written data.
+        """
         self.table.write(self.index, HOLDING, held)
         yield
         self.table.write(self.index, HOLDING, NOTHING)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that this process waits for others. Raises AbortedError if the parent has aborted the call."""
+        """Return a context in which this process is recorded as waiting for other processes.
+
+        At its end, the context raises AbortedError if the parent has aborted the call.
+        """
         self.table.write(self.index, WAITING, 1)
         yield
         self.table.write(self.index, WAITING, 0)

@@ -1,7 +1,7 @@
-"""A pool of processes, started once, that carry out calls together until the pool is closed.
+"""Process pool whose processes all execute each call together.
 
-The parent sends each call through pipes and waits on the pipes and on the processes themselves, so it notices a death
-at once. Functions, arguments and results go through the pipes; large tensors lie in shared memory.
+The parent sends each call through pipes, and waits for the pipes and for the processes themselves, so it notices the
+death of a process at once. Functions, arguments and results go through the pipes. Large tensors are in shared memory.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from fedsim.system.child_process import (
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.messages import Channel, Message, ReceivedMessage
 
-INSTEAD = "engine=serial, which starts none"
+INSTEAD = "engine=serial, which starts no processes"
 START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and send its first message
 
 
 class ProcessPool:
-    """Processes that carry out calls together. Use it in a `with` block, or call `close`.
+    """Pool of processes that execute each call together. Use it in a `with` block, or call `close`.
 
-    The first failure (an exception in a process, its death, its silence) closes the pool and raises one WorkerError; a
-    death or silence raises a ProcessLostError. The processes end if their parent dies.
+    The first failure of a process closes the pool. An exception raises WorkerError, and a death or a missing heartbeat
+    raises its subclass ProcessLostError. The processes exit if their parent dies.
 
     Args:
-        processes: their number.
-        threads: threads that PyTorch uses in each; None: as PyTorch chooses.
+        processes: number of processes.
+        threads: number of threads that PyTorch uses in each process; None for PyTorch's default.
         timeout: seconds without a heartbeat after which a process counts as hanging.
-        start_method: "fork" forks processes with one thread where that is safe, and spawns others; or "spawn".
-        instead: a setting that starts no processes, for errors.
-        called: format string for error messages: what a process is called, {} being its index.
-        daemon: as in multiprocessing: the processes have no children, and Python ends them at exit.
+        start_method: "fork" (which spawns processes where forking is unsafe or `threads` is not 1) or "spawn".
+        instead: setting that starts no processes, as a remedy in error messages.
+        called: format string that names a process in error messages, such as "process {}" with {} for its index.
+        daemon: as in multiprocessing: the processes cannot have children, and Python terminates them at exit.
 
     Raises WorkerError if the system cannot start so many processes.
     """
@@ -96,14 +96,14 @@ class ProcessPool:
             raise
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run `function(process, *arguments)` in every process.
+        """Call `function(process, *arguments)` in every process, and return the results in the order of the processes.
 
         Args:
-            function: gets the ProcessContext first. It must be picklable, like arguments and results; tensors in shared
-                memory are passed by handle, see `fedsim.system.messages`.
+            function: function whose first argument is the ProcessContext. The function, the arguments and the results
+                must be picklable. Tensors in shared memory are passed by handle; see `fedsim.system.messages`.
 
-        Returns the results in the order of the processes. Raises WorkerError if a process fails, its subclass
-        ProcessLostError if one dies or hangs, or the ExperimentError that one raised; the pool is closed then.
+        Raises WorkerError if a process fails, its subclass ProcessLostError if a process dies or hangs, or the
+        ExperimentError that a process raised. The pool is then closed.
         """
         try:
             self.begin(function, *arguments)
@@ -117,55 +117,61 @@ class ProcessPool:
     def begin(
         self, function: Callable[..., Any], *arguments: Any, on_message: Callable[[Any], object] | None = None
     ) -> None:
-        """Begin a call, whose results `poll` returns; `on_message` gets what the function sends meanwhile.
+        """Start a call without waiting for its results, which `poll` returns.
 
-        If this or `poll` raises, the caller closes the pool.
+        Args:
+            on_message: function that receives each object that a process sends by `ProcessContext.send` meanwhile.
+
+        If this method or `poll` raises an error, the caller must close the pool.
         """
         if not self.at_work:
-            raise WorkerError("the process pool has been closed")
+            raise WorkerError("the process pool has been closed; create a new one")
         self._answers, self._on_message, self._message = {}, on_message, Message((function, arguments))
         if not self._starting:
             self._send()
 
     def poll(self, ready: Collection[object]) -> list[Any] | None:
-        """Return the results of the call that was begun; None as long as they are not complete.
+        """Return the results of the call started by `begin`; None if they are not complete yet.
 
-        Call it after each `wait_for`, whose result is `ready`. Raises what `call` raises.
+        Args:
+            ready: result of `wait_for`.
+
+        Raises the same errors as `call`.
         """
         for index in self._pending:
             if self._children[index].pipe in ready:
                 self._receive(index)
         for index, child in enumerate(self._children):
-            # A dead process whose answer is still in its pipe is read first; without an answer it has failed.
+            # If a dead process has left an answer in its pipe, the answer is read first. Otherwise it has failed.
             if child.process.sentinel in ready and (index in self._answers or not child.pipe.poll()):
                 raise self._death(index)
         if self._message and not self._starting:
             self._send()
         pending = self._pending
         if ProcessContext.monitored is not None:
-            ProcessContext.monitored.heartbeat(0)  # the process of a job answers for the processes of its pool
-        silent = [self._silences[index].too_long() for index in pending]  # of each, since this measures
+            ProcessContext.monitored.heartbeat(0)  # a comparison's job sends heartbeats while it waits for its pool
+        silent = [self._silences[index].too_long() for index in pending]  # all must be called: each call measures
         if silent and all(silent):
             raise self._silence(pending)
         return None if pending else [self._answers[index] for index in range(self.count)]
 
     @property
     def at_work(self) -> bool:
-        """Whether the pool takes calls: it was not closed, and no process has failed."""
+        """Whether the pool accepts calls: it is not closed, and no process has failed."""
         return bool(self._children)
 
     @property
     def has_started(self) -> bool:
-        """Whether all processes have started, and have been sent a call."""
+        """Whether all processes have started and no call waits to be sent to them."""
         return self._message is None and not self._starting
 
     def expect_heartbeats(self, timeout: float) -> None:
-        """Measure the silence of the processes from now on, with this timeout."""
+        """Start to measure the time since each process's last heartbeat, with a timeout in seconds."""
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
     def close(self) -> None:
-        """End the processes; see `close_pools`."""
+        """Stop the processes; see `close_pools`."""
         close_pools([self])
 
     def __enter__(self) -> ProcessPool:
@@ -176,19 +182,19 @@ class ProcessPool:
 
     @property
     def _pending(self) -> list[int]:
-        """The processes whose first message, or then whose answer, has not come."""
+        """Indices of the processes that have not started yet; after the start, of those without an answer."""
         return sorted(self._starting) or [index for index in range(self.count) if index not in self._answers]
 
     def _send(self) -> None:
         """Send the call to all processes."""
         for child in self._children:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, as `poll` finds out
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process died; `poll` reports it
                 child.pipe.send(self._message)
         self._message = None
         self.expect_heartbeats(self._timeout)
 
     def _receive(self, index: int) -> None:
-        """Read a message of a process."""
+        """Read and handle one message of process `index`."""
         child = self._children[index]
         try:
             message = child.pipe.receive()
@@ -206,7 +212,7 @@ class ProcessPool:
         elif kind == "message":
             if self._on_message:
                 self._on_message(content)
-        elif kind in ("result", "aborted"):  # a peer has failed; its own message, or its sentinel, says how
+        elif kind in ("result", "aborted"):  # after "aborted", the process that failed reports the error
             self._answers[index] = content
         elif kind == "refused":
             raise content
@@ -216,16 +222,19 @@ class ProcessPool:
             raise WorkerError(f"{where}: {content}")
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
-        """Return the error if all of `pending` are silent; it names the one that has crossed the fewest barriers."""
+        """Return the error for missing heartbeats of all `pending` processes.
+
+        The error names the process that has reached the fewest barriers.
+        """
         index = min(pending, key=self._table.progress)
         if index in self._starting:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
         where = self._table.worker(index) or self._table.activity(index)
-        hint = f" ({where}); a step that takes longer needs a larger `timeout`"
+        hint = f" ({where}); if a step takes longer, increase `timeout`"
         return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
-        """Return the error if a process has ended, or closed its pipe."""
+        """Return the error for a process that has exited or closed its pipe."""
         child = self._children[index]
         child.process.join(GRACE)
         if self.has_started:
@@ -239,16 +248,16 @@ class ProcessPool:
         return self._lost(index, why)
 
     def _lost(self, index: int, why: str, activity: str = "", hint: str = "") -> ProcessLostError:
-        """Return the error for a process that has died or hangs, which is killed: nothing more is expected of it."""
+        """Kill a process that has died or hangs, and return the error for it."""
         self._children[index].process.kill()
         line = f"{self._called.format(index)}{activity} {why}{hint}"
         return ProcessLostError(line, why, index, self._table.single_worker(index))
 
 
 def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
-    """Wait until processes of these pools have sent something or ended, or until their heartbeats are to be looked at.
+    """Wait until a process of the pools sends a message or exits, or until the heartbeats must be checked.
 
-    Returns what is ready, for `poll`, which is called for each of the pools.
+    Return the pipes and process sentinels that are ready. The caller passes them to `poll` of each pool.
     """
     sources, interval = list[Any](), float("inf")
     for pool in pools:
@@ -259,13 +268,13 @@ def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
 
 
 def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
-    """End the processes: each stops at its next heartbeat, and is killed if it does not end within `grace` seconds."""
+    """Stop the processes at their next heartbeat, and kill those that do not exit within `grace` seconds."""
     for pool in pools:
         pool._table.abort()
-    with signals_deferred():  # a pool that is half closed would be worse than a late signal
+    with signals_deferred():  # signals wait until the pool is completely closed
         for pool in pools:
             for child in pool._children:
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the process has already exited
                     child.pipe.dismiss()
         deadline = time.monotonic() + grace
         for pool in pools:
@@ -279,18 +288,18 @@ def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
 
 
 def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | None) -> None:
-    """Run one process of a pool until the pool is closed."""
+    """Answer calls in one process of a pool until the pool is closed."""
     init_child_process()
     if threads is not None:
         torch.set_num_threads(threads)
-    gc.freeze()  # what is imported by now stays, and collections at the end of each task need not look at it
+    gc.freeze()  # excludes all imported modules from later garbage collections
     channel, barrier = Channel(pipe), Barrier(table, index)
     process = ProcessContext(index, table.count, table, barrier, lambda content: channel.send(("message", content)))
-    with contextlib.suppress(EOFError, OSError):  # of the pipe: the parent has ended
+    with contextlib.suppress(EOFError, OSError):  # errors of the pipe: the parent has exited
         channel.send(("started", None))
         while (message := channel.receive()) is not None:
             channel.send(_answer(process, message))
-    if process.state:  # after a failure; memory of a device that is in cycles would never be closed
+    if process.state:  # after a failure; otherwise device memory in reference cycles would never be released
         process.state.clear()
         gc.collect()
 
@@ -298,7 +307,7 @@ def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | N
 def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tuple[str, Any]:
     try:
         function, arguments = message.load()
-        return Message(("result", function(process, *arguments)))  # a result that cannot be pickled is a failure too
+        return Message(("result", function(process, *arguments)))  # raises if the result cannot be pickled
     except AbortedError:
         return "aborted", None
     except ExperimentError as error:

@@ -1,4 +1,4 @@
-"""Repeat work after the loss of a process, at most a given number of times, and report each loss."""
+"""Repetition of work after the loss of a process, up to a maximum number of retries."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import TypeVar
 
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError, plural
 
-Note = Callable[..., object]  # called with the kind of an event, its round, and further facts; see `RunFolder.event`
+Note = Callable[..., object]  # called with an event's kind, its round, and further facts; see `RunFolder.event`
 T = TypeVar("T")
 
 
 def retried(
     attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], attempted: str
 ) -> T:
-    """Return the result of `attempt(number)`, counted from 1, which is called again when it loses a process.
+    """Return the result of `attempt(number)`, and repeat the call if it loses a process.
 
     Args:
-        attempt: what to do; from number 2 on it first restores the state before.
-        retries: how often it is called again at most.
-        report: called with each loss after which it is called again, and the number of the attempt.
-        attempted: the beginning of "... N times" in the error: `round 3 has been tried`.
+        attempt: function of the number of the attempt, from 1. From number 2 on, it must first restore the initial
+            state.
+        retries: maximum number of repetitions.
+        report: function that is called before each repetition, with the loss and the number of the failed attempt.
+        attempted: text before "N times" in the error message, such as `round 3 has been tried`.
 
-    Raises WorkerError if it loses a process once more than that.
+    Raises WorkerError if the last repetition loses a process too.
     """
     for number in itertools.count(1):
         try:
@@ -33,13 +34,16 @@ def retried(
             if error := last_error(loss, number, retries, attempted):
                 raise error from (None if error is loss else loss)
             report(loss, number)
-    raise AssertionError("there is always one more attempt")
+    raise AssertionError("unreachable: the loop above ends by return or raise")
 
 
 def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: str) -> WorkerError | None:
-    """Return the error for a loss that ended the last attempt; None if another attempt follows.
+    """Return the error to raise if `attempt` was the last one; None if another attempt follows.
 
-    Arguments as in `retried`.
+    Args:
+        loss: loss that ended the attempt.
+        attempt: number of the attempt, from 1.
+        retries, attempted: as in `retried`.
     """
     if attempt <= retries:
         return None
@@ -59,9 +63,13 @@ def announce(
     """Warn that a process was lost and is replaced, and record the event.
 
     Args:
-        round: the current round: 0 before the first, the last one after it.
-        run: the beginning of the sentence, if there are several runs.
-        then: what happens besides, as the middle of the sentence.
+        loss: loss of the process.
+        attempt: number of the failed attempt, from 1.
+        retries: maximum number of repetitions.
+        note: function that records the event; None to record nothing.
+        round: current round; 0 before the first round.
+        run: prefix of the warning that names the run, if there are several runs.
+        then: further consequence in the warning, such as ", and the round is repeated".
     """
     often = f"{attempt} of at most {plural(retries, 'time')}"
     warnings.warn(f"{run}{loss}; a new one takes its place{then} ({often})", FedsimWarning, stacklevel=5)

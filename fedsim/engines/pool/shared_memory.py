@@ -1,9 +1,9 @@
-"""Memory that several processes work on: on Linux a file in memory without a name, elsewhere PyTorch's own way.
+"""Shared memory for several processes: unnamed in-memory files on Linux, PyTorch's shared memory elsewhere.
 
-Such a file (memfd_create) is bounded by main memory alone. /dev/shm, where PyTorch would put tensors, has a size of its
-own, 64 MB in a container unless somebody asks for more; what is written beyond that kills the process. A file without
-a name also cannot stay behind, whenever its processes are killed. All tensors that are shared together lie in one, so
-that it takes one file descriptor for each process, not one for each tensor.
+An unnamed in-memory file (memfd_create) is limited only by main memory. PyTorch would use /dev/shm, which has a size
+limit of its own (64 MB by default in a container), and a write beyond this limit kills the process. An unnamed file
+also cannot be left behind if its processes are killed. All tensors that are shared together are in one file, so each
+process needs one file descriptor, not one per tensor.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedsim.errors import ExperimentError, one_line, show_bytes
 from fedsim.system.devices import require_memory, require_shared_memory
 from fedsim.system.limits import limit_hint
 
-NOT_HERE = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a filter of system calls
+NOT_HERE = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # errors of an old kernel or a system-call filter
 
 
 def memory_file(nbytes: int) -> int | None:
-    """Return the descriptor of a new file in memory, full of zeros; None where the system has no such files.
+    """Return the descriptor of a new in-memory file of zeros; None if the system does not support such files.
 
-    Raises ExperimentError where it cannot be that large, or no more files can be opened.
+    Raises ExperimentError if the file cannot be that large, or no more files can be opened.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -47,26 +47,26 @@ def memory_file(nbytes: int) -> int | None:
 
 
 def share(tensors: Iterable[Tensor]) -> None:
-    """Move tensors that lie on the host to memory that other processes can map, in place.
+    """Move the CPU tensors among `tensors` to shared memory, in place.
 
-    Views of one storage still share it afterwards, if all of them are given. Raises ExperimentError if there is not
-    enough memory, since writing to it would kill the process.
+    Views of one storage still share it afterwards, if all of them are passed. Raises ExperimentError if there is not
+    enough memory.
     """
-    once = {id(tensor): tensor for tensor in tensors}.values()  # the labels may be the shards' too
-    on_host = [tensor for tensor in once if tensor.device.type == "cpu" and not tensor.is_shared()]
+    distinct = {id(tensor): tensor for tensor in tensors}.values()  # shards may contain the dataset's label tensor
+    on_host = [tensor for tensor in distinct if tensor.device.type == "cpu" and not tensor.is_shared()]
     of_tensors = (tensor.untyped_storage() for tensor in on_host)
     storages = {storage.data_ptr(): storage for storage in of_tensors if storage.nbytes()}
     sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages.values()]
     if not sizes:
         return
-    require_memory(sum(sizes), "what the processes share", "a smaller cohort, or engine=serial, which shares nothing")
+    require_memory(sum(sizes), "shared memory of the processes", "a smaller cohort, or engine=serial, which needs none")
     block = _block(sum(sizes))
     if block is None:
         require_shared_memory(sum(sizes))
         for tensor in on_host:
             tensor.share_memory_()
         return
-    places = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # of the storages, by address
+    places = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # offsets by storage address
     for address, storage in storages.items():
         room = block[places[address] : places[address] + storage.nbytes()]
         room.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
@@ -77,7 +77,10 @@ def share(tensors: Iterable[Tensor]) -> None:
 
 
 def _block(nbytes: int) -> Tensor | None:
-    """Bytes that PyTorch sends to other processes by their descriptor; None where there are no files in memory."""
+    """Return a uint8 tensor in shared memory, which PyTorch sends to other processes by its file descriptor.
+
+    Return None if the system does not support in-memory files.
+    """
     descriptor = memory_file(nbytes)
     if descriptor is None:
         return None
@@ -92,5 +95,6 @@ def _block(nbytes: int) -> Tensor | None:
 
 def _no_memory(nbytes: int, reason: str, remedy: str) -> ExperimentError:
     return ExperimentError(
-        f"shared memory: {show_bytes(nbytes)} cannot be had: {reason}{remedy}; or use engine=serial, which needs none"
+        f"shared memory: {show_bytes(nbytes)} cannot be allocated: {reason}{remedy}; or use engine=serial, which needs "
+        "none"
     )

@@ -1,1 +1,1 @@
-"""One module computed for many rows at once."""
+"""Stacking: computing one module for many workers' parameters at once."""

@@ -22,7 +22,7 @@ from fedsim.errors import ExperimentError
 from fedsim.system.precision import cast_for_autocast
 
 Convolution = Callable[..., Tensor]
-DROPOUT_CALLS_VARY = "its dropout calls differ between forward passes"
+DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 
 def not_stackable(reason: str) -> ExperimentError:
@@ -96,22 +96,22 @@ class EmbeddingOptions(NamedTuple):
 
 
 def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """F.embedding without a gradient for `padding_idx`, which PyTorch's batching rule would compute."""
+    """Compute F.embedding without a gradient for `padding_idx`, which PyTorch's batching rule would compute."""
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
-        raise not_stackable("it has an embedding with max_norm, scale_grad_by_freq or sparse")
+        raise not_stackable("the model has an embedding with max_norm, scale_grad_by_freq or sparse")
     return options.without_gradient_at_padding(F.embedding(input, weight), input, len(weight))
 
 
 def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """F.group_norm for channels_last inputs too, for which PyTorch's batching rule fails."""
+    """Compute F.group_norm, also for channels_last inputs, for which PyTorch's batching rule fails."""
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """F.batch_norm for inputs and statistics of different dtypes, for which PyTorch's batching rule fails."""
+    """Compute F.batch_norm. PyTorch's batching rule fails if inputs and statistics have different dtypes."""
     wide = input if running_mean is None else input.to(running_mean.dtype)
     return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
 
@@ -298,6 +298,7 @@ class MergedBatch(PreparedDropout):
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
+        """Whether `value` is one of the stacked parameters or buffers."""
         return id(value) in self._places
 
     def require(self, holds: bool) -> None:
@@ -312,6 +313,7 @@ class MergedBatch(PreparedDropout):
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
+        """Return the list that receives the weight's gradient as an OuterProductGrad; None to compute the gradient."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:

@@ -26,7 +26,7 @@ from fedsim.engines.trainers.stack_step import StackState, move
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.precision import FULL, Precision, full_precision
 
-SAMPLES = 4
+SAMPLES = 4  # number of training samples on which the model is tried
 MAX_COMPARED_BATCH = 64  # maximum size of the large batch that is compared with a small one
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest absolute value
 
@@ -86,7 +86,14 @@ def _require_finite(shared: SharedState) -> None:
 
 
 class ProbeResult(NamedTuple):
-    """Outputs of a forward pass without dropout, buffers after it, its dropout calls, and `sample_bytes`."""
+    """Result of a trial forward pass without dropout.
+
+    Attributes:
+        outputs: outputs of the model.
+        buffers: buffers of the model after the pass, [b].
+        dropouts: dropout calls of the pass.
+        sample_bytes: memory of the activations that are saved for the backward pass, per sample.
+    """
 
     outputs: Tensor
     buffers: Tensor
@@ -105,7 +112,10 @@ class Trials:
         return self._train.gather(torch.arange(count) % len(self._train))
 
     def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
-        """Run the model in training mode. Raises ExperimentError if it has state or random draws that stacks lack."""
+        """Run the model in training mode.
+
+        Raises ExperimentError if the model has state or random draws that stacks do not support.
+        """
         task, (inputs, targets) = self._task, batch
         module = task.new_module().train()
         try:
@@ -130,16 +140,16 @@ class Trials:
                 "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
             )
         if global_states(task.device) != generators:
-            raise not_stackable("it draws random numbers outside of torch.nn.functional.dropout")
+            raise not_stackable("the model draws random numbers outside of torch.nn.functional.dropout")
         if any(samples != len(inputs) for samples in recording.samples):
-            raise not_stackable("it applies dropout to a tensor whose first dimension is not the batch")
+            raise not_stackable("the model applies dropout to a tensor whose first dimension is not the batch")
         buffers = Layout.of(module).read_buffers(module)
         return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
 
     def is_coupled(self, together: ProbeResult) -> bool:
-        """Whether outputs or buffers depend on the other samples of a batch, or on the batch size.
+        """Whether a sample's outputs, or the buffers, depend on the other samples of the batch or on the batch size.
 
-        Compares batches that begin with the same samples and end with different ones.
+        The method compares batches that begin with the same samples and end with different samples.
         """
         inputs, targets = self.samples(self.count)
         try:
@@ -171,6 +181,7 @@ class Trials:
         return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
 
     def can_be_merged(self, dropouts: tuple[Dropout, ...]) -> bool:
+        """Whether stacks can run the model on the merged batch of all rows."""
         try:
             self.compare_gradients(dropouts, merged=True)
         except Exception:  # the model may fail in any way on a merged batch
@@ -253,7 +264,7 @@ class Trials:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """Convert the gradient of a weight matrix to an OuterProductGrad; return other gradients unchanged."""
+    """Return a weight matrix's stacked gradient [2, o, i] as an OuterProductGrad, and other gradients unchanged."""
     if gradient.ndim != 3:
         return gradient
     return OuterProductGrad(

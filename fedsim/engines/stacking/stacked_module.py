@@ -1,4 +1,4 @@
-"""A module that is computed for all rows of a stack at once."""
+"""StackedModule: a module that is computed for the parameters of many workers at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT = Objective()
 Places = list[tuple[nn.Module, str]]
 Stacks = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]  # parameters, buffers, inputs, dropout factors
 
-BATCH_DEPENDENT = "its operations depend on the size or the values of a batch"
+BATCH_DEPENDENT = "the model's operations depend on the size or the values of a batch"
 
 
 class FeatureTerm(NamedTuple):
@@ -38,10 +38,12 @@ class FeatureTerm(NamedTuple):
 
 
 class StackedModule:
-    """A module in training mode that computes k rows on k batches, with the same result as row by row up to rounding.
+    """Module in training mode that computes k parameter vectors (rows) on k batches at once.
+
+    The results agree with k separate computations up to rounding.
 
     Args:
-        make: returns the module in its initial state.
+        make: function that returns the module in its initial state.
         objective: loss of a row, and precision of the forward pass.
         merged: whether to run the module on the merged batch of all rows, which only some modules support (see
             `operations`). Otherwise `torch.func.vmap` is used, which takes about a millisecond more per call.
@@ -57,7 +59,7 @@ class StackedModule:
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
 
     def views(self, rows: Tensor) -> list[Tensor]:
-        """View rows [k, d] as a stack [k, ...] for each parameter, without a copy."""
+        """Return views of rows [k, d] as a stack [k, ...] for each parameter, without a copy."""
         return [view_of(rows, entry) for entry in self.layout.parameters]
 
     def unpack_buffers(self, rows: Tensor) -> list[Tensor]:
@@ -188,12 +190,12 @@ def _places(module: nn.Module, tensor: Tensor) -> Places:
 
 
 def view_of(rows: Tensor, entry: Entry) -> Tensor:
-    """View one entry's columns of rows [k, d] as a stack [k, ...], without a copy."""
+    """Return a view of one parameter's (or buffer's) columns in rows [k, d] as a stack [k, ...], without a copy."""
     return rows[:, entry.span].unflatten(1, entry.shape) if entry.shape else rows[:, entry.offset]
 
 
 def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProductGrad]) -> Tensor | OuterProductGrad:
-    """Add up the parts of a parameter's gradient."""
+    """Return the sum of the parts of a parameter's gradient."""
     if gradient is None and len(products) == 1:
         return products[0]
     parts = [product.computed() for product in products] + ([] if gradient is None else [gradient])
@@ -201,7 +203,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Copy gradients that share memory with another gradient or are expanded views."""
+    """Return the gradients, with copies of those that share memory with another gradient or are expanded views."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

@@ -1,1 +1,1 @@
-"""How the rows of a cohort are trained: one after another, or stacked."""
+"""Trainers of a cohort's workers: one after another, or several together in a stack."""

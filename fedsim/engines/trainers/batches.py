@@ -1,4 +1,4 @@
-"""Batches of each worker. Their random draws do not depend on the engine."""
+"""Training and test batches of each worker. Their order and augmentation do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from fedsim.engines.task import RunTask
 SAMPLES_AT_ONCE = 2**17  # maximum number of samples that are shuffled at once, over workers and epochs
 EPOCHS_AT_ONCE = 64  # maximum number of epochs per worker that are shuffled at once
 
-Epoch = tuple[int, int, int]  # worker, round, epoch number within the round
+Epoch = tuple[int, int, int]  # (worker, round, epoch number within the round)
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
 
 
 class WorkItem(NamedTuple):
-    """A cohort member and the part of its round that is to be trained.
+    """Work item: a worker, and the part of its round to train.
 
     Attributes:
-        slot: number of the member's row.
+        slot: number of the worker's row.
         worker: worker ID.
         round: number of the worker's round.
         steps: number of steps to train, from the first step of the round; None for all steps of the schedule.
-        step: number of the step (from 0) if a single step is to be trained; else None.
-        ends: whether the client algorithm ends the round with `finish`.
+        step: number of the step (from 0) to train only this step; None to train several steps.
+        ends: whether the client algorithm's `finish` is called at the end.
     """
 
     slot: int
@@ -53,7 +53,13 @@ class WorkItem(NamedTuple):
 
 
 class RoundIterator:
-    """Iterator over the batches of a worker's round, as positions in the data set; `alter` augments or poisons them."""
+    """Iterator over the batches of a worker's round, as indices into the dataset.
+
+    Attributes:
+        round: number of the round.
+        steps_done: number of batches that have been returned.
+        alter: function that augments or poisons the gathered batches; None to leave them unchanged.
+    """
 
     def __init__(self, round: int, positions: Iterator[Tensor], alter: Alteration | None) -> None:
         self.round, self.steps_done, self.alter = round, 0, alter
@@ -68,7 +74,11 @@ class RoundIterator:
 
 
 class BatchSource:
-    """Batches of all workers: shuffled per round, and augmented or poisoned."""
+    """Source of all workers' batches, which are shuffled per epoch, and augmented or poisoned.
+
+    Attributes:
+        root: worker ID that stands for the server's own samples; None if the rule does not use such samples.
+    """
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._shared = task, shared
@@ -85,7 +95,7 @@ class BatchSource:
         return len(self._shared.data.root) if worker == self.root else self._shared.data.shards.size(worker)
 
     def steps(self, worker: int, round: int) -> int:
-        """Return the number of steps of a worker in a round; unlimited for the server in synchronous SGD."""
+        """Return the number of steps of a worker in `round`. For the server in synchronous SGD, there is no limit."""
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.of(worker, round).steps_for(self.size(worker))
@@ -95,24 +105,24 @@ class BatchSource:
         return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
-        """Return the number of steps that a member is to train."""
+        """Return the number of steps of a work item."""
         if member.step is not None:
             return 1
         return self.steps(member.worker, member.round) if member.steps is None else member.steps
 
     def shard(self, worker: int) -> CustomSubset:
-        """Return the samples of a worker, in the order of the data set."""
+        """Return the training samples of a worker, in the order of the dataset."""
         positions = self._shared.data.root if worker == self.root else self._shared.data.shards.of(worker)
         return CustomSubset(self._shared.data.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
-        """Yield batches of a worker's shard without end, reshuffled in each epoch."""
+        """Yield an infinite sequence of a worker's training batches, reshuffled in each epoch."""
         train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
     def batches_of(self, member: WorkItem) -> Batches:
-        """Yield the batches that a member is to train."""
+        """Yield the training batches of a work item."""
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather only this batch; the next one may never be needed
@@ -120,7 +130,7 @@ class BatchSource:
             yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
-        """Return an iterator that continues at the member's first step. It is cached if workers train step by step."""
+        """Return an iterator that continues at the work item's first step. It is cached for work items of one step."""
         worker, round = member.worker, member.round
         iterator = self._iterators.get(worker) if member.step is not None else None
         if iterator is None or iterator.round != round or iterator.steps_done != member.step:
@@ -132,15 +142,14 @@ class BatchSource:
         return iterator
 
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield a worker's batches without end, as positions in the data set, int64 [batch]."""
+        """Yield an infinite sequence of a worker's batches, as indices into the dataset, int64 [batch]."""
         for positions in self.epochs(worker, round):
             yield from positions.split(self._task.schedule.batch_size)
 
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield the shuffled sample positions of each epoch of a worker's round, int64 [samples].
+        """Yield the shuffled sample indices of each epoch of a worker's round, int64 [samples], on the task's device.
 
-        The tensors are on the device of the task. With `drop_last`, samples that do not fill the last batch are left
-        out.
+        With `drop_last`, samples that do not fill the last batch are left out.
         """
         epoch = 0
         while True:
@@ -150,12 +159,12 @@ class BatchSource:
             epoch += len(orders)
 
     def announce(self, members: Sequence[WorkItem]) -> None:
-        """Announce the rounds that come next, so that the samples of many workers are shuffled at once."""
+        """Announce the work items that are trained next, so that the samples of many workers are shuffled at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
-        """Return the shuffled sample positions of the `wanted` epochs; see `epochs`.
+        """Return the shuffled sample indices of the `wanted` epochs; see `epochs`.
 
         If any epoch has to be shuffled first, epochs of announced rounds are shuffled with it and cached.
         """
@@ -180,10 +189,10 @@ class BatchSource:
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
     def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """Return the orders of these epochs.
+        """Return the shuffled sample indices of the `wanted` epochs.
 
-        An order is a permutation of the shard under the key (seed, "batches", round, worker), and the epoch as step:
-        see `fedsim.core.philox`. All are drawn at once on the device of the task, without a wait.
+        Each is a random permutation with the key (seed, "batches", round, worker) and the epoch as step; see
+        `fedsim.core.philox`. All are drawn at once on the task's device, without waiting for it.
         """
         task = self._task
         workers = [worker for worker, *_ in wanted]
@@ -199,7 +208,7 @@ class BatchSource:
         return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the sample positions of these workers in one tensor on the device, and each worker's start index."""
+        """Return the sample indices of all `workers` in one tensor on the device, and each worker's start in it."""
         of_workers = [worker for worker in workers if worker != self.root]
         root = self._shared.data.root.to(self._task.device)
         if not of_workers:
@@ -232,7 +241,12 @@ class BatchSource:
     def _alteration(
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
-        """Combine partition transform, augmentations and poisoning; `purposes` are part of the random keys."""
+        """Return a function that applies partition transform, augmentation and poisoning; None if there are none.
+
+        Args:
+            augment: augmentations.
+            purposes: parts of the random keys for transforms and for poisoning.
+        """
         task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = attack.poison if worker in task.byzantine.in_round(round) else None
@@ -241,10 +255,12 @@ class BatchSource:
             return None
         taken = {name for transform in transforms for name in transform.takes}
         for_transforms = self._random(taken, purposes[0], round, worker)
+        normalisation = self._shared.data.train.normalisation if "normalisation" in taken else None
         for_poison = self._random(attack.poison_accepts if poison else (), purposes[1], round, worker)
 
         def alter(inputs: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
             arguments: dict[str, Any] = {name: at(step) for name, at in for_transforms.items()}
+            arguments["normalisation"] = normalisation
             for transform in transforms:
                 inputs = transform(inputs, arguments)
             if poison is not None:
@@ -268,6 +284,6 @@ class BatchSource:
 
 
 def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
-    """Yield the altered batches; their steps are counted from `first`."""
+    """Yield the batches after `alter`, which receives the number of the step, counted from `first`."""
     for step, (inputs, targets) in enumerate(batches, first):
         yield alter(inputs, targets, step) if alter else (inputs, targets)

@@ -52,7 +52,10 @@ class GraphPool:
         return self.record(run)
 
     def record(self, run: Run) -> Run:
-        """Capture a call of `run` without the preceding trial run; needs a CUDA device."""
+        """Capture a call of `run` without a trial run before, and return a function that replays it.
+
+        Requires a CUDA device.
+        """
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -85,7 +88,7 @@ class GraphPool:
         generator.graphsafe_set_state(generator.clone_state())
         for name in _END_ALLOCATION:
             if hasattr(torch._C, name):
-                with contextlib.suppress(RuntimeError):  # if no allocation is under way
+                with contextlib.suppress(RuntimeError):  # raised if no allocation is in progress
                     getattr(torch._C, name)(self.device.index, self._handle)
 
 
@@ -104,7 +107,7 @@ def require_capturable(run: Run, device: torch.device) -> None:
 
 
 class OperationCheck(TorchDispatchMode):
-    """Dispatch mode that avoids importing PyTorch's compiler, which takes more than a second."""
+    """Dispatch mode that does not import PyTorch's compiler, because that import takes more than a second."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,4 +1,4 @@
-"""Start and end of a worker's round: loads received messages and worker state, stores new messages and state."""
+"""Start and end of a worker's local training: loading and storing of messages and worker state."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or 
 
 
 class ClientRounds:
-    """Starts and finishes workers' rounds, for one row [d] or for a stack of rows [k, d]."""
+    """Start and end of local training, for one worker's row [d] or for a stack of rows [k, d]."""
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
-        """Return the initial algorithm state for the sent `rows`, and load personal buffers."""
+        """Load personal buffers, and return the client algorithm's initial state for the received `rows`."""
         shared, columns = self._shared, self._algorithm.personal_buffers
         if columns.width:
             buffers = shared.cohort.buffers[index]
@@ -32,7 +32,10 @@ class ClientRounds:
         return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
-        """Store the workers' messages and worker state. Call after the buffers were stored; may change `rows`."""
+        """Store the workers' messages and worker states after training. The buffers must be stored before.
+
+        The client algorithm may change `rows`.
+        """
         if not members[0].ends:
             return
         columns = self._algorithm.personal_buffers
@@ -47,7 +50,7 @@ class ClientRounds:
         self._keep(worker.kept, index)
 
     def buffers_beside(self) -> Tensor | None:
-        """Return buffers [cohort, b] of personal models that are trained in addition to the rows; else None."""
+        """Return buffers [cohort, b] of personal models that are trained in addition to the rows; None without them."""
         return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def send_gradients(self, index: Index) -> None:

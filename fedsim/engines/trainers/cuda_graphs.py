@@ -136,7 +136,7 @@ class CapturedSteps:
             self._capture(graph)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> None:
-        """Train the members of a stack for a round."""
+        """Train the workers of a stack for a round by replaying graphs. Call `prepare_for` before."""
         self._start(stack)
         for graphs, block in zip(self._plan(stack), stack.blocks(self._steps), strict=True):
             stack.count_samples(block)
@@ -152,7 +152,7 @@ class CapturedSteps:
         shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
-        """Return the graphs for each block of steps."""
+        """Return a list of graphs for each block of steps."""
         rows = self._size_for(len(stack))
         unmasked = stack.steps[-1] if rows == len(stack) else 0
         plan = []
@@ -169,7 +169,7 @@ class CapturedSteps:
             self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph))
 
     def _start(self, stack: Stack) -> None:
-        """Set rows, states, buffers and loss sums for the start of a round."""
+        """Copy rows, states and buffers to the graphs' tensors, and reset the loss sums, at the start of a round."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
         state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
@@ -196,7 +196,7 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the steps of a graph, starting with step `_step_number` of the round."""
+        """Run the steps that `graph` captures, starting with step `_step_number` of the round."""
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
@@ -222,11 +222,11 @@ class CapturedSteps:
 
 
 class CUDAGraphCache:
-    """The captured steps of a trainer, or the reason why no steps are captured.
+    """CUDA graphs of a trainer's steps, or the reason why steps run without CUDA graphs.
 
     Args:
-        make: creates the captured steps.
-        refusal: reason why no steps are captured; None if steps are to be captured.
+        make: function that captures the steps.
+        refusal: reason why no steps are captured; None to capture steps.
         warns: whether to warn if a capture fails.
     """
 
@@ -249,7 +249,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Stop capturing steps if the block raises an error."""
+        """Return a context in which an error is suppressed, and stops the use of CUDA graphs with a warning."""
         try:
             yield
         except Exception as error:

@@ -52,6 +52,7 @@ class Dropout:
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs_shape: torch.Size, p: float) -> Dropout:
+        """Return the description of the call `function(inputs, p)` for inputs of shape `inputs_shape`."""
         shape = tuple(inputs_shape[1:])
         if function in FEATURE_DROPOUTS:  # without a batch dimension, channels are the first dimension
             channels = shape[:1] if len(inputs_shape) != UNBATCHED_NDIM.get(function) else (1,)
@@ -103,7 +104,7 @@ class Recording(DropoutMode):
 
 
 def multiplied(inputs: Tensor, factors: Tensor, inplace: bool) -> Tensor:
-    """Apply dropout factors to `inputs`."""
+    """Return `inputs` times the dropout factors, computed in place if `inplace` is true."""
     if factors.dtype != inputs.dtype:
         factors = factors.to(inputs.dtype)
     return inputs.mul_(factors) if inplace else inputs * factors
@@ -201,7 +202,7 @@ class RowDropout:
     """Dropout for rows that are trained one after another in one process.
 
     Attributes:
-        round: dropout of the round whose forward pass is under way; None outside of a forward pass.
+        round: dropout masks of the round whose forward pass is running; None outside of a forward pass.
         module_calls: number of dropout calls made by dropout modules (nn.Dropout and similar).
         by_modules: whether dropout modules make all dropout calls of the model; set when `calls` is computed.
     """
@@ -226,11 +227,11 @@ class RowDropout:
 
     @cached_property
     def calls(self) -> tuple[Dropout, ...]:
-        """Dropout calls of a training forward pass, recorded on the first samples of the data set.
+        """Dropout calls of a training forward pass, recorded on the first samples of the dataset.
 
-        Empty if the model fails on these samples; training then reports the error. Also empty if the backward pass
-        calls dropout again, as activation checkpointing does: it restores the state of PyTorch's generator, so dropout
-        has to use that generator.
+        Empty if the model fails on these samples, because training then reports the error. Also empty if the backward
+        pass calls dropout again, as in activation checkpointing. Checkpointing restores the state of PyTorch's
+        generator, so dropout must use this generator.
         """
         train, self.module_calls = self._shared.data.train, 0
         inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
@@ -248,7 +249,7 @@ class RowDropout:
         return calls if len(recording.dropouts) == len(calls) else ()
 
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
-        """Return the dropout of a worker in a round of `steps` steps (default: as many as in the schedule)."""
+        """Return the dropout masks of a worker in a round of `steps` steps (default: as many as in the schedule)."""
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
         key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
@@ -259,11 +260,12 @@ class RoundDropout:
     """Dropout of one worker in one round, for rows that are trained one after another.
 
     Args:
-        of_rows: provides the known dropout calls, whose factors are generated ahead; factors of unknown dropout calls
-            are generated at the call.
+        of_rows: dropout of the process, with the known dropout calls, whose factors are generated several steps ahead.
+            Factors of unknown dropout calls are generated at the call.
         key: `layer_key` of the worker in the round, int64 [1].
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
+        round: number of the round.
     """
 
     def __init__(self, of_rows: RowDropout, key: Tensor, steps: int, batch: int, round: int) -> None:

@@ -1,4 +1,4 @@
-"""A module that is bound to one row after another, without carrying state from one row to the next."""
+"""RowModule: a module that computes one flat parameter vector (row) after another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ SKIPPED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}  # attr
 
 
 class RowModule:
-    """A module that is bound to one row after another, as if a new module were created for each row.
+    """Module whose parameters become views of one row [d] after another, as if each row had a new module.
 
     Parameters and saved buffers are loaded with the row. Attributes and non-persistent buffers are reset before every
     row, because the next row may belong to another worker: if training has changed them, a new module is created.
 
     Args:
-        make: returns the module in its initial state, which is the same at every call.
+        make: function that returns the module in its initial state, which must be the same at every call.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -37,7 +38,7 @@ class RowModule:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
-        """Bind to `row` [d] and `gradient` [d], and load the buffers [b]."""
+        """Make the parameters views of `row` [d] and their gradients views of `gradient` [d]. Load the buffers [b]."""
         if self.changed():
             self.module, self._rows = self._make(), None
         if self._rows is None or row is not self._rows[0] or gradient is not self._rows[1]:
@@ -47,9 +48,10 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context that yields the module, with gradients set to None, to code that may replace parameter data.
+        """Return a context that provides the module for user code, which may replace the parameters' data.
 
-        At the end, the parameters are copied to the row. Raises ExperimentError if their names or shapes have changed.
+        The gradients are None at the start. At the end, the parameters are copied to the row. Raises ExperimentError if
+        their names or shapes have changed.
         """
         assert self._rows is not None
         (row, gradient), self._rows = self._rows, None  # so that the module counts as unbound after an error
@@ -93,7 +95,7 @@ class RowModule:
         self.layout.read_buffers(self.module, out=buffers)
 
     def changed(self) -> bool:
-        """Whether attributes or non-persistent buffers changed since construction."""
+        """Whether attributes or non-persistent buffers of the module have changed since construction."""
         return differ(self._start, self.module)
 
 
@@ -135,6 +137,8 @@ def _equal(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, weakref.ref) and isinstance(b, weakref.ref):  # nn.LSTM has weak references to its parameters
         return _equal(a(), b())
+    if isinstance(a, partial) and isinstance(b, partial):  # equal only if identical
+        return _equal((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     try:

@@ -1,4 +1,4 @@
-"""The sequential trainer, which trains cohort members one after another. See `stacked.py` for the stacked trainer."""
+"""Sequential trainer, which trains workers one after another. See `stacked.py` for the stacked trainer."""
 
 from __future__ import annotations
 
@@ -40,19 +40,25 @@ class Trainer(Protocol):
 
     @property
     def replays(self) -> Any:
-        """The captured steps; None if none are captured."""
+        """Steps captured as CUDA graphs; None if this trainer never captures steps."""
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train each member's row on its worker's shard, for the steps that its WorkItem names."""
+        """Train each work item on its worker's samples, starting from the worker's row, which receives the result."""
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Write each member's mean gradient over all its samples, at its row, to `CohortRows.full_gradients`."""
+        """Write each worker's mean gradient over all its samples to `CohortRows.full_gradients`.
+
+        The gradient is taken at the parameters in the worker's row.
+        """
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD, in which the members' rows contain gradients."""
+        """Begin a round of synchronous SGD, in which the workers' rows contain gradients."""
 
     def gradients(self, step: int) -> None:
-        """Write each member's gradient on its next batch, at the global row, to its row, unless its data is used up."""
+        """Write each worker's gradient of the global model on its next batch to its row.
+
+        Workers whose round has fewer steps are skipped.
+        """
 
     def end_gradient_round(self) -> None:
         """End the round that `begin_gradient_round` began."""
@@ -60,7 +66,18 @@ class Trainer(Protocol):
 
 @dataclass
 class SyncParticipant:
-    """A member in a round of synchronous SGD. `draws`: whether its layers may use the global random generators."""
+    """Worker in a round of synchronous SGD.
+
+    Attributes:
+        member: work item of the worker.
+        module: module bound to the worker's gradient.
+        batches: remaining batches of the round.
+        dropout: dropout masks of the round.
+        loss_sum: sum of the losses of all samples so far.
+        samples: number of samples so far.
+        batch: batch of the current step.
+        draws: whether layers may use the global random generators, which then must be seeded.
+    """
 
     member: WorkItem
     module: RowModule
@@ -68,23 +85,23 @@ class SyncParticipant:
     dropout: RoundDropout
     loss_sum: Tensor
     samples: int = 0
-    batch: tuple[Tensor, Tensor] | None = None  # of the current step
+    batch: tuple[Tensor, Tensor] | None = None
     draws: bool = True
 
     def count(self, loss: Tensor) -> None:
-        """Add the loss of the current batch."""
+        """Add the mean loss of the current batch to the sums."""
         self.loss_sum.add_(loss, alpha=self.batch_size)
         self.samples += self.batch_size
 
     @property
     def batch_size(self) -> int:
-        """The number of samples in the current batch."""
+        """Number of samples in the current batch."""
         assert self.batch is not None
         return len(self.batch[1])
 
 
 class RowTrainer:
-    """Trains one row after another, with a module that is bound to each in turn."""
+    """Trainer that trains one worker after another with the same module."""
 
     replays = width = None
 
@@ -96,7 +113,7 @@ class RowTrainer:
         self._buffers_beside = self._client_rounds.buffers_beside()
         self._objective = task.objective
         self._dropout = RowDropout(task, shared, batch_source)
-        self._modules = [RowModule(self._dropout.new_module)]  # where gradients are aggregated, one for each member
+        self._modules = [RowModule(self._dropout.new_module)]  # in rounds of gradients, one module per worker
         self._points = PointModules(self._dropout.new_module, shared)
         self._step_by_step: dict[int, RoundDropout] = {}  # by worker, for workers that train step by step
         self._participants = list[SyncParticipant]()
@@ -130,14 +147,14 @@ class RowTrainer:
         return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, self._points, beside)
 
     def _call(self, function: TrainFunction, member: WorkItem, module: RowModule, data: Batches) -> float:
-        """Train a member's model by a user function; return its mean loss."""
+        """Train a worker's model by a user's training function, and return the mean loss."""
         batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
         precision = self._objective.precision
         with module.lent() as model, precision.forwards_of(model, self._task.device), closing(batches):
             return function(model, batches, member.worker)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Compute each member's gradient over all its samples, without local steps.
+        """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`.
 
         Dropout uses the masks of the steps that follow the last step of the round.
         """
@@ -193,7 +210,7 @@ class RowTrainer:
         return SyncParticipant(member, module, batches, dropout, loss_sum)
 
     def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Return the loss on a participant's batch of this step, before the backward pass."""
+        """Compute the loss on the participant's batch of step number `step`, without a backward pass."""
         assert participant.batch is not None
         if participant.draws:
             self.seed_layers(participant.member, participant.member.round, step)
@@ -202,7 +219,7 @@ class RowTrainer:
             return self._objective(participant.module.module, inputs, targets)
 
     def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Write the gradient on a participant's next batch to its row; return the loss."""
+        """Write the gradient on the participant's next batch to the worker's row, and return the loss."""
         slot = participant.member.slot
         participant.batch = next(participant.batches)
         loss = self._loss_of(participant, step)
@@ -213,15 +230,15 @@ class RowTrainer:
         return loss.detach()
 
     def seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
-        """Seed the global generators, which layers other than dropout use.
+        """Seed PyTorch's global generators, which layers other than dropout use.
 
-        The key differs from the dropout key, because PyTorch's GPU generator is also Philox: equal keys would produce
-        the same random words.
+        The seed differs from the random key of dropout, because PyTorch's GPU generator is also Philox: equal keys
+        would produce equal random numbers.
         """
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """Return the dropout of a member's round. It is cached if the member trains step by step."""
+        """Return the dropout masks of a work item's round. They are cached if the worker trains step by step."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
@@ -231,10 +248,11 @@ class RowTrainer:
 
 
 class PointModules:
-    """Modules for evaluating gradients and features at points [d] other than a worker's row.
+    """Modules that evaluate gradients and features at parameters [d] other than a worker's row.
 
     Args:
-        make: returns a new module.
+        make: function that returns a new module.
+        shared: tensors of the run.
     """
 
     def __init__(self, make: Callable[[], nn.Module], shared: SharedState) -> None:
@@ -242,16 +260,16 @@ class PointModules:
 
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Preallocated point and gradient, [d] each."""
+        """Preallocated tensors for parameters and gradient, [d] each."""
         return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
-        """Preallocated buffers, [b]."""
+        """Preallocated tensor for module buffers, [b]."""
         return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
-        """Return module number `number`, bound to `point` and `gradient`, with `buffers` loaded."""
+        """Return module number `number`, with parameters `point` [d], gradients `gradient` [d], and `buffers` [b]."""
         while len(self._made) <= number:
             self._made.append(RowModule(self._make))
         self._made[number].load(point, gradient, buffers)
@@ -261,15 +279,20 @@ class PointModules:
 
 @dataclass
 class LocalSteps:
-    """A member's local steps, with the optimizer interface that `train_epoch` expects.
+    """Local steps of one worker, with the optimizer interface that `train_epoch` expects.
 
-    Accumulates and clips gradients. Supports losses on features of other models (`ClientAlgorithm.feature_loss`) and
-    steps that request further gradients on their batch (`ClientAlgorithm.step_rows`).
+    The class accumulates and clips gradients. It supports losses on features of other models
+    (`ClientAlgorithm.feature_loss`) and steps that request further gradients on their batch
+    (`ClientAlgorithm.step_rows`).
 
     Attributes:
+        task: run to compute.
+        member: work item of the worker.
         batches: number of batches that remain to be trained.
-        module: bound to `row` and `gradient`, [d] each.
+        module: module whose parameters are views of `row` [d] and whose gradients are views of `gradient` [d].
         state: state of the client algorithm.
+        dropout: dropout masks of the round.
+        points: modules for gradients and features at other parameters.
         buffers_beside: buffers [b] of a personal model that is trained in addition to the row; None without one.
         steps: number of client algorithm steps so far.
         accumulated: number of batches since the last client algorithm step.
@@ -297,7 +320,7 @@ class LocalSteps:
             self.gradient.zero_()
 
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
-        """Add the gradient of the loss to the parameters' `.grad`; return the detached loss."""
+        """Add the gradient of the loss to the parameters' `.grad`, and return the detached loss."""
         self._batch = inputs, targets
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
         if self._feature_points:
@@ -328,7 +351,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-        """Return the features of the batch at a feature point, without changing buffers."""
+        """Return the features of the current batch at feature point number `place`, without changing buffers."""
         inputs, precision = self._batch[0], self._objective.precision
         point, gradient = self._feature_points[place], self.points.room[1]
         model = self.points.at(1 + place, point, gradient, self._buffers_of_row()).module
@@ -337,7 +360,7 @@ class LocalSteps:
         return precision.widened(recorded.of(len(inputs)))
 
     def _gradient_at(self, point: Tensor) -> Tensor:
-        """Return the gradient [d] at another point [d], without changing the buffers of the row."""
+        """Return the current batch's gradient [d] at parameters `point` [d], without changing the row's buffers."""
         buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
         row, gradient = self.points.room
         module = self.points.at(0, row, gradient, buffers)
@@ -350,7 +373,7 @@ class LocalSteps:
         return gradient.clone()
 
     def _buffers_of_row(self) -> Tensor:
-        """Copy the buffers [b] of the member's module."""
+        """Return a copy of the buffers [b] of the worker's module."""
         return self.module.layout.read_buffers(self.module.module, out=self.points.buffers)
 
 
@@ -375,8 +398,8 @@ class RoundBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._begun:
             raise ExperimentError(
-                "local.algorithm: the function iterates over its batches twice; iterate once, and set the number of "
-                "passes over a worker's samples by local.epochs"
+                "local.algorithm: the function iterates over its batches twice; iterate once, and use local.epochs to "
+                "set the number of passes over a worker's samples"
             )
         self._begun = True
         return self._reader

@@ -1,4 +1,4 @@
-"""A stack: cohort members that are trained together, with their batches and losses."""
+"""Stack: workers of a cohort that are trained together, with their batches and losses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to th
 
 
 class StepBatch(NamedTuple):
-    """Batches of one step or of several steps, for some members of a stack.
+    """Batches of one step or of several steps, for m workers of a stack.
 
-    With several steps, all tensors have a leading dimension [steps, ...], and finished members have size 0.
+    With several steps, all tensors have a leading dimension [steps, ...], and workers that have finished have size 0.
 
     Attributes:
-        step: number of the first step, counted from 0 at the start of the members' work.
-        members: positions of the m members in the stack: a range, or a list if they are not consecutive.
-        sizes: number of samples in each member's batch, [m], on the host.
+        step: number of the first step, counted from 0 at the start of the workers' training.
+        members: positions of the m workers in the stack: a range, or a list if they are not consecutive.
+        sizes: number of samples in each worker's batch, [m], on the host.
         counts: `sizes` as floating-point numbers on the device.
         positions: positions of the samples in the data set, int64 [m, batch]. Padding repeats the first sample of the
             batch, because NaN would reach the loss even with weight 0.
@@ -42,35 +42,36 @@ class StepBatch(NamedTuple):
 
     @property
     def places(self) -> slice | list[int]:
-        """Index that selects the members from a stacked tensor; a slice (giving a view) if they are consecutive."""
+        """Index that selects the workers from a stacked tensor: a slice if they are consecutive, otherwise a list."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
     def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
-        """Return the batches that `index` selects."""
+        """Return the batches that `index` selects from all tensors, with new values of `step` and `members`."""
         parts = self.sizes[index], self.counts[index], self.positions[index], self.weights[index]
         return StepBatch(step, members, *parts)
 
     def by_step(self) -> Iterator[StepBatch]:
-        """Yield one StepBatch per step, of the members that have not finished. Requires batches of several steps."""
+        """Split batches of several steps: yield one StepBatch per step, of the workers that have not finished."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
             yield self.part((step, slice(active)), self.step + step, range(active))
 
     def by_size(self) -> Iterator[StepBatch]:
         """Split by batch size: yield one StepBatch per size, without padding."""
         for size in np.unique(self.sizes).tolist():
-            these = np.flatnonzero(self.sizes == size).tolist()
+            places = np.flatnonzero(self.sizes == size).tolist()
             cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
-            is_whole = len(these) == len(self.members)
-            yield cut if is_whole else cut.part(these, self.step, [self.members[place] for place in these])
+            is_whole = len(places) == len(self.members)
+            yield cut if is_whole else cut.part(places, self.step, [self.members[place] for place in places])
 
 
 class Stack:
-    """Members that are trained together, sorted by descending number of steps, and their losses in a round.
+    """Stack of k workers that are trained together, and their losses in a round.
 
     Attributes:
-        slots: row numbers of the members, int64 [k], on the host.
-        index: index that selects the members' rows on the device; a slice gives a view (see `core.rows.index_of`).
-        steps: number of steps of each member, descending.
+        members: work items of the workers, sorted by descending number of steps.
+        slots: row numbers of the workers, int64 [k], on the host.
+        index: index that selects the workers' rows on the device; a slice gives a view (see `core.rows.index_of`).
+        steps: number of steps of each worker, descending.
     """
 
     def __init__(self, members: Sequence[WorkItem], task: RunTask, batch_source: BatchSource) -> None:
@@ -87,13 +88,13 @@ class Stack:
         return len(self.members)
 
     def index_of(self, step_batch: StepBatch) -> slice | Tensor:
-        """Return the index that selects the rows of a StepBatch's members on the device."""
+        """Return the index that selects the rows of the workers in `step_batch`, on the device."""
         if isinstance(self.index, Tensor):
             return self.index[step_batch.places]
         return index_of([self.members[place].slot for place in step_batch.members], self._task.device)
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield one StepBatch per step, of the members that have not finished."""
+        """Yield one StepBatch per step, of the workers that have not finished."""
         return (step_batch for block in self.blocks(STEPS_AT_A_TIME) for step_batch in block.by_step())
 
     def blocks(self, at_a_time: int) -> Iterator[StepBatch]:
@@ -105,7 +106,12 @@ class Stack:
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
     def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[StepBatch]:
-        """Yield the `blocks` of members that train whole rounds, computed by a few array operations."""
+        """Yield the `blocks` of workers that train whole rounds, computed by a few array operations.
+
+        Args:
+            steps: number of steps of each worker, descending.
+            at_a_time: number of steps per block.
+        """
         schedule, members = self._task.schedule, self.members
         shards = np.array([self._batch_source.size(member.worker) for member in members])
         samples = np.array([schedule.samples_per_epoch(size) for size in shards.tolist()])
@@ -133,7 +139,7 @@ class Stack:
                 yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
 
     def full_pass(self) -> Iterator[StepBatch]:
-        """Yield batches that contain each sample of each member once, in the order of the data set."""
+        """Yield batches that contain each training sample of each worker once, in the order of the dataset."""
         workers, size = [member.worker for member in self.members], self._task.schedule.batch_size
         positions, starts = self._batch_source.shards_of(workers)
         samples = np.array([self._batch_source.size(worker) for worker in workers])
@@ -147,11 +153,11 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """The dropout key of each member; see `layer_key`."""
+        """Random key of dropout for each worker; see `layer_key`."""
         return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
-        """Return the dropout factors of the members' steps, or of the steps after their last one if `after` is true."""
+        """Return the dropout factors of the workers' steps, or of the steps after their last one if `after` is true."""
         task = self._task
         first_steps = self.steps if after else [member.step or 0 for member in self.members]
         on_host = [self.layer_keys, first_steps] if dropouts else [[], []]
@@ -164,7 +170,9 @@ class Stack:
         """Augment or poison the batches of a step, inputs and targets [m, batch, ...], in place.
 
         Args:
-            alterations: function for each member, or None to keep its batch; by default the one used in training.
+            step_batch: batches of m workers.
+            alterations: for each worker of the stack, a function or None to keep its batch; by default the functions
+                that are used in training.
         """
         for place, member in enumerate(step_batch.members):
             if alter := alterations[member] if alterations else self._iterators[member].alter:
@@ -172,12 +180,15 @@ class Stack:
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
-        """Return each member's alteration without augmentation. `purpose` is part of the random key."""
+        """Return a function for each worker that poisons its batches without augmentation; None to keep them.
+
+        `purpose` is part of the random key.
+        """
         source = self._batch_source
         return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
-        """Add the mean losses [m] of a StepBatch to the totals, without waiting for the device."""
+        """Add the mean losses [m] of `step_batch` to the workers' totals, without waiting for the device."""
         sums = self._loss_sum[step_batch.places]
         sums.addcmul_(losses, step_batch.counts)
         if isinstance(step_batch.places, list):  # `sums` is a copy
@@ -189,11 +200,11 @@ class Stack:
         self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
     def add_losses(self, sums: Tensor) -> None:
-        """Add loss sums over several StepBatches, one sum per member."""
+        """Add one loss sum per worker, [k], over several StepBatches."""
         self._loss_sum += sums
 
     def mean_losses(self) -> Tensor:
-        """Return the mean loss per sample of each member, on the host."""
+        """Return each worker's mean loss per sample, float64 [k], on the host."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
     def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
@@ -202,7 +213,7 @@ class Stack:
         Args:
             positions: sample positions in the data set, int64 [n], on the device.
             begins: first index into `positions` of each batch, int64 [steps, m].
-            sizes: number of samples of each batch, int64 [steps, m]; 0 if the member has finished.
+            sizes: number of samples of each batch, int64 [steps, m]; 0 if the worker has finished.
         """
         device = self._task.device
         table = torch.from_numpy(np.stack([begins * (sizes > 0), sizes])).to(device)

@@ -1,4 +1,4 @@
-"""One local step of a stack of rows, also used in captured steps."""
+"""One local step of a stack of workers, also used in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fedsim.engines.task import RunTask
 # factors of all weights.
 LEFT_PRODUCT_BYTES = 2**23
 
-Part = tuple[Entry, Tensor | OuterProductGrad]  # columns of the rows, and the gradients of these columns
+Part = tuple[Entry, Tensor | OuterProductGrad]  # (columns of the rows, gradients of these columns)
 
 
 class Batch(NamedTuple):
-    """Training data for one step of m rows.
+    """Training data of m workers for one step.
 
     Attributes:
         inputs, targets: [m, batch, ...] each.
@@ -43,13 +43,13 @@ class Batch(NamedTuple):
 
 @dataclass
 class StackState:
-    """Rows, client algorithm state and buffers of a stack, which a step changes in place.
+    """Parameters (rows), client algorithm state and buffers of k stacked workers, which a step changes in place.
 
     Args:
-        module: computes the rows.
-        rows: [k, d].
+        module: module that computes all rows at once.
+        rows: [k, d], parameters of the workers.
         algorithm_state: result of `algorithm.start(rows)`, [k, d] each.
-        buffers: [k, ...] each.
+        buffers: buffers of the workers, [k, ...] each.
         buffers_beside: buffers of personal models that are trained in addition to the rows, [k, ...] each.
         places: positions of these rows in the whole stack: a slice, or an index tensor on the device if the rows are
             not consecutive.
@@ -68,7 +68,7 @@ class StackState:
         self._of_some: StackState | None = None
 
     def of(self, places: slice | list[int]) -> StackState:
-        """Return the state of the members at `places`: cached views for a slice, copies for a list."""
+        """Return the state of the workers at positions `places`: cached views for a slice, copies for a list."""
         if places == slice(0, len(self.rows)):
             return self
         if isinstance(places, list):
@@ -83,9 +83,11 @@ class StackState:
         return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
-        """Copy the buffers of `theirs` back to this state, and also rows and algorithm state if they `moved`.
+        """Copy a part of this state, returned by `of`, back after a step. Views need no copy.
 
-        Views need no copy.
+        Args:
+            theirs: part of this state.
+            moved: whether to copy rows and algorithm state too, not only buffers.
         """
         copied = isinstance(theirs.places, Tensor)
         if copied:
@@ -101,7 +103,7 @@ class StackState:
                 self.state_of(name)[theirs.places] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
-        """Return views of one entry's columns in rows and algorithm state. The dictionary may be changed."""
+        """Return views of one parameter's columns in rows and algorithm state. The caller may change the dictionary."""
         if entry not in self._parts:
             state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.algorithm_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
@@ -109,7 +111,7 @@ class StackState:
         return rows, dict(state)
 
     def state_of(self, name: str) -> Tensor:
-        """Return the algorithm's state tensor of this name, [k, d]; zeros if no step has created it yet."""
+        """Return the client algorithm's state tensor `name`, [k, d]. It is created with zeros if it does not exist."""
         if name not in self.algorithm_state:
             self.algorithm_state[name] = torch.zeros_like(self.rows)
             self._parts.clear()
@@ -117,7 +119,7 @@ class StackState:
 
 
 def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
-    """Return the columns of an entry in a state tensor [k, d]; reshape one value per row, [k, 1], to broadcast."""
+    """Return one parameter's columns of a state tensor [k, d]. A tensor [k, 1] is reshaped to broadcast instead."""
     is_number = tensor.shape[1] == 1 and rows.shape[1] > 1
     return tensor.view(-1, *[1] * len(entry.shape)) if is_number else view_of(tensor, entry)
 
@@ -129,7 +131,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StackStep:
-    """One step of the client algorithm for the rows of a stack."""
+    """Callable that makes one step of the client algorithm for the workers of a stack."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
@@ -139,11 +141,13 @@ class StackStep:
     def __call__(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, moment: tuple[int, int] = (1, 0)
     ) -> Tensor:
-        """Move the rows of a state along their gradients, in place; returns the losses [m].
+        """Update the rows of a state by one step, in place, and return the losses [m].
 
         Args:
-            moment: (round, step), which determines the learning rate.
+            state: state of m workers.
+            batch: data of the step.
             active: bool [m], rows whose parameters, algorithm state and buffers may change; None for all rows.
+            moment: (round, step), which determines the learning rate.
         """
         algorithm = self._task.algorithm_at(*moment)
         if not algorithm.element_wise:
@@ -160,7 +164,10 @@ class StackStep:
         return losses
 
     def _whole_rows(self, algorithm: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
-        """Take a step on whole rows, with gradients at further points on request; see `ClientAlgorithm.step_rows`."""
+        """Make a step on whole rows, with gradients at further points on request; see `ClientAlgorithm.step_rows`.
+
+        Return the losses [m].
+        """
 
         def gradient_at(points: Tensor) -> Tensor:
             at = self._module.views(points)
@@ -200,12 +207,12 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Pair the gradients with their columns; on a GPU, join neighbours to launch fewer kernels."""
+        """Pair each gradient with its columns. On a GPU, concatenate neighbouring gradients to launch fewer kernels."""
         entries = self._module.layout.parameters
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
     def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
-        """Copy the gradients of all parameters to rows [m, d], on a GPU with a single kernel."""
+        """Copy the gradients of all parameters to a tensor [m, d]. On a GPU, this is a single kernel."""
         if not self._on_cpu:
             return side_by_side(cast(list[Tensor], gradients))
         first = gradients[0]
@@ -243,7 +250,10 @@ class StackStep:
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """Concatenate neighbouring gradient tensors to one [m, columns], so that a step launches fewer kernels."""
+    """Pair each gradient with its columns, and concatenate neighbouring tensors so that a step launches fewer kernels.
+
+    Gradients that are outer products stay separate.
+    """
     parts = list[Part]()
     for are_products, pairs in groupby(
         zip(entries, gradients, strict=True), lambda pair: isinstance(pair[1], OuterProductGrad)
@@ -263,7 +273,14 @@ def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
-    """Step the rows of a state along gradients, in place. The mask `moving` [m] limits the step to some rows."""
+    """Apply the client algorithm's step to the rows of a state, in place.
+
+    Args:
+        algorithm: client algorithm.
+        state: state of m workers.
+        parts: gradients with their columns.
+        moving: bool [m], rows that may change; None for all rows.
+    """
     step = partial(step_along, algorithm) if moving is None else partial(step_where, moving, algorithm)
     new = list[tuple[str, Entry, Tensor]]()
     for entry, gradient in parts:
@@ -277,12 +294,12 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
 
 
 def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
-    """Step the rows of a state along gradients [m, d] of whole rows, in place; see `move`."""
+    """Apply the client algorithm's step with gradients [m, d] of whole rows, in place; see `move`."""
     move(algorithm, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
 
 
 def step_where(moving: Tensor, algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:
-    """Take a client algorithm's step, but keep rows and state unchanged where the mask `moving` [m] is false."""
+    """Apply a client algorithm's step, in place, only to the rows for which the mask `moving` [m] is true."""
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows_before = rows.clone()
     algorithm.step(rows, gradients, state)

@@ -1,4 +1,4 @@
-"""The stacked trainer, which trains many cohort members at a time with one set of kernels."""
+"""Stacked trainer, which trains many workers at a time with batched kernels."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.system.devices import total_memory_of
 
-# In a round of synchronous SGD: a stack, the state of its members, their dropout factors, and the remaining batches.
+# For a round of synchronous SGD: (stack, state of its workers, their dropout factors, remaining batches).
 StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch]]
 
 
 class StackTrainer:
-    """Trainer that trains the members of one process in stacks of at most `width` rows.
+    """Trainer that trains the workers of one process in stacks of at most `width` workers.
 
-    Members are sorted by their number of steps, so the members that still train are the first rows of a stack and
-    finished rows are left unchanged. Short batches are padded with samples of weight 0. If samples of a batch influence
-    each other (BatchNorm), only rows with equal batch sizes are computed together instead.
+    Workers are sorted by descending number of steps, so the workers that still train are the first rows of a stack, and
+    finished rows stay unchanged. Short batches are padded with samples of weight 0. If samples of a batch influence
+    each other (BatchNorm), only workers with equal batch sizes are computed together instead.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """Split members into as few stacks as `width` allows, of similar size, sorted by descending number of steps."""
+        """Split workers into as few stacks as `width` allows, of similar size, sorted by descending number of steps."""
         if not members:
             return []
         members = sorted(members, key=lambda member: -self._batch_source.steps_of(member))
@@ -157,7 +157,10 @@ class StackTrainer:
                 stack.count(part, self._step(theirs, batch, moment=moment))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
-        """Step along the mean gradient of `local.accumulate` batches, or of the batches left at the end of a round."""
+        """Train a stack with gradient accumulation: one step per `local.accumulate` batches, with their mean gradient.
+
+        The last step of a round may have fewer batches.
+        """
         ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
         total = torch.zeros_like(state.rows)
         for whole in stack.step_batches():
@@ -167,9 +170,9 @@ class StackTrainer:
                 total[part.places] += gradients
                 stack.count(part, losses)
             number, count = whole.step // accumulate, whole.step % accumulate + 1
-            going_on = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
-            if going_on < len(whole.members):  # members are sorted by descending number of steps
-                stepping = slice(going_on, len(whole.members))
+            waiting = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
+            if waiting < len(whole.members):  # members are sorted by descending number of steps
+                stepping = slice(waiting, len(whole.members))
                 theirs = state.of(stepping)
                 clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
                 move_rows(self._task.algorithm_at(stack.members[0].round, number), theirs, mean)
@@ -186,12 +189,16 @@ class StackTrainer:
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
-        """Yield groups of batches that are computed together, each with its members' state and data.
+        """Yield groups of batches that are computed together, each with its workers' state and data.
 
-        After each group, copy the buffers back to the stack, and also rows and algorithm state if `moves` is true.
+        After each group, the buffers are copied back to the stack. If `moves` is true, also rows and state.
 
         Args:
+            stack: stack of workers.
+            state: state of the whole stack.
+            whole: batches of all workers of the stack for one step.
             factors: dropout factors for the whole stack, [k, batch, ...] for each dropout call.
+            alterations: functions that augment or poison each worker's batch; by default those of training.
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
@@ -203,13 +210,13 @@ class StackTrainer:
             state.take_back(theirs, moved=moves)
 
     def _usual_sizes(self) -> list[int]:
-        """Return the stack sizes of a round, largest first, if all workers take equally many steps."""
+        """Return the stack sizes of a round in which all workers make equally many steps, largest first."""
         members = -(-len(self._shared.cohort.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
-        """Copy the rows of a stack whose rows are not consecutive, so that they cannot be a view."""
+        """Copy the rows of a stack to consecutive memory, because rows that are not consecutive cannot be a view."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
@@ -233,11 +240,18 @@ STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do
 
 
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
-    """Return the number of rows to stack in a process: its share of the cohort, limited by memory (on a CPU, caches).
+    """Return the number of workers per stack: a process's share of the cohort, limited by memory (on a CPU, by caches).
 
     Each row and its client algorithm state exist twice: in the cohort and in the stack. A step allocates a gradient and
     activations. On a GPU, a step also allocates the concatenated gradients, and backups of rows and state that a mask
-    keeps unchanged. If steps are captured, this step memory exists twice: in the graphs, and for uncaptured steps.
+    keeps unchanged. If steps are captured as CUDA graphs, this step memory exists twice: in the graphs, and for
+    uncaptured steps.
+
+    Args:
+        task, shared: run and its tensors.
+        probe: result of a trial of the model.
+        processes: number of processes that share the device.
+        threads: PyTorch threads of each process.
     """
     row, state_rows = (
         shared.cohort.rows.shape[1] * task.dtype.itemsize,

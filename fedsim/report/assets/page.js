@@ -1,23 +1,23 @@
 "use strict";
-/* Draws the figures that Python built. The controls of a section choose among them. */
+/* Draws the figures that Python has built. The menus of a section choose the figure to show. */
 
 const { charts, templates, config } = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
-const MOST_IN_ONE_BOX = 12; // lines in a hover box
+const MOST_IN_ONE_BOX = 12; // maximum number of lines in a hover box
 
-/** The choices of a section's controls, by name. */
+/** Return the current choices in the menus of a section, by menu name. */
 function choicesOf(section) {
   return Object.fromEntries([...section.querySelectorAll("select, input")].map(({ name, value }) => [name, value]));
 }
 
-/** Whether every condition holds: the choice is the value or one of the values, or "all". */
+/** Whether every choice is "all" or among the values that its condition lists. */
 function matches(conditions, chosen) {
   return Object.entries(conditions ?? {}).every(([name, values]) =>
     [values].flat().includes(chosen[name]) || chosen[name] === "all");
 }
 
-/** Draw the figure that the controls of its section choose. */
+/** Draw the figure that the menus of the section choose. */
 function draw(id) {
   const chart = document.getElementById(id);
   const chosen = choicesOf(chart.closest("section"));
@@ -38,7 +38,7 @@ function draw(id) {
   Plotly.react(chart, traces, layout, { ...config, toImageButtonOptions: { format: "svg", filename: id } });
 }
 
-/** Traces with a colour and a dash for each legend group: the colours come again with another dash. */
+/** Return traces with a colour and a dash style for each legend group. Repeated colours have a new dash style. */
 function styled(traces, colors) {
   const groups = [...new Set(traces.map(({ legendgroup }) => legendgroup))];
   return traces.map((trace) => {
@@ -50,8 +50,8 @@ function styled(traces, colors) {
 }
 
 /**
- * A named line as its exponential moving average, before the recorded values in a faint line: with weight w, a value
- * that is k rounds older than the latest counts w^k.
+ * Return a named line as its exponential moving average, with the recorded values as a faint line behind it. A value
+ * that is k points older than the latest value has weight `weight` ** k.
  */
 function smoothed(trace, weight) {
   if (!trace.name || !weight) return [trace];
@@ -67,7 +67,7 @@ function smoothed(trace, weight) {
   return [recorded, { ...trace, y }];
 }
 
-/** Sort a table by the column of a button: first in descending order. */
+/** Sort a table by the column of a button, in descending order on the first click. */
 function sortBy(button) {
   const head = button.closest("th");
   const table = button.closest("table");
@@ -79,7 +79,7 @@ function sortBy(button) {
   table.tBodies[0].append(...(direction === "ascending" ? rows : rows.reverse()));
 }
 
-/** Compare by number if either cell has one (cells without come first), else by text. */
+/** Compare two cells by number if at least one has a number (cells without a number come first), else by text. */
 function compareCells(a, b) {
   if (!("sort" in a.dataset || "sort" in b.dataset)) {
     return a.textContent.localeCompare(b.textContent, undefined, { numeric: true });

@@ -1,1 +1,1 @@
-"""The rounds of a run: synchronous, on the virtual clock, or as a race."""
+"""Loops over the rounds of a run: synchronous rounds, asynchronous rounds on a virtual clock, and races."""

@@ -1,4 +1,4 @@
-"""The loop of asynchronous training on the virtual clock; a round is as much work as a synchronous round."""
+"""Loop of asynchronous training on a virtual clock. One round is as much work as one synchronous round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedsim.system.precision import full_precision
 
 
 class ClockLoop:
-    """Loop over the rounds of an asynchronous policy on the virtual clock."""
+    """Loop over the rounds of an asynchronous policy on a virtual clock; see `Loop` for the methods."""
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
@@ -38,7 +38,7 @@ class ClockLoop:
         model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
-        train = partial(_train, engine, self._timer)  # a method of this loop would be a cycle that keeps the rows
+        train = partial(_train, engine, self._timer)  # a bound method would be a reference cycle that keeps the rows
         self._source = _source_of(experiment, task, self._server, scheduler, train, self._bytes_up, self._bytes_down)
 
     def run_round(self, round: int) -> RoundRecord:
@@ -77,17 +77,19 @@ class ClockLoop:
         self._source.resume(state.facts["clock"])
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Return no numbers, since asynchronous policies do not support tests of single workers."""
+        """Return an empty dict, because asynchronous policies do not support tests of single workers."""
         return {}
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing, because this loop has no work after the last round."""
 
 
 def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:
-    """Return the fields of a round's record that say what the workers did.
+    """Return the record fields that describe the work of a round: cohort, samples, excluded workers and bytes sent.
 
-    The bytes are those of one model or gradient.
+    Args:
+        stats: counts of the round.
+        bytes_up, bytes_down: bytes of one update that a worker sends, and of one model that a worker receives.
     """
     cohort = sorted(stats.samples)
     return {
@@ -100,7 +102,14 @@ def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]
 
 
 def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) -> AsyncRecord:
-    """Return the asynchronous part of a round's record."""
+    """Return the asynchronous part of a round's record.
+
+    Args:
+        stats: counts of the round.
+        updates: number of updates of the global model so far.
+        arrivals: number of results that have arrived at the server so far.
+        buffered: number of results that wait in the policy's buffer.
+    """
     staleness = {str(tau): count for tau, count in sorted(stats.staleness.items())}
     return AsyncRecord(
         updates=updates, arrivals=arrivals, staleness=staleness, buffered=buffered, discarded=stats.discarded
@@ -121,7 +130,7 @@ def _source_of(
     bytes_up: int,
     bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
-    """Return the source of the event order: simulated delays, or the recorded log of a race."""
+    """Return what determines the order of events: simulated delays, or the recorded log of a race."""
     clock = experiment.clock
     if clock.replay_log is not None:
         return LoggedOrder(

@@ -1,4 +1,4 @@
-"""What the loops of all modes have in common, and which of them an experiment runs in."""
+"""Interface of the loops over a run's rounds, and the choice of the loop for an experiment."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from fedsim.runs.loops.synchronous import SynchronousLoop
 
 
 class Loop(Protocol):
-    """The rounds of a run, on an engine that has begun.
+    """Loop over the rounds of a run, on an engine that has begun the run's task.
 
-    A round depends on the rounds before through `state` alone: a loop that resumes from a state continues as the first
-    loop would have, to the bit.
+    A round depends on earlier rounds only through `state`. A loop that resumes from a state continues bit-identically.
+    Races are an exception, because they are not reproducible.
     """
 
     def run_round(self, round: int) -> RoundRecord:
-        """Run one round, counted from 1; rounds are run in order."""
+        """Run one round, and return its record. Rounds are counted from 1 and must be run in order."""
 
     def state(self) -> Snapshot:
-        """Return the state that the next round depends on."""
+        """Return a snapshot of all state that the next round depends on."""
 
     def resume(self, state: Snapshot) -> None:
-        """Continue from the state of a loop of the same experiment."""
+        """Restore a state that `state` returned in a loop of the same experiment."""
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after a round, if a test is due, and return metrics of the results."""
+        """Test the models of single workers after `round`, and return the metrics by name.
+
+        Return an empty dict if the experiment has no such tests.
+        """
 
     def finish(self) -> None:
-        """Do what is due after the last round."""
+        """Complete the run after its last round, for example by writing a race's log."""
 
 
 def loop_of(
@@ -45,11 +48,11 @@ def loop_of(
     keep_log: Callable[[bytes], object] | None = None,
     keep_results: Callable[[WorkerResults], object] | None = None,
 ) -> Loop:
-    """Return the loop of a run.
+    """Return the loop over the rounds of a run, according to the experiment's mode.
 
     Args:
-        keep_log: is given the log of a race.
-        keep_results: is given the tests of single workers.
+        keep_log: function that receives the log of a race as a file's content.
+        keep_results: function that receives the results of tests of single workers.
     """
     if isinstance(engine, SpawnEngine) and experiment.mode == "race":
         return RaceLoop(experiment, task, engine, keep_log)

@@ -1,7 +1,7 @@
-"""The loop of a race: processes that train on shared tensors at the same time.
+"""Loop of a race, in which processes train on shared tensors at the same time.
 
-A race is not reproducible, so it runs several times. The runs take turns: all of them run round 1, each from its own
-state, then all of them run round 2. The record of a round has the mean over the runs.
+A race is not reproducible, so it is run several times. All runs execute round 1, each from its own state, then all
+runs execute round 2, and so on. The record of a round contains means over the runs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ KeepLog = Callable[[bytes], object]
 
 @dataclass(frozen=True)
 class RaceRoundResult:
-    """Result of one round of one run of a race.
+    """Result of one round in one of a race's runs.
 
     Attributes:
         work: losses, times and counts, summed over the processes.
-        lost: number of overwritten updates, by the loss counters.
+        lost: estimated number of updates that other processes have overwritten.
+        asynchronous: asynchronous part of the round's record.
         test: test result of the global model.
     """
 
@@ -55,9 +56,16 @@ class RaceRoundResult:
 
 
 class RaceLoop:
-    """Loop over the rounds of a race. The shared tensors hold the state of one run at a time.
+    """Loop over the rounds of a race; see `Loop` for the methods.
 
-    keep_log: receives the log as a file after the last round, if the policy locks the server.
+    The shared tensors contain the state of one of the race's runs at a time.
+
+    Args:
+        experiment: experiment with `mode = "race"`.
+        task: task of the run.
+        engine: engine that has begun the task.
+        keep_log: function that receives the log as a CSV file's content after the last round. It is used only if the
+            policy locks the server.
     """
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
@@ -72,10 +80,10 @@ class RaceLoop:
         self._runs = experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
         self._states = [[tensor.clone() for tensor in self._tensors().values()] for _ in range(copies)]
-        self._current = 0  # the run whose state the tensors hold
+        self._current = 0  # index of the run whose state the shared tensors contain
         self._arrivals = [0] * self._runs
         self._keep_log = keep_log if self._policy.locking == "server" else None
-        self._log: list[tuple[int, int, np.ndarray]] = []  # run, round, entries
+        self._log: list[tuple[int, int, np.ndarray]] = []  # (run, round, log entries)
 
     def run_round(self, round: int) -> RoundRecord:
         self._timer.reset()
@@ -106,7 +114,7 @@ class RaceLoop:
         return state
 
     def resume(self, state: Snapshot) -> None:
-        self._engine.backend.run(_set_up, self._server, self._race_state)  # the processes may be new
+        self._engine.backend.run(_set_up, self._server, self._race_state)  # the processes may have been replaced
         for run in range(self._runs):
             self._switch_to(run)
             state.put_back(self._tensors(), f"{run}.")
@@ -117,17 +125,17 @@ class RaceLoop:
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Nothing: races refuse tests of workers."""
+        """Return an empty dict, because races do not support tests of single workers."""
         return {}
 
     def finish(self) -> None:
-        """Load the first run into the engine's memory, and return the log."""
+        """Load the state of the first run into the shared tensors, and pass the log to `keep_log`."""
         self._switch_to(0)
         if self._keep_log:
             self._keep_log(to_csv(self._experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
-        """Race one round of one run."""
+        """Execute one round of run number `run` (from 0)."""
         self._switch_to(run)
         server, timer, work = self._server, self._timer, ProcessResult()
         self._race_state.clear()
@@ -193,7 +201,7 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
 
 
 def _set_up(executor: Executor, server: ServerState, race_state: RaceState) -> None:
-    """In each process: make its `RaceWorker`."""
+    """Create the `RaceWorker` of this process. Every process calls this function."""
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
     steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]

@@ -1,4 +1,4 @@
-"""Run synchronous rounds from the main process, with one command per round."""
+"""Loop over synchronous rounds, in the main process. Each round is one call to all processes of the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from fedsim.rounds.simulation import Simulation, metrics_of
 
 
 class SynchronousLoop:
-    """Synchronous rounds, each of which all processes of the engine run together; see `Simulation`."""
+    """Loop over synchronous rounds, which all processes of the engine compute together; see `Simulation`.
+
+    Args:
+        task: task of the run.
+        engine: engine that has begun the task.
+        keep_results: function that receives the results of tests of single workers.
+    """
 
     def __init__(
         self, task: RunTask, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
@@ -36,7 +42,7 @@ class SynchronousLoop:
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after a round, and return metrics. Overwrites the rows."""
+        """Test the models of single workers after `round`, and return the metrics. Overwrites the cohort's rows."""
         return self._keep(self._engine.backend.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
@@ -56,11 +62,11 @@ class SynchronousLoop:
         engine, facts = self._engine, state.facts
         known = facts["syncs"] in (list(engine.shared.server.states), ["gradients"])
         if type(facts["has_last"]) is not bool or not known:
-            raise ValueError("is of another run")
+            raise ValueError("it belongs to another run")
         if self._task.experiment.mode == "clock":
-            RoundClockState.model_validate(facts["clock"])  # here, since a pool does not survive an error
+            RoundClockState.model_validate(facts["clock"])  # validated here, because an error would close a pool
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
-        columns = engine.backend.run(Simulation.state)[0][2]  # in ranks, tensors of the right shapes to fill
+        columns = engine.backend.run(Simulation.state)[0][2]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
         engine.backend.states.resume(state.under("worker_state."))
@@ -68,7 +74,7 @@ class SynchronousLoop:
         engine.backend.run(Simulation.resume, facts, rule, columns, engine.backend.states.workers)
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
-        """Warn, once in a run, if an aggregation had Byzantine workers only, and their attack needs honest rows."""
+        """Warn once per run if all workers of an aggregation are Byzantine, and the attack needs honest rows."""
         task, attack = self._task, self._task.experiment.attack.component
         sizes = self._engine.shared.data.shards.size
         byzantine = task.byzantine.in_round(record.round)
@@ -81,15 +87,14 @@ class SynchronousLoop:
             self._warned = True
             where = "worker has data left in the last steps" if honest else "worker is in the cohort"
             warnings.warn(
-                f"round {record.round}: no honest {where}, and attack.name = {show(attack.name)} is computed "
-                "from honest rows; there, and wherever this happens again, the Byzantine workers send what they have "
-                "trained",
+                f"round {record.round}: no honest {where}, but attack.name = {show(attack.name)} is computed from "
+                "honest updates; whenever this happens, the Byzantine workers send their trained updates unchanged",
                 FedsimWarning,
                 stacklevel=3,
             )
 
     def finish(self) -> None:
-        """Do nothing."""
+        """Do nothing, because this loop has no work after the last round."""
 
 
 def _evaluate_now(simulation: Simulation, round: int) -> WorkerResults | None:

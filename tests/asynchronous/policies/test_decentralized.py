@@ -1,4 +1,4 @@
-"""Policies whose workers keep their own models, compared with loops written here."""
+"""Policies in which each worker keeps its own model, compared with plain loops in this file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.asynchronous.simulated import (
 
 
 @pytest.mark.parametrize(("period", "alpha", "momentum"), [(1, None, 0.0), (3, 0.3, 0.9), (1, 0.3, 0.9)])
-def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
-    """All elastic differences use the old centre, which moves by their sum."""
+def test_synchronous_elastic_averaging_matches_a_loop(period, alpha, momentum):
+    """Compare with a loop in which all elastic differences use the old centre, which then moves by their sum."""
     n, algorithm = 3, SGD(lr=LR, momentum=momentum, nesterov=momentum > 0)
     chosen = policy_of("easgd", alpha=alpha, period=period, synchronous=True)
     run = simulate(chosen, delays_of([1.0, 2.0, 2.0], "lognormal"), algorithm=algorithm).advance(12 * n)
@@ -46,7 +46,7 @@ def test_synchronous_elastic_averaging_is_a_loop(period, alpha, momentum):
     assert same(run.server.replicas, torch.stack(models))
 
 
-def test_asynchronous_elastic_averaging_is_a_loop():
+def test_asynchronous_elastic_averaging_matches_a_loop():
     speeds = [1.0, 1.618, 2.718]
     run = simulate(policy_of("easgd", alpha=0.4, period=2), delays_of(speeds)).advance(40)
     models, centre, steps, at = [START] * 3, START, [0] * 3, list(speeds)
@@ -66,12 +66,12 @@ def test_easgd_counts_exchanges_only():
     run = simulate(policy_of("easgd", period=4), delays_of([1.0, 1.1])).advance(17)
     exchanges = sum((arrival.unit + 1) % 4 == 0 for arrival in run.arrivals)
     assert run.server.version == run.clock.dispatcher.stats.up == exchanges
-    # worker 0 exchanges at 4 and 8, worker 1 at 4.4 and 8.8: but for the first, each one after one of the other's
+    # worker 0 exchanges at 4 and 8, worker 1 at 4.4 and 8.8: after the first exchange they alternate
     assert run.clock.dispatcher.stats.staleness == {0: 1, 1: 3}
 
 
 def test_synchronous_easgd_does_not_wait_for_departed_workers():
-    """Worker 2 leaves at 7, while both others wait for it; then they exchange."""
+    """Worker 2 leaves at 7 while the other two wait for it; then these two exchange."""
     run = simulate(
         policy_of("easgd", period=1, synchronous=True, alpha=0.5),
         delays_of([1.0, 2.0, 100.0]),
@@ -105,8 +105,8 @@ def test_graphs_by_hand():
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
-def test_pairwise_averaging_is_a_loop(name, graph):
-    """The gradient is taken at the start model, and steps the current model."""
+def test_pairwise_averaging_matches_a_loop(name, graph):
+    """Compare with a loop in which the gradient is computed at the start model and applied to the current model."""
     speeds = [1.0, 1.618, 2.718, 3.1416]
     run = simulate(policy_of(name, graph=graph), delays_of(speeds), seed=4).advance(50)
     models, began, steps, at = [START] * 4, [START] * 4, [0] * 4, list(speeds)
@@ -136,18 +136,19 @@ def test_a_single_worker_steps_alone_and_none_is_an_error():
     assert same(run.server.replicas[0], model)
     with pytest.raises(ExperimentError, match="no worker is busy"):
         run.advance(1)
-    with pytest.raises(ExperimentError, match="all workers have left .clock.departures.; no model remains"):
+    with pytest.raises(ExperimentError, match="all workers have left .clock.departures., so no model remains"):
         run.server.policy.publish(run.server)
 
 
 @pytest.mark.parametrize("buffers", ["average", "local", "frozen"])
 def test_buffers_of_pairs(buffers):
-    """Training adds the worker's number plus 1 to its buffer. Two workers of 2 and 3 s are neighbours."""
+    """Training adds k + 1 to the buffer of worker k; two neighbouring workers take 2 s and 3 s."""
     run = simulate(policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
-    run.advance(3)  # at 2, 3 and 4: by worker 0, 1 and 0
+    run.advance(3)  # three arrivals, at 2, 3 and 4 s: workers 0, 1 and 0
     run.server.policy.publish(run.server)
     expected = {
-        # 11 and 10 make 10.5; 12, which began at 10, and 10.5 make 11.25; 11.5, which began at 10.5, and 11.25 this:
+        # mean(11, 10) = 10.5; mean(12, 10.5) = 11.25, where 12 began at 10;
+        # then mean(11.5, 11.25), where 11.5 began at 10.5
         "average": 11.375,
         "local": (12 + 12) / 2,
         "frozen": 10.0,

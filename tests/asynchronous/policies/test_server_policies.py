@@ -1,4 +1,4 @@
-"""Policies with one model on the server, compared with loops written here and with theory."""
+"""Policies with one model on the server, compared with plain loops in this file and with theory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ RULES = {
 
 @pytest.mark.parametrize("kind", ["constant", "lognormal"])
 @pytest.mark.parametrize("case", RULES)
-def test_a_policy_is_its_formula(case, kind):
+def test_a_policy_matches_its_formula(case, kind):
     name, params, rule = RULES[case]
     run = simulate(policy_of(name, **params), delays_of(SPEEDS, kind)).advance(60)
     assert same(run.row, replayed(run, rule))
@@ -73,7 +73,7 @@ def test_a_policy_is_its_formula(case, kind):
 
 
 def downpour(speeds, n_fetch, n_push, arrivals):
-    """Dean et al. 2012 by hand: fetch before every n_fetch-th step, push the sum after every n_push-th."""
+    """Return the Downpour SGD model (Dean et al. 2012): fetch before every n_fetch-th step, push after n_push steps."""
     row, local = START.clone(), [START.clone() for _ in speeds]
     accrued, steps = [torch.zeros(3, dtype=torch.float64) for _ in speeds], [0] * len(speeds)
     at = list(speeds)
@@ -93,14 +93,14 @@ def downpour(speeds, n_fetch, n_push, arrivals):
 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (5, 5)])
-def test_downpour_is_the_loop_of_the_paper(n_fetch, n_push):
+def test_downpour_matches_the_loop_of_the_paper(n_fetch, n_push):
     speeds = [1.0, 1.234567, 1.718281]
     run = simulate(policy_of("asgd", n_fetch=n_fetch, n_push=n_push), delays_of(speeds)).advance(90)
     assert same(run.row, downpour(speeds, n_fetch, n_push, 90))
 
 
 def test_hogwild_momentum_is_private_or_shared():
-    """Two workers in turns, gradients of 1: by hand."""
+    """Two workers take turns and all gradients are 1; expected values computed by hand."""
 
     def row(momentum):
         algorithm = SGD(lr=1.0, momentum=0.5)
@@ -122,7 +122,7 @@ def test_hogwild_momentum_is_private_or_shared():
 @pytest.mark.parametrize("s", [0, 1, 3, "inf"])
 @pytest.mark.parametrize("kind", ["constant", "shifted_exponential"])
 def test_no_worker_is_more_than_s_steps_ahead(s, kind):
-    """A worker that is at work has done at most s steps more than the slowest; and it does get as far as that."""
+    """A busy worker is at most s steps ahead of the slowest one, and some worker reaches that distance."""
     run, most = simulate(policy_of("ssp", s=s), delays_of([1.0, 1.7, 4.1, 9.3], kind)), 0
     for _ in range(300):
         run.clock.advance()
@@ -137,7 +137,7 @@ def test_no_worker_is_more_than_s_steps_ahead(s, kind):
 
 @pytest.mark.parametrize("s", [0, 2])
 def test_ssp_does_not_wait_for_departed_workers(s):
-    """It leaves at 7, in its first step, while all others wait; their gradients are applied when they go on."""
+    """A worker leaves at 7, in its first step, while all others wait; then their gradients are applied."""
     run = simulate(policy_of("ssp", s=s), delays_of([1.0, 1.5, 100.0]), departures={2: 7.0})
     run.advance(2 * (s + 1))
     assert run.clock.now == 1.5 * (s + 1)
@@ -153,7 +153,7 @@ def test_ssp_does_not_wait_for_departed_workers(s):
 
 
 def k_sync_by_hand(delays, n, k, updates):
-    """Round by round, all workers start, the first k gradients are averaged, and late workers repeat their batch."""
+    """Return the K-sync row and its update times: k gradients are averaged a round; late workers repeat their batch."""
     row, done, begun, now, times = START.clone(), [0] * n, [0] * n, 0.0, []
     for _ in range(updates):
         seconds = []
@@ -172,7 +172,7 @@ def k_sync_by_hand(delays, n, k, updates):
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("speeds", [[1.0] * 5, [1.0, 1.0, 1.5, 1.6, 5.0]])
 @pytest.mark.parametrize("kind", ["constant", "shifted_exponential"])
-def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
+def test_k_sync_and_backup_match_the_loop_of_the_paper(k, speeds, kind):
     row, times = k_sync_by_hand(delays_of(speeds, kind), 5, k, 12)
     for chosen in (policy_of("k_sync", k=k), policy_of("backup_workers", backups=5 - k)):
         run = simulate(chosen, delays_of(speeds, kind)).advance(12 * k)
@@ -185,7 +185,7 @@ def test_k_sync_and_backup_are_the_loop_of_the_paper(k, speeds, kind):
 
 
 def test_k_async_by_hand():
-    """Workers of 1, 2 and 3.5 s, k = 2: the first two wait for the update, the third continues."""
+    """Three workers take 1, 2 and 3.5 s, k = 2: the first two wait for the update, the third continues."""
     run = simulate(policy_of("k_async", k=2), delays_of([1.0, 2.0, 3.5]))
     run.advance(2)
     first = START - LR * (some_result(START, nth_step(0, 0)) + some_result(START, nth_step(1, 0))) / 2
@@ -206,11 +206,11 @@ def test_k_async_by_hand():
 
 
 @pytest.mark.parametrize("kind", WEIGHTINGS)
-def test_fedasync_is_its_formula(kind):
-    own = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
-    run = simulate(policy_of("fedasync", alpha=0.6, staleness=kind, **own), delays_of([1.0, 1.7123, 7.3219])).advance(
-        40
-    )
+def test_fedasync_matches_its_formula(kind):
+    parameters = {"constant": {}, "polynomial": {"a": 0.7}, "hinge": {"a": 0.7, "b": 1}}[kind]
+    run = simulate(
+        policy_of("fedasync", alpha=0.6, staleness=kind, **parameters), delays_of([1.0, 1.7123, 7.3219])
+    ).advance(40)
 
     def rule(row, read, model, arrival, memory):
         tau = arrival.staleness
@@ -225,7 +225,7 @@ def test_fedasync_is_its_formula(kind):
 
 
 @pytest.mark.parametrize(("k", "exponent"), [(1, 0.5), (3, 0.5), (3, 0.0), (5, 1.0)])
-def test_fedbuff_is_its_formula(k, exponent):
+def test_fedbuff_matches_its_formula(k, exponent):
     run = simulate(policy_of("fedbuff", k=k, exponent=exponent), delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(50)
     deltas = []
 
@@ -242,18 +242,18 @@ def test_fedbuff_is_its_formula(k, exponent):
 
 
 def test_fedbuff_by_hand():
-    """Workers of 1 and 2.5 s whose models are 1 more than they got; k = 2, staleness 1 counts 1 / sqrt(2).
+    """Two workers (1 s and 2.5 s) return models that are 1 larger; k = 2, staleness 1 has weight 1 / sqrt(2).
 
-    What worker 0 gets in its buffer it returns with 1 more, worker 1 with 2 more.
+    In the buffers, worker 0 adds 1 and worker 1 adds 2.
     """
     delays = delays_of([1.0 / 3, 2.5 / 3])
     run = simulate(policy_of("fedbuff", k=2), delays, train=lambda row, item: row + 1, global_buffers=[8.0])
     run.advance(1)
     assert run.server.shared.server.buffers.item() == 8
     run.advance(2)
-    assert same(run.row, START + 1)  # worker 0 twice
+    assert same(run.row, START + 1)  # both updates are from worker 0
     assert run.server.shared.server.buffers.item() == 9
-    run.advance(1)  # worker 1, from version 0, is the first of the second buffer and worker 0 its second
+    run.advance(1)  # second buffer: worker 1 (started at version 0), then worker 0
     assert [arrival.staleness for arrival in run.arrivals] == [0, 0, 1, 0]
     assert same(run.row, START + 1 + (1 + 0.5**0.5) / 2)
     assert run.server.shared.server.buffers.item() == pytest.approx(9 + ((10 - 9) + 0.5**0.5 * (10 - 9)) / 2)
@@ -264,7 +264,7 @@ def test_fedbuff_by_hand():
 
 @pytest.mark.parametrize(("n", "c"), [(None, 0.0), (None, 0.25), (None, 0.1), (1, 0.5), (3, 0.2), (7, 0.0)])
 def test_async_local_sgd_is_the_algorithm_of_the_paper(n, c):
-    """Liu et al. 2024, delayed Nesterov, with outer learning rate 0.6 and momentum 0.8."""
+    """Compare with Liu et al. 2024 (delayed Nesterov) at outer learning rate 0.6 and momentum 0.8."""
     chosen = policy_of("async_local_sgd", lr=0.6, beta=0.8, n=n, c=c)
     run, n, momentum = simulate(chosen, delays_of([1.0, 1.7123, 2.3456, 7.3219])).advance(45), n or 4, 0 * START
     gathered = []
@@ -278,11 +278,11 @@ def test_async_local_sgd_is_the_algorithm_of_the_paper(n, c):
         return row - 0.6 * (share * 0.8 * momentum + gathered[-1] / n)
 
     assert same(run.row, replayed(run, rule))
-    assert run.server.policy.buffered(run.server) == 0, "each has moved the row when it came"
+    assert run.server.policy.buffered(run.server) == 0, "each result moves the row on arrival"
 
 
 def test_dylu_steps_are_proportional_to_speed():
-    """12 steps for the fastest, and at least one; so they arrive at about the same time."""
+    """The fastest worker takes 12 steps and every worker at least one, so all arrive at about the same time."""
     run = simulate(policy_of("async_local_sgd", dylu=True), delays_of([0.7, 1.4, 2.1, 100.0]), size=48)
     run.server.step_seconds.copy_(torch.tensor([0.7, 1.4, 2.1, 100.0]))
     run.advance(3)
@@ -292,7 +292,9 @@ def test_dylu_steps_are_proportional_to_speed():
     run = simulate(policy_of("async_local_sgd", dylu=True), delays_of([0.7, 2.1, 1.4]), size=10)
     run.server.step_seconds.copy_(torch.tensor([0.7, 2.1, 1.4]))
     run.advance(1)
-    assert {item.worker: item.steps for item in run.trained[0]} == {0: 3, 1: 1, 2: 1}, "though 3 x 0.7 / 0.7 < 3"
+    assert {item.worker: item.steps for item in run.trained[0]} == {0: 3, 1: 1, 2: 1}, (
+        "3 x 0.7 / 0.7 is below 3 as a float"
+    )
     without = simulate(policy_of("async_local_sgd"), delays_of([0.7, 1.4]), size=48).advance(2)
     assert {item.worker: without.scheduler.steps(item) for item in without.trained[0]} == {0: 12, 1: 12}
 
@@ -310,10 +312,10 @@ def test_dylu_ignores_departed_workers():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the workers at work"),
-        ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the workers at work"),
-        ("fedasync", {"b": 1}, 'policy.b = 1: goes with policy.staleness = "hinge"'),
-        ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: goes with policy.staleness = "hinge" or "pol'),
+        ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the number of concurrent workers"),
+        ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the number of concurrent"),
+        ("fedasync", {"b": 1}, 'policy.b = 1: only used with policy.staleness = "hinge"'),
+        ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: only used with policy.staleness = "hinge"'),
     ],
 )
 def test_impossible_settings_are_refused(name, params, message):

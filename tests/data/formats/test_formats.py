@@ -110,6 +110,34 @@ class Line(torch.nn.Linear):
         super().__init__(3, 1)
 
 
+FRAME = {"a": INPUTS[:, 0], "b": INPUTS[:, 1], "label": np.array(["no", "yes", "no", "maybe"])[LABELS]}
+
+
+class TestFrames:
+    def assert_samples(self, train, test):
+        assert np.array_equal(train.inputs, INPUTS[:15, :2])
+        assert train.targets.tolist() == np.array([1, 2, 1, 0])[LABELS[:15]].tolist()
+        assert len(test) == 5
+
+    def test_data_frames_with_owners_in_a_named_index(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({**FRAME, "user": USERS}).set_index("user")
+        train, test = fedsim.load_dataset((frame[:15], frame[15:]))
+        self.assert_samples(train, test)
+        assert train.ids["user"].tolist() == USERS[:15].tolist()
+
+    def test_hugging_face_data_sets(self):
+        datasets = pytest.importorskip("datasets")
+        split = datasets.Dataset.from_dict(FRAME)
+        self.assert_samples(*fedsim.load_dataset((split.select(range(15)), split.select(range(15, 20)))))
+
+    def test_a_frame_without_targets_gives_one_line(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({"a": [1.0], "b": [2.0]})
+        with pytest.raises(DataError, match="the training data: must have exactly one column called label"):
+            fedsim.load_dataset((frame, frame))
+
+
 class TestArrays:
     def write(self, folder, suffix=".npz", **arrays):
         path = str(folder / f"data{suffix}")
@@ -142,11 +170,11 @@ class TestArrays:
         ("arrays", "match"),
         [
             ({"inputs": INPUTS}, "has no array targets, only inputs"),
-            ({"inputs": INPUTS, "targets": LABELS[:19]}, "20 inputs have 19 targets"),
+            ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
             ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
             ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 is NaN, infinite"),
             ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 is NaN"),
-            ({"inputs": INPUTS, "targets": LABELS - 1}, "has a negative training label"),
+            ({"inputs": INPUTS, "targets": LABELS - 1}, "the training set contains the label -1"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
             ({"inputs": np.array([{}, {}]), "targets": LABELS[:2]}, "cannot be read: .*pickle"),
         ],

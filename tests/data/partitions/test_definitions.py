@@ -1,4 +1,4 @@
-"""Partitions are their definitions, in loops of plain Python."""
+"""Partitions compared with their definitions in plain Python loops."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_natural_draws_owners_for_fewer_workers():
     ]
 
 
-def test_shards_is_its_definition():
+def test_shards_matches_its_definition():
     labels = np.array([2, 0, 1, 0, 2, 1, 0, 1, 2, 0, 1, 2, 0])
     shards = fedsim.partition(labels, 3, "shards", seed=6)
     order = sorted(range(13), key=lambda index: labels[index])  # Python's sort is stable
@@ -74,7 +74,7 @@ def test_shards_is_its_definition():
 
 
 @pytest.mark.parametrize("workers", [12, 3])
-def test_label_k_is_its_definition(workers):
+def test_label_k_matches_its_definition(workers):
     labels, classes, k = np.arange(200) % 5, 5, 3
     shards = fedsim.partition(labels, workers, "classes_per_worker", seed=8, k=k)
     rng = numpy_generator(8, "partition")
@@ -99,7 +99,7 @@ def test_label_k_is_its_definition(workers):
 
 @pytest.mark.parametrize("gamma", [0.0, 0.1, 0.37, 0.5, 1.0])
 @pytest.mark.parametrize(("n", "workers"), [(100, 10), (103, 7), (10, 10)])
-def test_similarity_is_its_definition(gamma, n, workers):
+def test_similarity_matches_its_definition(gamma, n, workers):
     labels = np.random.default_rng(1).integers(0, 5, n)
     shards = fedsim.partition(labels, workers, "similarity", seed=3, gamma=gamma)
     drawn = numpy_generator(3, "partition").permutation(n).tolist()
@@ -120,7 +120,7 @@ def counts_of(labels, workers, strategy, seed=0, **params):
 
 
 def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
-    """The definition in loops, class by class, in exact arithmetic."""
+    """Return the Dirichlet shards by their definition: loops over classes, in exact arithmetic."""
     n, classes = len(labels), sorted(set(labels.tolist()))
     members = {label: [index for index in range(n) if labels[index] == label] for label in classes}
     while True:
@@ -146,7 +146,7 @@ def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("alpha", [0.2, 50.0])
 @pytest.mark.parametrize("min_size", [1, 40])
-def test_dirichlet_is_its_definition(alpha, min_size, balanced):
+def test_dirichlet_matches_its_definition(alpha, min_size, balanced):
     for seed in range(2):
         params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
         shards = fedsim.partition(LABELS, 8, "dirichlet", seed, **params)
@@ -159,12 +159,12 @@ def test_balanced_gives_large_workers_no_more_samples(alpha):
     labels = np.random.default_rng(0).integers(0, 200, 3000)
     for seed in range(5):
         counts = counts_of(labels, 5, "dirichlet", seed, alpha=alpha, balanced=True)
-        held = np.cumsum(counts, axis=1) - counts  # before each class
+        held = np.cumsum(counts, axis=1) - counts  # number of samples held before each class
         assert (counts[held >= 600] == 0).all()
 
 
 def one_at_a_time(mixture, left, wanted, rng):
-    """How many samples of each class a worker draws, one after another, from those that are `left`, which change."""
+    """Return how many samples of each class a worker draws, one after another. The counts in `left` decrease."""
     counts = [0] * len(left)
     while sum(counts) < wanted:
         mixture = np.array([q if remaining else 0.0 for q, remaining in zip(mixture, left, strict=True)])
@@ -178,7 +178,7 @@ def one_at_a_time(mixture, left, wanted, rng):
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("workers", [1, 7, 50])
-def test_dirichlet_workers_is_its_definition(alpha, workers):
+def test_dirichlet_workers_matches_its_definition(alpha, workers):
     for seed in range(2):
         shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
         rng = numpy_generator(seed, "partition")
@@ -205,7 +205,7 @@ FEW_LABELS = np.random.default_rng(0).choice(4, 500, p=[0.1, 0.2, 0.3, 0.4])
 
 
 def plain_shard(labels, worker, seed, samples, alpha):
-    """The documented draws, one sample after another."""
+    """Return one virtual shard by the documented draws, one sample after another."""
     rng = numpy_generator(seed, "partition", worker)
     if alpha is None:
         return rng.choice(len(labels), samples, replace=False, shuffle=False)
@@ -220,10 +220,10 @@ def plain_shard(labels, worker, seed, samples, alpha):
 
 @pytest.mark.parametrize("alpha", [None, 100.0, 1.0, 0.05])
 @pytest.mark.parametrize("samples", [1, 60, 500])
-def test_virtual_is_its_definition(alpha, samples):
-    """500 of 500: classes run out."""
-    given = {} if alpha is None else {"alpha": alpha}
-    shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **given)
+def test_virtual_matches_its_definition(alpha, samples):
+    """With 500 of 500 samples, classes run out."""
+    parameters = {} if alpha is None else {"alpha": alpha}
+    shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **parameters)
     for worker, shard in enumerate(shards):
         assert np.array_equal(shard, plain_shard(FEW_LABELS, worker, 3, samples, alpha))
         assert len(set(shard.tolist())) == samples
@@ -237,7 +237,7 @@ def test_a_shard_depends_only_on_seed_and_worker():
     assert not np.array_equal(few.of(0), partition_shards(FEW_LABELS, 10, "virtual", seed=2, alpha=0.5).of(0))
 
 
-def test_an_infinite_alpha_is_no_skew():
+def test_an_infinite_alpha_means_no_skew():
     first, second = (fedsim.partition(FEW_LABELS, 3, "virtual", **skew) for skew in ({}, {"alpha": float("inf")}))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     experiment = fedsim.Experiment(workers=10**6, cohort=2, partition={"name": "virtual", "alpha": float("inf")})
@@ -248,37 +248,37 @@ TEN = np.arange(100) % 10
 IMPOSSIBLE = [
     (np.zeros(10), 0, "iid", {}, "workers = 0: must be between 1 and the number of samples, 10"),
     (np.zeros(10), 11, "iid", {}, "workers = 11: must be between 1 and the number of samples, 10"),
-    (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5 for 4 "),
-    (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* at best; take .* a smaller sigma or"),
-    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 5 shards for each of 10 workers are 50, more than the 49"),
+    (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5, 4 "),
+    (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* had at most .*; use .* a smaller sigma or"),
+    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 10 workers with 5 runs each need at least 50 .* 49"),
     (TEN, 20, "classes_per_worker", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
     (
         TEN,
         4,
         "classes_per_worker",
         {"k": 2},
-        "partition.k = 2: 4 workers with 2 classes each hold at most 8 of 10 .* be lost",
+        "partition.k = 2: 4 workers with 2 classes each cover only 8 of 10 .* be lost",
     ),
     (
         np.array([0, 1, 1, 1, 1]),
         4,
         "classes_per_worker",
         {"k": 1},
-        '.*"classes_per_worker": leaves worker 2 without a sample',
+        '.*"classes_per_worker": worker 2 got no samples',
     ),
-    (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100, and .* 3000"),
+    (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100 .* 3000"),
     (
         *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),
-        "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1 for 100 workers and 3000 samples: "
-        "the smallest shard had 0 at best; take a smaller min_size, a larger alpha or fewer workers",
+        "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1, 100 workers and 3000 samples "
+        r"\(the smallest shard had at most 0 samples\); use a smaller min_size, a larger alpha or fewer workers",
     ),
-    (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: more than the 500 samples there are$"),
+    (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: must be at most the data set's size, 500$"),
     *((FEW_LABELS, 3, "virtual", {"alpha": alpha}, "partition.alpha = ") for alpha in (0.0, -1.0, float("nan"))),
     (FEW_LABELS, 0, "virtual", {}, "workers = 0: must be at least 1$"),
-    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "partition.groups = 4: more than the 3 workers"),
+    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "partition.groups = 4: must be at most .* workers, 3"),
     (
         *(np.zeros(10), 3, "feature_rotation", {"groups": 3, "angles": [0.0, 90.0]}),
-        r"partition.angles = \[0.0, 90.0\]: must be one for each of partition.groups = 3, not 2",
+        r"partition.angles = \[0.0, 90.0\]: must contain one angle for each of the 3 groups .*, not 2",
     ),
 ]
 

@@ -1,7 +1,8 @@
-"""What changes images: augmentations, and partitions in which workers see their samples differently."""
+"""Changes to images: augmentations, and partitions in which workers see their samples differently."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import pickle
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import scipy
 import torch
+import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import Draws
-from fedsim.data.augmentation import ImageTransform, augmentation, flip, shift
+from fedsim.core.randomness import Draws, torch_generator
+from fedsim.data.augmentation import ImageTransform, augmentation, crop, cutout, flip, shift
 from fedsim.data.partitions.features import GaussianNoise, Rotation
 
 FEATURES = ["feature_noise", "feature_rotation"]
@@ -24,14 +26,14 @@ def images():
 
 
 def rotated(image, degrees):
-    """One [height, width] image turned counter-clockwise about its centre: bilinear, zero outside; in loops."""
+    """Return a [height, width] image turned counter-clockwise about its centre: bilinear, zero outside, in loops."""
     height, width = image.shape
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     result = np.zeros((height, width))
     for row in range(height):
         for column in range(width):
             x, up = column - (width - 1) / 2, (height - 1) / 2 - row
-            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # turned back by the angle
+            from_x, from_up = x * cos + up * sin, -x * sin + up * cos  # rotated back by the angle
             at_row, at_column = (height - 1) / 2 - from_up, from_x + (width - 1) / 2
             for r in (math.floor(at_row), math.floor(at_row) + 1):
                 for c in (math.floor(at_column), math.floor(at_column) + 1):
@@ -107,9 +109,9 @@ def batch():
 @pytest.mark.parametrize("registration", list(augmentation), ids=lambda registration: registration.name)
 def test_every_augmentation_is_deterministic(registration, batch):
     augment, before = registration.bind(registration.check({})), batch.clone()
-    first, again, other = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
+    first, again, with_seed_2 = (augment(batch, Draws.of(seed, "augment")) for seed in (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, with_seed_2)
     assert first.shape == batch.shape
     assert torch.equal(batch, before)
 
@@ -117,8 +119,8 @@ def test_every_augmentation_is_deterministic(registration, batch):
 def test_flip_mirrors_about_half_of_the_images(batch):
     flipped = flip(batch, Draws.of(0, "x"))
     mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, batch, strict=True)]
-    kept = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
-    assert all(m != k for m, k in zip(mirrored, kept, strict=True))
+    unchanged = [torch.equal(a, b) for a, b in zip(flipped, batch, strict=True)]
+    assert all(m != k for m, k in zip(mirrored, unchanged, strict=True))
     assert 10 < sum(mirrored) < 40
     assert torch.equal(flip(batch, Draws.of(0, "x"), probability=1.0), batch.flip(3))
 
@@ -138,3 +140,115 @@ def test_shift_moves_images_and_repeats_the_edge(batch):
         offsets |= candidates
     assert len(offsets) > 10
     assert {dy for dy, _ in offsets} == {dx for _, dx in offsets} == {-2, -1, 0, 1, 2}
+
+
+def test_crop_cuts_a_window_of_the_padded_image(batch):
+    cropped = crop(batch, Draws.of(0, "x"), padding=2)
+    padded, offsets = F.pad(batch, [2] * 4), set()
+    for number, after in enumerate(cropped):
+        windows = {
+            (y, x) for y in range(5) for x in range(5) if torch.equal(after, padded[number, :, y : y + 9, x : x + 7])
+        }
+        assert len(windows) == 1
+        offsets |= windows
+    assert {y for y, _ in offsets} == {x for _, x in offsets} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 20])
+def test_cutout_sets_a_square_around_a_pixel_of_the_image_to_zero(batch, size):
+    altered, centres = cutout(batch, Draws.of(0, "x"), size=size), set()
+    for before, after in zip(batch, altered, strict=True):
+        fitting = set()
+        for y in range(9):
+            for x in range(7):
+                expected = before.clone()
+                top, left = y - size // 2, x - size // 2
+                expected[:, max(top, 0) : max(top + size, 0), max(left, 0) : max(left + size, 0)] = 0
+                fitting |= {(y, x)} if torch.equal(after, expected) else set()
+        assert fitting
+        centres |= fitting
+    assert {y for y, _ in centres} == set(range(9))
+    assert {x for _, x in centres} == set(range(7))
+
+
+PIXELS = torch.zeros(1), torch.ones(1)  # the normalisation of images that are pixels in [0, 1]
+
+
+def applied(name, images, seed=1, normalisation=PIXELS, **params):
+    registration = augmentation.get(f"torchvision:{name}")
+    augment = registration.bind(registration.check(params))
+    return augment(images=images, generator=torch_generator(seed, "augment"), normalisation=normalisation)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        *[(name, {}) for name in ("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide", "RandomErasing")],
+        *[(name, {}) for name in ("RandomHorizontalFlip", "RandomVerticalFlip", "RandomPhotometricDistort")],
+        *[(name, {}) for name in ("GaussianNoise", "RandomPerspective")],
+        ("RandomAffine", {"degrees": 30, "translate": [0.1, 0.2]}),
+        ("RandomRotation", {"degrees": [10, 80]}),
+        ("ElasticTransform", {"sigma": 0.5}),
+        ("RandomCrop", {"size": [9, 7], "padding": 2}),
+        ("RandomResizedCrop", {"size": [9, 7]}),
+        ("ColorJitter", {"brightness": 0.5, "hue": 0.2}),
+        ("GaussianBlur", {"kernel_size": 3}),
+    ],
+)
+def test_a_transform_of_torchvision_is_what_torchvision_computes_from_the_seed(batch, name, params):
+    images, mean, deviation = batch.abs().clamp(max=1), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
+    normalisation = mean.view(3, 1, 1), deviation.view(3, 1, 1)
+    global_state = torch.get_rng_state()
+    found = applied(name, (images - normalisation[0]) / normalisation[1], 5, normalisation, **params)
+    assert torch.equal(torch.get_rng_state(), global_state)
+    theirs = getattr(importlib.import_module("torchvision.transforms.v2"), name)(**params)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=torch_generator(5, "augment"))))
+        pixels = theirs(((images - normalisation[0]) / normalisation[1]) * normalisation[1] + normalisation[0])
+    torch.testing.assert_close(found * normalisation[1] + normalisation[0], pixels, rtol=0, atol=1e-5)
+
+
+def test_transforms_of_torchvision_in_a_row_draw_different_numbers(batch):
+    registration = augmentation.get("torchvision:GaussianNoise")
+    noise = registration.bind(registration.check({"clip": False}))
+    generator, normalisation = torch_generator(0, "x"), PIXELS
+    once = noise(images=batch, generator=generator, normalisation=normalisation)
+    twice = noise(images=once, generator=generator, normalisation=normalisation)
+    assert not torch.allclose(once - batch, twice - once, atol=1e-3)
+    copied = pickle.loads(pickle.dumps(noise))
+    assert torch.equal(copied(images=batch, generator=torch_generator(0, "x"), normalisation=normalisation), once)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"name": "torchvision:RandomAffin", "degrees": 3},
+            "no such random transform in torchvision.transforms.v2; did",
+        ),
+        ({"name": "torchvision:Normalize"}, "no such random transform in torchvision.transforms.v2"),
+        ({"name": "torchvision:RandomAffine"}, "data.augment[0].degrees: is required"),
+        ({"name": "torchvision:RandomAffine", "degrees": -3}, "If degrees is a single number, it must be positive"),
+        ({"name": "torchvision:RandomErasing", "p": "x"}, "data.augment[0].p = "),
+    ],
+)
+def test_a_wrong_transform_of_torchvision_is_one_line(table, message):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(data={"augment": [table]})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_transform_that_changes_the_shape_or_fails_is_an_error(batch):
+    with pytest.raises(fedsim.ExperimentError, match=r"^data\.augment: torchvision:ElasticTransform: RuntimeError: "):
+        applied("ElasticTransform", batch)  # its blur is wider than the images
+    with pytest.raises(fedsim.ExperimentError, match=r"RandomCrop changes images \[50, 3, 9, 7\] to \[50, 3, 4, 4\]"):
+        applied("RandomCrop", batch, size=4)
+
+
+def test_the_normalisation_leads_back_to_pixels():
+    pixels = torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8).repeat(1, 3, 1, 1)
+    data = fedsim.TensorData.of_images(pixels, torch.arange(4), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    mean, deviation = data.normalisation
+    samples, _ = data.gather(torch.arange(4))
+    torch.testing.assert_close(samples * deviation + mean, pixels / 255)

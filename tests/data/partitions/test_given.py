@@ -70,7 +70,7 @@ def test_files_hold_one_list_for_each_worker(name, text, tmp_path):
         ("a.json", "[1, 2]", "must be a list .* of lists of integers"),
         ("a.json", "[[0.5]]", "must be a list .* of lists of integers"),
         ("a.json", "[[0], [4]]", "returned index 4; valid indices are 0 to 3"),
-        ("a.json", "[[0], [0]]", "must give each of 4 samples to at most one worker"),
+        ("a.json", "[[0], [0]]", "must assign each of the 4 samples to at most one worker"),
         ("a.csv", "", "must have the columns sample and worker, not none"),
         ("a.csv", "sample,user\n0,a", "must have the columns sample and worker, not sample, user"),
         ("a.csv", "sample,worker\n0,a\nx,b", 'line 3: "x" is not the index of a sample'),

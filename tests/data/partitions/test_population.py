@@ -16,10 +16,10 @@ LABELS = torch.arange(203) % 10
 def test_listed_shards_are_their_arrays():
     arrays = [np.array([4, 2]), np.array([0]), np.array([1, 3, 5])]
     shards = ListedShards.of_arrays(arrays)
-    for each in (shards, pickle.loads(pickle.dumps(shards))):
-        assert len(each) == 3
-        assert [each.size(worker) for worker in range(3)] == [2, 1, 3]
-        assert [each.of(worker).tolist() for worker in range(3)] == [[4, 2], [0], [1, 3, 5]]
+    for listed in (shards, pickle.loads(pickle.dumps(shards))):
+        assert len(listed) == 3
+        assert [listed.size(worker) for worker in range(3)] == [2, 1, 3]
+        assert [listed.of(worker).tolist() for worker in range(3)] == [[4, 2], [0], [1, 3, 5]]
 
 
 def test_a_strategy_that_accepts_a_worker_is_virtual():
@@ -53,7 +53,7 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
     labels = LABELS.clone()
     shards = partition_shards(labels, 100, "virtual", alpha=0.5)
     before = shards.of(3).clone()
-    assert any(tensor is labels for tensor in shards.tensors)  # not a copy
+    assert any(tensor is labels for tensor in shards.tensors)  # no copy was made
     for tensor in shards.tensors:
         tensor.share_memory_()
     shards._kept.clear()
@@ -63,18 +63,21 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("tests.components:nothing", r"must give each worker positions \[size >= 1\]; 4 got \(0,\)$"),
-        ("tests.components:beyond", r"gave worker 4 the position 203; there are 203 samples$"),
-        ("tests.components:Boasting", r"gave worker 4 2 samples, and size\(4\) says 7$"),
+        (
+            "tests.components:nothing",
+            r"must return a non-empty .* for each worker; the array for worker 4 has shape \(0,\)$",
+        ),
+        ("tests.components:beyond", r"returned index 203 for worker 4; valid indices are 0 to 202$"),
+        ("tests.components:Boasting", r"returned 2 samples for worker 4, but .* size\(4\) is 7; both must be equal$"),
     ],
 )
-def test_errors_of_virtual_strategies_are_one_line(strategy, message):
+def test_errors_of_virtual_strategies_give_a_one_line_error(strategy, message):
     with pytest.raises(ExperimentError, match=f'^partition.name = "{strategy}": {message}'):
         partition_shards(LABELS, 10**6, strategy).of(4)
 
 
 def test_shards_are_split_into_training_and_test_samples():
-    """Each worker keeps at least one sample of each kind, if it has two; shards that are drawn stay so."""
+    """Each worker with two samples keeps at least one sample of each kind, and virtual shards stay virtual."""
     sizes = {1: (1, 0), 2: (1, 1), 10: (8, 2), 100: (80, 20)}
     listed = ListedShards.of_arrays(np.split(np.arange(113), np.cumsum(list(sizes))[:-1]))
     train, test = hold_out(listed, 0.2, seed=3)

@@ -1,4 +1,4 @@
-"""A pretend GPU: the tests run the CUDA paths of fedsim on the CPU, under the device rules of CUDA.
+"""A pretend GPU: tests run the CUDA code of fedsim on the CPU, under CUDA's device rules.
 
     with pretend_gpu() as gpu:
         result = fedsim.run({..., "device": "cuda"})
@@ -8,26 +8,25 @@
     assert counts.launches <= 7
     print(counts.table())  # every launch, upload, download and host read, by operation and source line
 
-The pytest fixture `gpu` (tests/device/conftest.py) is such a block around a test.
+The pytest fixture `gpu` (tests/device/conftest.py) provides this block for a test.
 
-Tensors stay ordinary CPU tensors with real numbers. Their storage carries a mark that says that it is GPU memory
-(`placement`), which views, autograd, vmap and `parameter.data = ...` keep.
+Tensors are ordinary CPU tensors with real numbers. A mark on their storage means GPU memory (`placement`). Views,
+autograd, vmap and `parameter.data = ...` preserve the mark.
 
-* `rules.DeviceRules`, a TorchDispatchMode, sees every operation that PyTorch executes. It refuses the operations that
-  CUDA refuses: operands on two devices, a CPU generator for a GPU tensor, a host read or a copy to or from the host
-  while a graph is captured. It counts kernel launches and host waits.
-* `python_api.PythonApi`, a TorchFunctionMode, answers the calls of Python that name a device: factories with
-  `device=`, `.to`, `.cpu`, `.numpy()`, `.tolist()`.
-* `cuda_api.cuda_api` replaces the functions of `torch.cuda` and `torch.accelerator`: streams, synchronisation,
-  generators, memory figures and CUDA graphs. A graph is a list of operations (`recording`); a replay executes these
-  operations again on the same memory, without running any Python of the captured step.
+* `rules.DeviceRules`, a TorchDispatchMode, intercepts every operation that PyTorch executes. It refuses what CUDA
+  refuses: operands on two devices, a CPU generator for a GPU tensor, and a host read or a copy to or from the host
+  during a graph capture. It counts kernel launches and host waits.
+* `python_api.PythonApi`, a TorchFunctionMode, answers the Python calls that name a device: factories with `device=`,
+  `.to`, `.cpu`, `.numpy()` and `.tolist()`.
+* `cuda_api.cuda_api` replaces functions of `torch.cuda` and `torch.accelerator`: streams, synchronisation, generators,
+  memory figures and CUDA graphs. A graph is a list of operations (`recording`). A replay executes these operations
+  again on the same memory, without the Python code of the captured step.
 
-What it counts: each operation that is neither a view nor an allocation is one launch, whatever CUDA makes of it
-(a sort is several kernels, a `_foreach` operation of few tensors is one). A replay of a graph is one launch; the
-launches inside of the graph are counted as `graph_launches`. A wait is a host read, a blocking copy in either
-direction, or a synchronisation.
+Counts: each operation except views and allocations is one launch, however many kernels CUDA would use (a sort uses
+several, a `_foreach` operation on a few tensors one). A graph replay is one launch, and the launches inside the graph
+are counted as `graph_launches`. A wait is a host read, a blocking copy in either direction, or a synchronisation.
 
-What it cannot show: time, memory use, streams, kernels' own faults, other processes.
+Not simulated: time, memory use, streams, errors inside kernels, and other processes.
 """
 
 from tests.device.pretend.counting import Counts

@@ -1,4 +1,4 @@
-"""Counts of launches and waits, by operation and by line of fedsim."""
+"""Counts of kernel launches and host waits, by operation and source line of fedsim."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITS = (UPLOAD, DOWNLOAD, READ, SYNCHRONISATION)
 
 
 class Counts:
-    """What happened in a block: events by (kind, operation, line)."""
+    """Counts of the events in a block, by (kind, operation, source line)."""
 
     def __init__(self) -> None:
         self.events: Counter[tuple[str, str, str]] = Counter()
@@ -31,17 +31,17 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """Launches by the host; a replay of a graph is one."""
+        """Number of launches by the host. A graph replay counts once."""
         return self.of(LAUNCH)
 
     @property
     def graph_launches(self) -> int:
-        """Launches inside of the graphs that were replayed."""
+        """Number of launches inside the replayed graphs."""
         return self.of(IN_GRAPH)
 
     @property
     def uploads(self) -> int:
-        """Copies from host memory; those with `non_blocking` are no waits."""
+        """Number of copies from host memory. Those with `non_blocking` are not waits."""
         return self.of(UPLOAD, f"{UPLOAD} without a wait")
 
     @property
@@ -50,7 +50,7 @@ class Counts:
 
     @property
     def reads(self) -> int:
-        """Operations that need a number of the GPU on the host, such as `item` and `nonzero`."""
+        """Number of operations that need a GPU value on the host, such as `item` and `nonzero`."""
         return self.of(READ)
 
     @property
@@ -59,11 +59,11 @@ class Counts:
 
     @property
     def waits(self) -> int:
-        """How often the host waited for the GPU: uploads, downloads, reads and synchronisations."""
+        """Number of times that the host waited for the GPU: uploads, downloads, reads and synchronisations."""
         return self.of(*WAITS)
 
     def table(self, *kinds: str) -> str:
-        """One line for each kind, operation and source line, the most frequent first; of some kinds if given."""
+        """Return one line for each kind, operation and source line, most frequent first. `kinds`: only these kinds."""
         chosen = [(count, *event) for event, count in self.events.items() if not kinds or event[0] in kinds]
         return "\n".join(
             f"{count:6}  {kind:18} {line:48} {operation}"
@@ -72,7 +72,7 @@ class Counts:
 
 
 class Counting:
-    """The blocks that count at present."""
+    """The stack of open blocks that count events."""
 
     def __init__(self) -> None:
         self._open: list[Counts] = []
@@ -94,7 +94,7 @@ class Counting:
 
 
 def source_line() -> str:
-    """The innermost line of fedsim that runs, or else of whatever else called PyTorch."""
+    """Return the innermost source line of fedsim on the stack, or else that of any other caller of PyTorch."""
     frame, caller = sys._getframe(1), ""
     while frame:
         path = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The functions of torch.cuda and torch.accelerator, of one GPU without work in flight."""
+"""Replacements for the functions of torch.cuda and torch.accelerator, for one GPU that is always idle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch._dynamo  # now, since it keeps the functions of torch.cuda that it finds when it is imported
+import torch._dynamo  # imported first, because it stores the functions of torch.cuda that exist at import time
 
 from tests.device.pretend.counting import SYNCHRONISATION
 from tests.device.pretend.placement import CPU, GPU, DeviceError, on_gpu
@@ -21,7 +21,7 @@ FREE, TOTAL = 100 * 10**9, 141 * 10**9  # bytes of memory
 
 
 def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
-    """Replace what Python asks PyTorch about GPUs, until `patch` is undone."""
+    """Replace the functions by which Python asks PyTorch about GPUs, until `patch` is undone."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -103,7 +103,7 @@ def _device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def _autocast_as_on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """The operations below are those of the CPU, whose autocast has to be on for them."""
+    """Redirect CUDA autocast to CPU autocast, because all operations are CPU operations."""
 
     class Autocast(torch.autocast):
         def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ def _autocast_as_on_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 class _Stream:
-    """A stream; everything is finished at once, so there is nothing to wait for."""
+    """A CUDA stream on which all work finishes at once."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = GPU
@@ -149,7 +149,7 @@ class _Event:
 
 
 class _Graph:
-    """A CUDA graph, of which `torch.cuda.graph` calls the two ends of a capture."""
+    """A CUDA graph; `torch.cuda.graph` calls `capture_begin` and `capture_end`."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         self._gpu, self._recording = gpu, Recording()
@@ -164,7 +164,7 @@ class _Graph:
 
     def capture_end(self) -> None:
         self._gpu.capturing = None
-        if self._recording.broken:  # what follows is left undone then, as before PyTorch 2.12
+        if self._recording.broken:  # the rest of the clean-up is skipped, as before PyTorch 2.12
             raise DeviceError("CUDA error: operation failed due to a previous error during capture")
         self._gpu.pools.remove(self._pool)
         self._gpu.generator.captured = False

@@ -1,4 +1,4 @@
-"""The pretend GPU itself: its generator, its counts, and the graph that is being captured."""
+"""The pretend GPU: its generator, its counts and the graph that is being captured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.device.pretend.rules import DeviceRules
 
 
 class Generator(torch.Generator):
-    """The generator of a GPU, which stays in the state of capturing when a capture fails, as before PyTorch 2.12."""
+    """A GPU generator that stays in the capturing state if a capture fails, as before PyTorch 2.12."""
 
     captured = False
 
@@ -28,14 +28,14 @@ class Generator(torch.Generator):
 
 
 class PretendGpu:
-    """One pretend GPU.
+    """A pretend GPU.
 
     Attributes:
-        generator: from which random numbers on the GPU are drawn.
-        capturing: the graph that is being captured, if any.
-        graphs: the graphs that were captured, in this order.
-        launches: how many there were, counted or not.
-        pools: the memory pools to which the allocator directs what is allocated in a capture.
+        generator: generator of the random numbers on the GPU.
+        capturing: the graph that is being captured, or None.
+        graphs: the captured graphs, in order.
+        launches: total number of kernel launches, inside and outside of counting blocks.
+        pools: memory pools from which the allocator takes memory during a capture.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class PretendGpu:
         self._counting, self._of_thread = Counting(), threading.local()
 
     def counting(self) -> contextlib.AbstractContextManager[Counts]:
-        """A block that counts launches and waits; blocks can be nested."""
+        """Return a context manager that counts launches and waits. Blocks can be nested."""
         return self._counting.block()
 
     def launch(self, operation: str) -> None:
@@ -58,7 +58,7 @@ class PretendGpu:
             self.capturing.launches += 1
 
     def wait(self, kind: str, operation: str) -> None:
-        """Count a wait of the host. Raises DeviceError while a graph is captured."""
+        """Count one wait of the host. Raises DeviceError while a graph is captured."""
         if self.capturing is not None:
             self.capturing.broken = True
             raise DeviceError(
@@ -68,12 +68,12 @@ class PretendGpu:
 
     @property
     def factory(self) -> str | None:
-        """The type of the device for which Python is calling a factory in this thread; None if it calls none."""
+        """Device type for which this thread is calling a tensor factory, or None if it is not calling one."""
         return getattr(self._of_thread, "factory", None)
 
     @contextlib.contextmanager
     def making(self, to_gpu: bool) -> Iterator[None]:
-        """A block in which Python calls a factory."""
+        """Mark this thread as calling a tensor factory."""
         before, self._of_thread.factory = self.factory, "cuda" if to_gpu else "cpu"
         try:
             yield
@@ -82,7 +82,7 @@ class PretendGpu:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """A block in which PyTorch's default generator draws what the GPU's generator would."""
+        """Let PyTorch's default generator draw the numbers of the GPU's generator."""
         if self.generator.captured and self.capturing is None:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         default = torch.default_generator
@@ -101,7 +101,7 @@ class PretendGpu:
             recording.replay()
 
     def modes(self) -> contextlib.ExitStack:
-        """The two modes that see all calls of the thread that enters them."""
+        """Return a context manager that enters the two modes which intercept all calls of the current thread."""
         stack = contextlib.ExitStack()
         stack.enter_context(PythonApi(self))
         stack.enter_context(DeviceRules(self))
@@ -110,7 +110,7 @@ class PretendGpu:
 
 @contextlib.contextmanager
 def pretend_gpu() -> Iterator[PretendGpu]:
-    """Have one pretend GPU, `cuda:0`, in this thread and in those that start until the block ends."""
+    """Provide one pretend GPU, `cuda:0`, for this thread and for threads that start inside the block."""
     gpu = PretendGpu()
     run = threading.Thread.run
 

@@ -1,4 +1,4 @@
-"""Where a tensor lies: a mark on its storage says that it is GPU memory."""
+"""Device of a tensor: a mark on its storage means GPU memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _functorch = torch._C._functorch
 
 
 class DeviceError(RuntimeError):
-    """CUDA would have refused this."""
+    """Error for an operation that CUDA would refuse."""
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor, or of the tensor inside of the wrappers of vmap and grad."""
+    """Return the storage of a tensor, or of the tensor inside the wrappers of vmap and grad."""
     with torch._C.DisableTorchFunction():
         while _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
@@ -23,12 +23,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor lies on the pretend GPU."""
+    """Whether a tensor is on the pretend GPU."""
     return getattr(storage_of(tensor), "on_gpu", False) is True
 
 
 def is_unplaced(tensor: Tensor) -> bool:
-    """Whether PyTorch made a tensor inside of C++, from which its device cannot be seen here."""
+    """Whether the device of a tensor is unknown because PyTorch created it inside C++."""
     return getattr(storage_of(tensor), "on_gpu", False) is None
 
 
@@ -39,17 +39,17 @@ def place(tensor: Tensor) -> Tensor:
 
 
 def leave_unplaced(tensor: Tensor) -> None:
-    """The first GPU operation that uses this tensor will place it."""
+    """Mark a tensor's device as unknown. The first GPU operation that uses the tensor places it on the GPU."""
     storage_of(tensor).on_gpu = None
 
 
 def upload(tensor: Tensor) -> Tensor:
-    """A copy of a host tensor on the GPU; not counted."""
+    """Return an uncounted copy of a host tensor on the GPU."""
     return place(_copy(tensor))
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy of a GPU tensor on the host; not counted."""
+    """Return an uncounted copy of a GPU tensor on the host."""
     return _copy(tensor)
 
 

@@ -1,4 +1,4 @@
-"""The calls of Python that name a device, or that make something else than a tensor of a tensor."""
+"""Python calls that name a device or that convert a tensor to another type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACTORIES = {
 
 
 class PythonApi(TorchFunctionMode):
-    """Answers the calls of Python in which a device matters."""
+    """A mode that answers the Python calls for which the device matters."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PythonApi(TorchFunctionMode):
         return self._answers.get(function, function)(*args, **kwargs or {})
 
     def _make(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """A factory: of a size, of data, or after the likeness of a tensor."""
+        """Call a tensor factory (from a size, from data, or like another tensor) for the requested device."""
         kwargs = dict(kwargs)
         device = kwargs.pop("device", None)
         like = next((arg for arg in args[:1] if isinstance(arg, Tensor)), None)
@@ -68,7 +68,7 @@ class PythonApi(TorchFunctionMode):
             )
         if like is not None and on_gpu(like):
             if to_gpu and function not in FROM_DATA:
-                return function(*args, **kwargs)  # an operation with a GPU tensor, which the rules see
+                return function(*args, **kwargs)  # an operation on a GPU tensor, handled by DeviceRules
             args = (download(like), *args[1:])
         with self._gpu.making(to_gpu):
             result = function(*args, **kwargs)
@@ -102,7 +102,7 @@ class PythonApi(TorchFunctionMode):
         return (upload if to_gpu else download)(tensor)
 
     def _of_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, refused for tensors of the GPU."""
+        """Return `function` with a check that raises TypeError for GPU tensors."""
 
         def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if on_gpu(tensor):
@@ -121,7 +121,7 @@ class PythonApi(TorchFunctionMode):
         return Tensor.tolist(tensor)
 
     def _set_item(self, tensor: Tensor, index: Any, value: Any) -> None:
-        """CUDA makes a tensor of a number, and copies it."""
+        """Assign to a part of a tensor. CUDA first copies a number into a GPU tensor."""
         if on_gpu(tensor) and isinstance(value, Number):
             self._gpu.launch("fill_")
             with self._gpu.making(True):

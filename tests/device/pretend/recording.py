@@ -1,4 +1,4 @@
-"""A captured graph: the operations of a step, executed again on the same memory without the step's Python."""
+"""A captured graph: the operations of a step, replayed on the same memory without the step's Python code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclass
 class Operation:
-    """One operation of a graph, with the tensors that it reads and those that it writes."""
+    """One operation of a graph, with its input tensors and its result."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -22,13 +22,13 @@ class Operation:
 
     def execute(self) -> None:
         results = self.function(*self.args, **self.kwargs)
-        for new, kept in zip(tensors_in(results), tensors_in(self.result), strict=True):
-            if new.data_ptr() != kept.data_ptr():
-                kept.copy_(new)
+        for new, recorded in zip(tensors_in(results), tensors_in(self.result), strict=True):
+            if new.data_ptr() != recorded.data_ptr():
+                recorded.copy_(new)
 
 
 class Recording:
-    """The operations of a graph, how many of them are launches, and whether CUDA refused one of them."""
+    """The operations of a graph, the number of launches among them, and whether CUDA refused one."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -36,9 +36,9 @@ class Recording:
         self.broken = False
 
     def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_gpu: Callable) -> None:
-        """Record an operation. A number of the host, as an operand, is a constant of the graph."""
+        """Record an operation. Numbers on the host become constants of the graph."""
         if function.is_view:
-            return  # a view of memory that stays where it is
+            return  # a view of memory that does not move
 
         def constant(value: Any) -> Any:
             if isinstance(value, list | tuple):
@@ -46,8 +46,8 @@ class Recording:
             return value.clone() if isinstance(value, Tensor) and not on_gpu(value) else value
 
         with _disable_current_modes():
-            kept = tuple(map(constant, args)), {name: constant(value) for name, value in kwargs.items()}
-        self.operations.append(Operation(function, *kept, result))
+            constants = tuple(map(constant, args)), {name: constant(value) for name, value in kwargs.items()}
+        self.operations.append(Operation(function, *constants, result))
 
     def replay(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
@@ -56,7 +56,7 @@ class Recording:
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors among some values and in the lists among them."""
+    """Yield the tensors among the values and in the lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

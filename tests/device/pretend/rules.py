@@ -1,4 +1,4 @@
-"""The device rules of CUDA, enforced for each operation that PyTorch executes."""
+"""CUDA's device rules, enforced for each operation that PyTorch executes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.device.pretend.recording import tensors_in
 if TYPE_CHECKING:
     from tests.device.pretend.gpu import PretendGpu
 
-READS = {  # operations whose result, or the size of it, the host must know
+READS = {  # operations whose result or result size the host must know
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive", "_linalg_eigh", "linalg_eig", "_linalg_svd", "_linalg_solve_ex"),
     *("linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "linalg_lstsq", "repeat_interleave"),
@@ -34,11 +34,12 @@ NO_LAUNCHES = {
     *("squeeze_", "unsqueeze_", "transpose_", "t_", "as_strided_"),
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}  # beside pointwise ones
+# in addition to pointwise operations
+TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}
 
 
 class DeviceRules(TorchDispatchMode):
-    """Refuses operations that CUDA refuses, counts launches and waits, and records operations that are captured."""
+    """A mode that refuses what CUDA refuses, counts launches and waits, and records captured operations."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class DeviceRules(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise each operation goes through a wrapper of torch.compile
+        return False  # otherwise torch.compile would wrap each operation
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -75,10 +76,10 @@ class DeviceRules(TorchDispatchMode):
         return result
 
     def _on_host(self, function: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
-        """An operation without GPU tensors. A tensor that C++ makes of nothing may be meant for the GPU."""
+        """Execute an operation without GPU tensors. A tensor that C++ creates from nothing may be meant for the GPU."""
         factory = self._gpu.factory
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if factory != "cuda" and self._gpu.generator in given:
+        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if factory != "cuda" and self._gpu.generator in generators:
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
         if not tensors and isinstance(result, Tensor) and factory != "cpu":
@@ -98,11 +99,11 @@ class DeviceRules(TorchDispatchMode):
             self._gpu.wait(UPLOAD if on_gpu(target) else DOWNLOAD, "copy_")
 
     def _require_indices(self, name: str, whole: Tensor, indices: list[Tensor | None], *rest: Any) -> None:
-        """Indices on the host are uploaded, but only for a tensor of the GPU; a mask is read."""
-        given = [index for index in indices if index is not None]
-        if not on_gpu(whole) and any(map(on_gpu, given)):
+        """Check that indices fit the device of `whole`. Host indices into a GPU tensor are uploaded, masks are read."""
+        index_tensors = [index for index in indices if index is not None]
+        if not on_gpu(whole) and any(map(on_gpu, index_tensors)):
             raise DeviceError(f"{name}: indices should be either on cpu or on the same device as the indexed tensor")
-        for index in given:
+        for index in index_tensors:
             if not on_gpu(index):
                 self._gpu.wait(UPLOAD, f"{name} by an index of the host")
             if index.dtype in (torch.bool, torch.uint8):
@@ -115,16 +116,16 @@ class DeviceRules(TorchDispatchMode):
             self._gpu.wait(UPLOAD, f"{name} of a number of the host")
 
     def _require_one_device(self, function: Any, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Only an elementwise operation may read a number (a tensor without dimensions) of the host."""
+        """Check that all tensors are on one device. Only pointwise operations may take a 0-dimensional host tensor."""
         of_host = [tensor for tensor in tensors if not on_gpu(tensor)]
         if not of_host:
             return
         elementwise = torch.Tag.pointwise in function.tags or name in TAKE_HOST_SCALARS or name.startswith("_foreach")
         if not elementwise or any(tensor.dim() for tensor in of_host):
             self._refuse(name, of_host)
-        given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+        arguments = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
         written = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not all(map(on_gpu, tensors_in(*(given.get(argument) for argument in written)))):
+        if not all(map(on_gpu, tensors_in(*(arguments.get(argument) for argument in written)))):
             self._refuse(name, of_host)
 
     @staticmethod
@@ -136,13 +137,13 @@ class DeviceRules(TorchDispatchMode):
         )
 
     def _execute(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Execute an operation on the GPU, which draws from a generator of its own."""
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if any(generator is not self._gpu.generator for generator in given):
+        """Execute an operation on the GPU, with the GPU's own generator."""
+        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if any(generator is not self._gpu.generator for generator in generators):
             raise DeviceError(
                 f"{function}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
             )
-        if torch.Tag.nondeterministic_seeded in function.tags and not given:
+        if torch.Tag.nondeterministic_seeded in function.tags and not generators:
             with self._gpu.drawing():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
