@@ -153,10 +153,11 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
+    tokens = "" if inputs.is_floating_point() else f"; the data has {classes} tokens, see model.classes"
     check_targets = getattr(experiment.task.component, "check_targets", lambda targets: None)
     try:
         check_targets(targets)
-        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}"):
+        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{tokens}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
     except DataError as error:
         raise DataError(f"data.name = {show(dataset)}: {error}") from error
