@@ -53,7 +53,7 @@ class RecoveringLoop:
         def call() -> tuple[RoundRecord, Snapshot]:
             return self._loop.run_round(round), self._loop.state()  # reading the state may also lose a process
 
-        then = f", and round {round} is done again"
+        then = f", and round {round} is repeated"
         record, self._before = self._repeated(call, f"round {round} has been tried", round, then)
         return record
 
