@@ -126,4 +126,4 @@ class Executor:
     def replay_refusal(self) -> str | None:
         """Return the reason why this process does not replay training steps as CUDA graphs; None if it does."""
         replays = self.trainer.replays
-        return "only steps of stacks are" if replays is None else replays.refusal
+        return "workers are not trained in stacks" if replays is None else replays.refusal

@@ -82,7 +82,10 @@ class BucketSender:
             return
         number = self._bucket_of[name]
         if number < len(self._sent):
-            raise RuntimeError(f"the gradient of {name} changed after it was sent; it must accumulate once per step")
+            raise RuntimeError(
+                f"the gradient of {name} changed after it was sent to the other ranks; a parameter's gradient must "
+                "accumulate only once per step"
+            )
         self._missing[number].discard(name)
         self._send_complete(next((place for place, names in enumerate(self._missing) if names), len(self._buckets)))
 

@@ -27,7 +27,9 @@ DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 def not_stackable(reason: str) -> ExperimentError:
     """Return an ExperimentError that says why (`reason`) several models cannot be computed as a stack."""
-    return ExperimentError(f'engine = "batched": the rows of this model cannot be stacked: {reason}; use engine=spawn')
+    return ExperimentError(
+        f'engine = "batched": the model cannot be trained in stacks of workers: {reason}; use engine=spawn'
+    )
 
 
 # Functions that read tensor values for control flow, which cannot be batched across rows.

@@ -143,7 +143,7 @@ class Trials:
             Objective(precision, task.learning_task).loss(outputs, targets)
         if differ(start, module):
             raise not_stackable(
-                "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
+                "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
             )
         if global_states(task.device) != generators:
             raise not_stackable("the model draws random numbers outside of torch.nn.functional.dropout")
@@ -246,11 +246,11 @@ class Trials:
             expected = _plain_gradients(task.learning_task, module.train(), inputs[k], targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference):
-                    raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
+                    raise not_stackable(f"the gradient of {entry.name} changes if workers are stacked")
             read = layout.read_buffers(module, out=buffers[k])
             for entry in layout.buffers:
                 if not self._agree(buffers_after[k, entry.span], read[entry.span]):
-                    raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
+                    raise not_stackable(f"the buffer {entry.name} changes if workers are stacked")
 
     def compare_steps(self) -> None:
         """Raise ExperimentError if the client algorithm's step on each parameter differs from its step on whole rows.

@@ -92,7 +92,7 @@ class StackedModule:
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
         """Return each model's loss [k] on its batch, and a gradient [k, ...] for each parameter.
 
-        The gradients share no memory and may be changed. The elements of the list `buffers` are replaced by the new buffers.
+        The gradients share no memory and may be changed. The list `buffers` receives the new buffers.
 
         Args:
             parameters, buffers: results of `views` and `unpack_buffers`.
@@ -140,7 +140,7 @@ class StackedModule:
     def _forward(
         self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
     ) -> list[Any]:
-        """Run the k models, and return a list: outputs [k, batch, ...], new buffers, and features if `records` is true."""
+        """Run the k models. Return a list: outputs [k, batch, ...], new buffers, and features if `records` is true."""
         parameters, buffers, inputs, factors = stacks
         with self._precision.forward(inputs.device):
             if not self._merged:
