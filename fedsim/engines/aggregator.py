@@ -456,8 +456,8 @@ class Aggregator:
         """Set the global buffers to the mean of the cohort's buffers, with the same weights as the rows.
 
         The buffers of `excluded` workers are left out. With `nonfinite = "exclude"`, buffers with NaN or infinity are
-        left out too: a Byzantine worker may send them with a finite row. The global buffers do not change if no worker
-        is left.
+        left out too, because a Byzantine worker may send them with a finite row. If no worker is left, the global
+        buffers do not change.
         """
         task, shared = self._task, self._shared
         if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
@@ -573,7 +573,7 @@ class Aggregator:
 
 
 def moved(block: slice, by: int) -> slice:
-    """Return the slice `block` shifted by `by` columns."""
+    """Return the slice `block` of columns, shifted by `by` columns."""
     return slice(block.start + by, block.stop + by)
 
 

@@ -144,7 +144,7 @@ class FlopCount(OperationCheck):
     """Context that counts floating-point operations, like torch.utils.flop_counter.FlopCounterMode.
 
     Attributes:
-        total: number of operations in the block so far.
+        total: number of floating-point operations in the context so far.
     """
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ class InProcess(Backend):
     """Backend that runs in the current process only.
 
     Args:
-        threads: number of threads that PyTorch uses. `close` restores the previous number.
+        threads: number of threads that PyTorch uses from now on. `close` restores the previous number.
     """
 
     processes: int = 1

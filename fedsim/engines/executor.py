@@ -124,6 +124,6 @@ class Executor:
                 self.group.collect(values)
 
     def replay_refusal(self) -> str | None:
-        """Return the reason why this process does not replay training steps as CUDA graphs; None if it does."""
+        """Return the reason why this process does not use CUDA graphs for training steps; None if it uses them."""
         replays = self.trainer.replays
         return "workers are not trained in stacks" if replays is None else replays.refusal

@@ -51,8 +51,8 @@ class Group:
         """Divide the cohort among the processes, and return the workers that this process trains.
 
         Args:
-            slots: slots of all workers of the cohort.
-            steps: number of local steps of each worker.
+            slots: slots (positions in the cohort) of all workers, and of the server's own row if there is one.
+            steps: number of local steps for each slot.
 
         Returns a list of pairs: the worker's position in `slots`, and the worker's row number in `CohortRows.rows`.
         """
@@ -235,7 +235,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return the rows numbered `slots`; a view if the slots are consecutive, otherwise a copy."""
+    """Return the rows with the numbers `slots`. If the numbers are consecutive, the result is a view, else a copy."""
     slots = list(slots)
     if not slots or slots == list(range(slots[0], slots[-1] + 1)):
         return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]

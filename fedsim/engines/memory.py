@@ -74,7 +74,7 @@ def buffer_bytes(task: RunTask, shared: SharedState) -> int:
 
 
 def personal_bytes(task: RunTask) -> int:
-    """Return the bytes of a model's personal parameters, which are never sent."""
+    """Return the bytes of a model's personal parameters, which stay at the worker."""
     return task.algorithm.personal_columns.width * task.dtype.itemsize
 
 

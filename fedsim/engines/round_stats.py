@@ -118,9 +118,9 @@ class AggregationStats:
 
 
 class GradientRoundStats:
-    """Accumulated statistics of a round with one aggregation per step.
+    """Accumulated statistics of a round in which every step aggregates gradients.
 
-    Shares are averaged over the steps. A worker counts as excluded if it was excluded in any step.
+    The workers' coefficients are averaged over the steps. A worker counts as excluded if any step excluded it.
     """
 
     def __init__(self, cohort: Sequence[int]) -> None:

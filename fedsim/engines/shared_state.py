@@ -291,5 +291,5 @@ def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
 
 
 def test_batch_size(device: torch.device) -> int:
-    """Return the number of samples in an evaluation batch on `device`."""
+    """Return the batch size for tests of models on `device`."""
     return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_GPU

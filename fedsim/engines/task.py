@@ -77,7 +77,7 @@ class RunTask:
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
-        """Transform that the partition applies to each worker's samples, by worker; None if it has no transforms."""
+        """For each worker, the transform that the partition applies to its samples; None if there are no transforms."""
         make = getattr(self.experiment.partition.component, "transforms", None)
         return None if make is None else make(self.experiment.workers)
 

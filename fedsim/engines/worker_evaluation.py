@@ -61,7 +61,7 @@ class WorkerResults:
 
     @property
     def score_name(self) -> Literal["accuracy", "loss"]:
-        """Name of the score that compares workers: "accuracy", or "loss" if the task has no accuracy."""
+        """Name of the metric by which workers are compared: "accuracy", or "loss" if the task has no accuracy."""
         return "accuracy" if self.accuracy else "loss"
 
     @property

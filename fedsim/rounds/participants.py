@@ -44,10 +44,10 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
-    """Return the Byzantine workers of each round.
+    """Return an object that gives the Byzantine workers of each round.
 
-    Raises ExperimentError if `attack.by_class` is not a class of the dataset, or there are too many virtual workers to
-    count this class in all shards.
+    Raises ExperimentError if `attack.by_class` is not a class of the dataset, or if there are too many virtual workers
+    to count the samples of this class in all shards.
     """
     attack, workers = experiment.attack, experiment.workers
     count, fixed = attack.count(workers), experiment.byzantine

@@ -50,7 +50,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
-        """Return the facts of a run whose engine has begun the task."""
+        """Return the facts about a run. The engine must have begun the task."""
         shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled

@@ -113,8 +113,8 @@ class StoredResult(Result):
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     """Load the result of a run from its folder, as `fedsim.run` returned it.
 
-    The result of an unfinished run has the rounds so far. The model is read on first use. Nothing in the folder is
-    changed, and no code in it is executed.
+    The result of an unfinished run has the rounds so far. The model is loaded when it is first used. Loading changes
+    nothing in the folder, and executes no code from it.
 
     Args:
         folder: run folder.

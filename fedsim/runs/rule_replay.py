@@ -144,7 +144,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
-    """Return the first problem with the names, shapes and values of the stored tensors; None if they are valid."""
+    """Return a description of the first problem in the stored tensors' names, shapes or values; None if valid."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):

@@ -145,7 +145,7 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
 
 
 def engine_of(experiment: Experiment) -> str:
-    """Return the name of the engine that runs an experiment. Races may use another engine than the configured one."""
+    """Return the name of the engine that runs an experiment. For a race, it may differ from the configured engine."""
     if experiment.mode != "race":
         return experiment.engine
     return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"

@@ -120,9 +120,10 @@ def bf16(state: dist.ProcessGroup, bucket: Any) -> Mean:
 class PowerSGD:
     """Low-rank approximation of each weight matrix's gradient by one step of power iteration (Vogels et al. 2019).
 
-    Let M be the gradient [o, i] of a weight (a convolution's weight is flattened to [out channels, rest]) plus the
-    error of the last compression. The ranks sum P = M Q and orthogonalise P, then average Q = M^T P. The result is
-    P Q^T. Two consecutive all-reduces send r (o + i) numbers instead of o i. Biases are sent uncompressed.
+    Let M be the gradient [o, i] of a weight with o outputs and i inputs, plus the error of the last compression (a
+    convolution's weight is flattened to [out channels, rest]). The ranks sum P = M Q and orthogonalise P, then average
+    Q = M^T P. The result is P Q^T. Two consecutive all-reduces send r (o + i) numbers instead of o i. Biases are sent
+    uncompressed.
 
     Names, meanings and defaults are those of PyTorch's `PowerSGDState`:
 

@@ -114,7 +114,7 @@ class RankGroup:
             place: rank of this process.
             init: address of the rendezvous; see `open_store`.
             backend: torch.distributed backend; None for the default of the device.
-            deadline: time, as from `time.monotonic`, by which all ranks must have joined.
+            deadline: time by which all ranks must have joined, on the clock `time.monotonic`.
         """
         opened, keeper = rendezvous.open_store(init, place, deadline - time.monotonic())
         store = self._store = dist.PrefixStore(f"fedsim/{place.attempt}", opened)

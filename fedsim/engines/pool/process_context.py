@@ -146,7 +146,7 @@ class HeartbeatTimeout:
         self._count, self._looked, self._seconds = table.read(index, HEARTBEATS), time.monotonic(), 0.0
 
     def too_long(self) -> bool:
-        """Whether the process has been silent for longer than the timeout."""
+        """Whether the process has sent no heartbeat for longer than the timeout."""
         now, count = time.monotonic(), self._table.read(self._index, HEARTBEATS)
         self._seconds = self._seconds + min(self.interval, now - self._looked) if count == self._count else 0.0
         self._count, self._looked = count, now
@@ -235,7 +235,7 @@ class ProcessContext:
 
     @property
     def heartbeats(self) -> int:
-        """Number of heartbeats so far."""
+        """Number of heartbeats that this process has sent."""
         return self.table.read(self.index, HEARTBEATS)
 
     @contextlib.contextmanager
@@ -255,9 +255,12 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def holding(self, held: int) -> Iterator[None]:
-        """Return a context in which the process is recorded as holding `held` (LOCK or SHARED_ROW).
+        """Return a context in which the process is recorded as holding a lock or writing to a shared row.
 
-        The record remains if the process dies in the block, so that the error message can warn of half-written data.
+        If the process dies in the context, the record remains, so that the error message can warn of half-written data.
+
+        Args:
+            held: LOCK or SHARED_ROW.
         """
         self.table.write(self.index, HOLDING, held)
         yield

@@ -296,7 +296,7 @@ def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
 
 
 def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | None) -> None:
-    """Answer calls in one process of a pool until the pool is closed."""
+    """Main function of a process in a pool: execute calls and send their results until the pool is closed."""
     init_child_process()
     if threads is not None:
         torch.set_num_threads(threads)

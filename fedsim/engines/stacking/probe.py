@@ -277,7 +277,7 @@ class Trials:
             )
 
     def _agree(self, actual: Tensor, reference: Tensor) -> bool:
-        """Whether two tensors agree up to `TOLERANCE`, relative to the largest value."""
+        """Whether two tensors agree up to a tolerance, relative to the largest value of `reference`."""
         if not reference.numel():
             return True
         tolerance = TOLERANCE[self._task.dtype] * max(1.0, float(reference.abs().max()))

@@ -130,11 +130,11 @@ def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> 
 
 
 class CaptureCheck(OperationCheck):
-    """Dispatch mode that raises ExperimentError for operations that a CUDA graph does not support.
+    """Torch dispatch mode that raises ExperimentError for operations that a CUDA graph does not support.
 
     These are operations that copy values from the device to the host, or that use tensors on another device. CUDA
-    reports device-to-host copies only by a failed capture. It does not report CPU tensors at all: a replay would use
-    their values at the time of the capture.
+    reports copies to the host only by a failed capture. It does not report CPU tensors at all, but a replay would use
+    the values that they had during the capture.
     """
 
     def __init__(self, device: torch.device) -> None:

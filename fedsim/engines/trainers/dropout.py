@@ -41,7 +41,7 @@ class Dropout:
     """One dropout call in a forward pass.
 
     Attributes:
-        function: one of `DROPOUTS`.
+        function: dropout function, such as torch.nn.functional.dropout; one of `DROPOUTS`.
         p: probability that an element (or a channel) is zeroed.
         shape: shape of the mask for one sample.
     """
@@ -119,7 +119,7 @@ def _dropout_arguments(
 
 
 def layer_key(seed: int, round: int, worker: int) -> int:
-    """Return the random key for dropout of a worker in a round."""
+    """Return the key (an integer) from which a worker's dropout masks in a round are drawn."""
     return draw_key(seed, "layers", round, worker)
 
 

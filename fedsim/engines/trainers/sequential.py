@@ -56,7 +56,7 @@ class Trainer(Protocol):
         """
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD, in which the workers' rows contain gradients."""
+        """Begin a round of synchronous SGD for the workers of `members`. Their rows will contain gradients."""
 
     def gradients(self, step: int) -> None:
         """Compute the gradient of the global model on each worker's next batch, and write it to the worker's row.
@@ -267,12 +267,12 @@ class PointModules:
 
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Preallocated tensors for parameters and gradient, [d] each."""
+        """Preallocated tensors [d] for the parameters and the gradient of one of the modules."""
         return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
-        """Preallocated tensor for module buffers, [b]."""
+        """Preallocated tensor [b] for the buffers of one of the modules."""
         return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:

@@ -142,7 +142,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StackStep:
-    """Callable that makes one step of the client algorithm for the workers of a stack."""
+    """Callable that trains the workers of a stack for one step: gradients and the client algorithm's update."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module

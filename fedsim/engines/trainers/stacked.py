@@ -161,9 +161,9 @@ class StackTrainer:
                 stack.count(part, self._step(theirs, batch, moment=moment))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
-        """Train a stack with gradient accumulation: one step per `local.accumulate` batches, with their mean gradient.
+        """Train a stack with gradient accumulation: one update per `local.accumulate` batches.
 
-        The last step of a round may have fewer batches.
+        The last update of a round may use fewer batches.
         """
         ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
         total = torch.zeros_like(state.rows)
