@@ -127,7 +127,7 @@ class Group:
             update: in the first process, a list of one pair (all columns, whole update [d]); in other processes, an
                 empty list.
 
-            Returns a list of pairs (columns, update in these columns), for the columns that this process applies.
+        Returns a list of pairs (columns, update in these columns), for the columns that this process applies.
         """
         return update
 

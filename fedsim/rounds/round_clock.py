@@ -39,8 +39,8 @@ class RoundClock:
         buffer_bytes: bytes of the buffers that a worker receives, and also sends.
         message_bytes: sum of the bytes that a worker receives and sends in addition to parameters and buffers.
 
-        Attributes:
-            now: virtual seconds since the start of the run.
+    Attributes:
+        now: virtual seconds since the start of the run.
     """
 
     def __init__(self, delays: Delays, row_bytes: int = 0, buffer_bytes: int = 0, message_bytes: int = 0) -> None:

@@ -183,7 +183,7 @@ class ProcessPool:
 
     @property
     def _pending(self) -> list[int]:
-        """Indices of the processes that have not started yet. If all have started, of those without a result."""
+        """Indices of the processes that have not started. Once all have, indices of those without a result yet."""
         return sorted(self._starting) or [index for index in range(self.count) if index not in self._answers]
 
     def _send(self) -> None:

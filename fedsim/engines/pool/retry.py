@@ -26,7 +26,7 @@ def retried(
             attempt.
         attempted: text before "N times" in the error message, such as "round 3 has been tried".
 
-        Raises WorkerError if a process is lost in the last repetition too.
+    Raises WorkerError if a process is lost in the last repetition too.
     """
     for number in itertools.count(1):
         try:

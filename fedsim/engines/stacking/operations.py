@@ -231,7 +231,7 @@ def stacked_convolution(
         bias: [k, o] or None.
         options: stride, padding, dilation and groups.
 
-        Returns the output, [k * batch, o, ...].
+    Returns the output, [k * batch, o, ...].
     """
     implementation = one_by_one if len(weight) == 1 else WAYS[way_on(input.device)]
     return implementation(convolution, input, weight, bias, options)

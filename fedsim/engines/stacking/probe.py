@@ -155,8 +155,8 @@ class Trials:
     def is_coupled(self, together: ProbeResult) -> bool:
         """Whether a sample's output depends on the rest of its batch, as with BatchNorm.
 
-        The same holds if the model's buffers depend on the batch. The method compares batches that begin with the same
-        samples and end with different samples.
+        The result is also true if the model's buffers change with the batch. The method compares batches that begin
+        with the same samples and end with different samples.
 
         Args:
             together: result of `run` on the first `count` samples.
