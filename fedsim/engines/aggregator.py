@@ -31,7 +31,12 @@ from fedsim.system.devices import synchronize, to_device
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
-    """Store the inverse-probability weights of a round's cohort. `weights` has one weight per worker ID."""
+    """Store the inverse-probability weights of a round's cohort in `shared`.
+
+    Args:
+        shared: tensors of the run, changed in place.
+        weights: weight of each worker in the cohort, by worker ID.
+    """
     workers, n = sorted(weights), len(weights)
     shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
     shared.cohort.workers[:n] = torch.tensor(workers)
@@ -39,18 +44,22 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """Return the inverse-probability weights [n] of `workers`; 1 for workers that are not in the cohort."""
+    """Return the inverse-probability weight of each of n `workers`, as a tensor [n].
+
+    A worker that is not in the cohort has weight 1.
+    """
     wanted = torch.tensor(workers)
     places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
     return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
 
 
 def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
-    """Return the workers' weights [n] for the aggregation rule, on the CPU; None for equal weights.
+    """Return the weight of each of n workers in the aggregation, as a tensor [n] on the CPU; None for equal weights.
 
     Args:
-        workers: worker IDs.
-        samples: number of samples of each worker, for `weights = "samples"`.
+        task, shared: run and its tensors.
+        workers: IDs of the workers.
+        samples: number of samples of each worker, used if the experiment has `weights = "samples"`.
     """
     kind, rule = task.experiment.weights, task.experiment.rule
     if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
@@ -64,28 +73,34 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
 
 
 def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
-    """Set the row of each worker to NaN, in place, if other values of the worker contain NaN or infinity.
+    """Set a worker's row to NaN, in place, if another tensor of the worker contains NaN or infinity.
 
-    The later check then excludes the whole worker. Does nothing if the experiment has `nonfinite = "keep"`.
+    The check of the rows, which follows, then excludes the worker. If the experiment has `nonfinite = "keep"`, the
+    function does nothing.
 
     Args:
-        rows: [..., d], modified in place.
-        of_workers: [..., w], other values that the workers send or keep.
+        task: run to compute.
+        rows: updates or gradients of several workers, [..., d], modified in place.
+        of_workers: messages or worker states of the same workers, [..., w].
     """
     if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
 def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """Return the coefficients [n] of n rows for a rule whose coefficients depend only on the weights."""
+    """Return the coefficient of each of n rows in the result of a linear rule, as a tensor [n].
+
+    The function needs no rows, because the coefficients depend only on the weights. Returns None for other rules.
+    """
     total = 1.0 if task.experiment.weights == "inverse_probability" else None
     return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
 
 
 def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
-    """Return the inputs without the rows at positions `bad`, which contain NaN or infinity.
+    """Return the inputs of the aggregation rule without the rows at positions `bad`, which contain NaN or infinity.
 
-    Raises DivergedError, with the round, if the experiment does not exclude bad rows, or if no row is left.
+    Raises DivergedError, with the number of the round, if there are bad rows and the experiment does not exclude them,
+    or if no row is left.
     """
     try:
         return screened(inputs, task.experiment.nonfinite, bad)[0]
@@ -94,14 +109,15 @@ def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs
 
 
 class DeferredCheck:
-    """Check for NaN and infinity that waits for the device only once per round.
+    """Check of all rows of a round for NaN and infinity, which waits for the device only once per round.
 
-    The row sums of all aggregations stay on the device until the end of the round. This is used for aggregations in one
-    process, by rules that complete even if a row is not finite.
+    Each aggregation stores the sums of its rows on the device. At the end of the round, all sums are checked together.
+    The check is used for aggregations in one process, by rules that do not fail if a row contains NaN or infinity.
 
     Attributes:
-        usable: False once a row was not finite. From then on, each aggregation is checked separately.
-        active: whether sums are being collected.
+        usable: whether all rows have been finite so far. After a row with NaN or infinity, each aggregation is checked
+            separately instead.
+        active: whether a round is in progress, so that the sums of its rows are stored.
     """
 
     def __init__(self, shared: SharedState) -> None:
@@ -111,18 +127,20 @@ class DeferredCheck:
         self.usable, self.active = True, False
 
     def begin(self) -> None:
-        """Start to collect sums, and save the tensors that the round changes."""
+        """Begin a round: save a copy of the tensors that the round changes, and store row sums from now on."""
         self.active, self._sums, self._before = True, [], [tensor.clone() for tensor in self._changed]
 
     def add(self, rows: Tensor) -> None:
-        """Store the sum of each row in `rows` [n, d]."""
+        """Store the sum of each row of `rows` [n, d], to be checked at the end of the round."""
         self._sums.append(rows.sum(1))
 
     def end(self, *, failed: bool) -> bool:
-        """Return whether all rows were finite, and undo the round's aggregations otherwise.
+        """End a round: return whether all its rows were finite. If not, undo the round's aggregations.
 
-        The check uses the sums of the rows, so a sum that overflows counts as not finite. With `failed`, undo the
-        aggregations in any case and return False.
+        The check uses the sums of the rows, so a row whose sum overflows counts as not finite.
+
+        Args:
+            failed: whether the round has raised an error. Its aggregations are then undone, and the result is False.
         """
         finite = not failed and (not self._sums or bool(torch.cat(self._sums).isfinite().all()))
         if not finite:
@@ -134,17 +152,17 @@ class DeferredCheck:
 
 
 class AttackedRows:
-    """Rows of a cohort under an attack that tries several Byzantine rows.
+    """Rows of a cohort, for an attack that tries several candidates for the Byzantine rows, as in a line search.
 
-    The inner products of the honest rows are computed only once.
+    The inner products of the honest rows are computed once and used for every candidate.
 
     Args:
-        rows: rows of all slots. The honest rows are copied.
-        honest: slot numbers of the h honest workers.
-        attackers: whether each worker of the cohort is Byzantine, in the order of the rows.
+        rows: rows of the whole cohort, indexed by slot (position in the cohort). The honest rows are copied.
+        honest: slots of the h honest workers.
+        attackers: for each worker of the cohort, whether it is Byzantine, in the order of the rows.
 
     Attributes:
-        honest: honest rows [h, d].
+        honest: rows of the honest workers, [h, d].
     """
 
     def __init__(self, rows: Tensor, honest: Tensor, attackers: Sequence[bool]) -> None:
@@ -154,10 +172,10 @@ class AttackedRows:
         self._of_honest: Gram | None = None
 
     def gram(self, byzantine: Tensor) -> Gram:
-        """Return the inner products (Gram) of the cohort's rows, given the Byzantine rows.
+        """Return the Gram matrix (inner products) of the cohort's rows with `byzantine` as the Byzantine workers' rows.
 
         Args:
-            byzantine: [b, d], or [d] if all attackers send the same row.
+            byzantine: one row per Byzantine worker, [b, d], or a single row [d] that all of them send.
         """
         n, h = len(self._attackers), len(self.honest)
         added = 1 if byzantine.ndim == 1 else n - h
@@ -171,11 +189,12 @@ class AttackedRows:
 
 
 class Aggregator:
-    """One process's part of the aggregations, from the workers' rows to the next global row.
+    """One process's part of the aggregations: from the workers' rows to the new parameters of the global model.
 
-    Processes that share memory divide the columns if the rule is columnwise. Other rules, and attacks, need whole rows,
-    so the first process computes them. Each rank of the engine `distributed` stores only the rows of its own workers,
-    and exchanges no more than the rule needs.
+    A row is a flat vector [d], the update or gradient of one worker. Processes that share memory divide the columns
+    among them if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first
+    process computes them. Each rank of the engine `distributed` stores only the rows of the workers that it trains, and
+    exchanges no more than the rule needs.
 
     Args:
         group: processes that compute together. All of them must call each method at the same time.
@@ -183,10 +202,10 @@ class Aggregator:
         shared: tensors of the run.
 
     Attributes:
-        root_slot: slot of the server's own row; None if the rule does not use such a row.
+        root_slot: position of the row that the server trains on its own samples; None if the rule uses no such row.
         has_last: whether the aggregated update of the previous aggregation is available to rules and attacks.
-        losses: [n], losses of the workers of the last aggregation, in the order of the slots, if the rule uses losses.
-        deferred_check: check of all rows of a round at once; None where this is not possible.
+        losses: loss of the global model at each worker of the last aggregation, [n], if the rule uses losses.
+        deferred_check: check of all rows of a round at once; None if each aggregation must be checked separately.
     """
 
     def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
@@ -217,7 +236,7 @@ class Aggregator:
     def sent_row(self, round: int) -> Tensor:
         """Return the parameters [d] that the server sends to the workers in `round`. The tensor is read-only.
 
-        For rounds that aggregate parameters, not gradients.
+        Only rounds that aggregate parameters call this method, not rounds that aggregate gradients.
         """
         start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
         self._sent = self._shared.server.row
@@ -228,7 +247,9 @@ class Aggregator:
         return self._sent
 
     def begin(self, round: int, rows: Sequence[int]) -> None:
-        """Begin an aggregation: turn trained parameters into updates in place, by subtracting the row that was sent.
+        """Begin an aggregation: subtract the parameters that the server sent from the trained parameters, in place.
+
+        If the round aggregates gradients, nothing is subtracted. The rows are then checked for NaN and infinity.
 
         Args:
             round: number of the round.
@@ -240,7 +261,11 @@ class Aggregator:
         self.rows_changed(rows)
 
     def rows_changed(self, rows: Sequence[int]) -> None:
-        """Check changed rows for NaN and infinity. `rows` has the numbers of rows that this process has trained."""
+        """Check rows for NaN and infinity after they have changed, and record which of them are not finite.
+
+        Args:
+            rows: numbers of the rows that this process has trained.
+        """
         self._gathered = None
         cohort = self._shared.cohort
         for run in _runs(rows) if self._checks_now else ():
@@ -252,7 +277,7 @@ class Aggregator:
 
     @property
     def _checks_now(self) -> bool:
-        """Whether the current aggregation checks which rows are not finite."""
+        """Whether rows are checked for NaN and infinity in each aggregation, not only at the end of the round."""
         return self._task.experiment.nonfinite != "keep" and not self._defers
 
     @property
@@ -260,7 +285,10 @@ class Aggregator:
         return self.deferred_check is not None and self.deferred_check.active
 
     def attack(self, context: AggregationContext) -> None:
-        """Replace the Byzantine workers' rows by those of the attack. The rows of all processes must be ready."""
+        """Replace the Byzantine workers' rows by the rows that the attack computes.
+
+        All processes must have finished their rows. Nothing changes if the attack needs honest rows and there are none.
+        """
         task, shared, group = self._task, self._shared, self._group
         workers = task.byzantine.in_round(context.moment[0])
         attackers = [worker in workers for worker in context.workers]
@@ -281,7 +309,13 @@ class Aggregator:
             shared.cohort.unfit[mine] = torch.where(sent.isfinite().all(1).cpu(), 0, self._number)
 
     def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
-        """Compute the rows that the attackers send, and write them to `rows`, which is indexed by slot."""
+        """Compute the rows that the Byzantine workers send, and write them to `rows`.
+
+        Args:
+            context: rows of this aggregation.
+            attackers: for each worker of `context`, whether it is Byzantine.
+            rows: rows of all workers, indexed by slot (position in the cohort), changed in place.
+        """
         task, shared = self._task, self._shared
         slots, of_attackers = torch.tensor(context.slots), torch.tensor(attackers)
         index = to_device(slots[of_attackers], task.device)
@@ -311,9 +345,9 @@ class Aggregator:
         rows[index] = byzantine
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
-        """Apply the aggregation rule to the rows, and store the result for `server_step`.
+        """Apply the aggregation rule to the rows, and store the aggregated update for `server_step`.
 
-        Return the statistics; in processes other than the first they may be empty.
+        Returns the statistics of the aggregation. In processes other than the first, they may be empty.
         """
         rule, group = self._task.experiment.rule, self._group
         self._moment = context.moment
@@ -336,9 +370,11 @@ class Aggregator:
         return results[0] if results else AggregationStats()
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """Apply a columnwise rule to this process's columns, and return the statistics.
+        """Apply the rule to this process's columns of the rows, and return the statistics of the aggregation.
 
-        Ranks also apply rules of inner products to their columns.
+        Args:
+            context: rows to aggregate.
+            bad: positions of the rows with NaN or infinity, which are excluded.
         """
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.cohort.rows, context.slots)
@@ -359,11 +395,11 @@ class Aggregator:
         return _stats(context, bad, shares, inputs)
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:
-        """Apply a linear rule by adding the ranks' sums of their own rows, and return the statistics.
+        """Apply a linear rule: add the weighted sums that the ranks compute of their own rows. Return the statistics.
 
         If the server optimizer has state, each rank receives only its own columns of the update. Otherwise every rank
-        receives the whole update. A rank with a row that is not finite sets its sum to NaN. Only in this case do the
-        ranks find out which rows are bad.
+        receives the whole update. A rank with a row that contains NaN or infinity sends NaN as its sum. Only then do
+        the ranks exchange which rows are not finite.
         """
         task, shared, group = self._task, self._shared, self._group
         if shared.server.states[task.sync_in(context.moment[0])]:
@@ -381,7 +417,12 @@ class Aggregator:
         return stats
 
     def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
-        """Return the statistics of a linear rule, and the weighted sum [d] of this rank's rows."""
+        """Return the statistics of an aggregation by a linear rule, and the weighted sum [d] of this rank's rows.
+
+        Args:
+            context: rows to aggregate, of all ranks.
+            bad: positions of the rows with NaN or infinity, which are excluded.
+        """
         no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
         inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
         stats = _stats(context, bad, self._shares(context, inputs, bad), inputs)
@@ -392,7 +433,10 @@ class Aggregator:
         return stats, combine(shares, rows_at(self._shared.cohort.rows, rows))
 
     def server_step(self) -> None:
-        """Update the global parameters with the aggregated update, by the server optimizer or client algorithm."""
+        """Update the global parameters with the result of `aggregate`.
+
+        The server optimizer makes the step, or the client algorithm if the round aggregates gradients.
+        """
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
@@ -412,8 +456,8 @@ class Aggregator:
         """Set the global buffers to the mean of the cohort's buffers, with the same weights as the rows.
 
         The buffers of `excluded` workers are left out. With `nonfinite = "exclude"`, buffers with NaN or infinity are
-        left out too: a Byzantine worker may send them with a finite row. The global buffers do not change if no worker
-        is left.
+        left out too, because a Byzantine worker may send them with a finite row. If no worker is left, the global
+        buffers do not change.
         """
         task, shared = self._task, self._shared
         if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
@@ -431,7 +475,10 @@ class Aggregator:
             shared.server.buffers.copy_(mean(buffers, weights))
 
     def begin_with_parameters(self) -> None:
-        """Reset the states of rule, attack and server optimizer after the last round that aggregates gradients."""
+        """Reset the states of the aggregation rule, the attack and the server optimizer.
+
+        This is called after the last round that aggregates gradients, if later rounds aggregate parameters.
+        """
         self._state, self._attack_state, self.has_last = {}, {}, False
         for block in self._blocks:
             block = moved(block, self._columns.start)
@@ -441,21 +488,24 @@ class Aggregator:
         synchronize(self._task.device)
 
     def rule_state(self) -> dict[str, Tensor]:
-        """Return a copy of the rule's state tensors and, with the prefix "attack.", of the attack's, by name."""
+        """Return a copy of the state tensors of the aggregation rule and the attack, by name.
+
+        The names of the attack's tensors have the prefix "attack.".
+        """
         named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}
         return {name: tensor.clone() for name, tensor in named.items()}
 
     def restore_rule(self, state: dict[str, Tensor]) -> None:
-        """Set the states of rule and attack from the tensors that `rule_state` returned."""
+        """Restore the states of the aggregation rule and the attack from the tensors that `rule_state` returned."""
         self._state, self._attack_state = {}, {}
         for name, tensor in state.items() if self._group.computes else ():
             target = self._attack_state if name.startswith("attack.") else self._state
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """Collect the rows of an aggregation, including the server's own row, in the first process.
+        """Return the rows of an aggregation, and the server's own row if there is one, in the first process.
 
-        Return them indexed by slot. The result is undefined in other processes.
+        The rows are indexed by slot (position in the cohort). In other processes, the result is undefined.
         """
         if self._gathered is None:
             slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
@@ -463,16 +513,22 @@ class Aggregator:
         return self._gathered
 
     def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
-        """Return the optimizer's state tensors, restricted to the columns `block` of the global row."""
+        """Return views of the optimizer's state tensors, by name, that contain only the columns `block`.
+
+        Args:
+            sync: "parameters" for the server optimizer, "gradients" for the client algorithm.
+            block: columns of the global parameter vector.
+        """
         place = moved(block, -self._columns.start)
         return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
 
     def _inputs(self, context: AggregationContext, rows: Tensor, reduce: Reduce = keep_own) -> AggregationInputs:
-        """Return the inputs of the rule.
+        """Return the inputs of the aggregation rule.
 
         Args:
-            rows: rows indexed by slot.
-            reduce: function that sums or maximises values over processes with different columns.
+            context: rows to aggregate.
+            rows: rows of the whole cohort, indexed by slot (position in the cohort); also only some of their columns.
+            reduce: function that sums values, or takes their maximum, over processes with different columns.
         """
         task = self._task
         return AggregationInputs(
@@ -497,21 +553,27 @@ class Aggregator:
             self.losses = losses.clone()  # a rule may write to them
 
     def _bad(self, context: AggregationContext) -> list[int]:
-        """Return the positions of the rows with NaN or infinity."""
+        """Return the positions in `context` of the rows with NaN or infinity; an empty list if rows are not checked."""
         if not self._checks_now:
             return []
         unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
         return (unfit == self._number).nonzero().flatten().tolist()
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
-        """Return the coefficients [n] of a linear rule for its n finite rows; None if the rule is not linear."""
+        """Return the coefficients [n] that a linear rule gives to the n finite rows; None if the rule is not linear.
+
+        Args:
+            context: rows to aggregate.
+            inputs: inputs of the rule, without the rows at positions `bad`.
+            bad: positions of the rows with NaN or infinity.
+        """
         if bad or not self._task.experiment.rule.linear_by_weights:
             return self._task.experiment.rule.shares(inputs)
         return self._shares_by_weights(context.weights, len(context.slots))
 
 
 def moved(block: slice, by: int) -> slice:
-    """Return the slice `block` shifted by `by` columns."""
+    """Return the slice `block` of columns, shifted by `by` columns."""
     return slice(block.start + by, block.stop + by)
 
 
@@ -521,8 +583,9 @@ def _stats(
     """Return the statistics of an aggregation.
 
     Args:
-        bad: positions of the excluded rows.
-        shares: coefficients of the other rows; None if the rule is not linear.
+        context: aggregated rows, with those that were excluded.
+        bad: positions of the rows that were excluded because of NaN or infinity.
+        shares: coefficients of the rows that were not excluded; None if the rule is not linear.
         inputs: inputs of the rule, with the metrics that the rule recorded.
     """
     stats = AggregationStats(excluded=[context.workers[place] for place in bad])
@@ -534,7 +597,7 @@ def _stats(
 
 
 def _runs(slots: Sequence[int]) -> list[range]:
-    """Return ascending slot numbers as ranges of consecutive numbers, such as [1, 2, 3, 7] as 1-3 and 7-7."""
+    """Split ascending numbers into ranges of consecutive numbers: [1, 2, 3, 7] into range(1, 4) and range(7, 8)."""
     groups = groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
     runs = [[slot for _, slot in group] for _, group in groups]
     return [range(run[0], run[-1] + 1) for run in runs]

@@ -50,11 +50,11 @@ WORKERS_SAMPLED = 500  # maximum number of workers whose steps are counted to es
 
 
 class Plan(NamedTuple):
-    """Choice of how a task is computed.
+    """How the engine `auto` trains the workers of a task.
 
     Attributes:
         processes: number of processes; 1 means the current process.
-        probe: result of a trial of the model if workers are trained in stacks; otherwise None.
+        probe: result of a trial of the model if workers are trained in stacks; None if they are trained one by one.
         reason: explanation of the choice in one line.
     """
 
@@ -70,9 +70,10 @@ class Plan(NamedTuple):
 def probe_if_stacks_pay(
     task: RunTask, shared: SharedState, processes: int
 ) -> tuple[StackingProbe, None] | tuple[None, str]:
-    """Return (probe, None) if training in stacks is expected to be faster, otherwise (None, reason).
+    """Return (probe, None) if training stacks of workers is expected to be faster, otherwise (None, reason).
 
-    The probe is the result of a trial that shows that the model can be stacked.
+    `probe` is the result of a trial run, which shows that the model can be stacked. `reason` explains in one line why
+    stacks are slower or impossible. The workers are divided among `processes` processes.
     """
     batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.cohort.rows) // processes), task.device.type == "cpu"
     if not on_cpu and len(shared.cohort.rows) == 1:
@@ -95,7 +96,10 @@ def probe_if_stacks_pay(
 
 
 def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
-    """Estimate the seconds that `processes` processes save in a run compared to one, without their start-up time."""
+    """Estimate how many seconds a run with `processes` processes saves compared to one process.
+
+    The time to start the processes is not counted. `stacked` says whether stacks of workers are trained.
+    """
     row_steps, samples = work_of_a_round(task, shared)
     moved = 6 * len(shared.server.row) * task.dtype.itemsize  # memory traffic of a step, in bytes
     passes = samples + len(shared.data.test) / 3  # a forward pass costs a third of a training step
@@ -107,9 +111,9 @@ def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked
 
 
 def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
-    """Estimate a cohort's total number of training steps in one round, and of samples in these steps.
+    """Estimate the number of training steps of all workers in one round, and the number of samples in these steps.
 
-    The estimate is an average over at most `WORKERS_SAMPLED` workers.
+    The estimate uses the mean over at most `WORKERS_SAMPLED` workers.
     """
     shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
@@ -121,9 +125,9 @@ def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
 
 
 def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
-    """Return the FLOPs of a forward and backward pass on one sample, counted on a few samples.
+    """Return the floating-point operations of a forward and backward pass per sample, measured on a few samples.
 
-    If the model fails on these samples, return a guess from the number of parameters.
+    If the model fails on these samples, the result is estimated from the number of parameters.
     """
     count = min(SAMPLES, len(shared.data.train))
     inputs, targets = shared.data.train.gather(torch.arange(count))
@@ -140,7 +144,7 @@ class FlopCount(OperationCheck):
     """Context that counts floating-point operations, like torch.utils.flop_counter.FlopCounterMode.
 
     Attributes:
-        total: number of operations in the block so far.
+        total: number of floating-point operations in the context so far.
     """
 
     def __init__(self) -> None:
@@ -198,9 +202,9 @@ class AutoEngine(Engine):
             warnings.warn(f"one process trains all workers, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
 
     def _failure(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> str | None:
-        """Begin a task according to `plan`. Return None, or the reason of a failure.
+        """Begin a task according to `plan`. Return None on success, otherwise the reason of the failure in one line.
 
-        Raises the error itself if no simpler plan is left.
+        Raises the error instead if `plan` is the simplest plan: one process that trains one worker after another.
         """
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
@@ -215,7 +219,7 @@ class AutoEngine(Engine):
         return None
 
     def _give_up(self, device: torch.device) -> None:
-        """Clean up after a failed plan: end the processes, and release the device memory of the attempt."""
+        """Clean up after a plan has failed at its start: end the processes, and release the device memory."""
         self.leave()
         pool, self._pool = self._pool, None
         if pool is not None:
@@ -223,7 +227,10 @@ class AutoEngine(Engine):
         release_memory(device)
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:
-        """Return the plan for a task. This starts no processes."""
+        """Return the plan for a task: the number of processes, and whether workers are trained in stacks.
+
+        The method starts no processes.
+        """
         probe, unstacked = probe_if_stacks_pay(task, shared, self._processes)
         rows = "workers are trained in stacks" if unstacked is None else f"workers are trained one by one: {unstacked}"
         if task.device.type != "cpu":
@@ -254,7 +261,7 @@ class AutoEngine(Engine):
 
 
 def _plan_key(task: RunTask, shared: SharedState) -> str:
-    """Return the properties of a task that determine its plan, as a dictionary key."""
+    """Return a dictionary key with the properties of a task that determine its plan, so that plans can be cached."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
     work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = work, len(shards), len(shared.data.test), shared.cohort.rows.shape

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """One or several processes that run the methods of an `Executor`, for one task after another.
+    """Backend of an engine: one or several processes that run the methods of an `Executor` for one task after another.
 
     Attributes:
         shared: tensors of the current task, which all processes read and write.
-        states: worker states of the current task between rounds.
+        states: worker states of the current task, kept between rounds.
         processes: number of processes.
     """
 
@@ -37,14 +37,20 @@ class Backend(ABC):
 
     @abstractmethod
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
-        """Create an executor for `task` in every process by `make`.
+        """Begin a task: create an executor in every process.
+
+        Args:
+            task: run to compute.
+            shared: tensors of the run.
+            make_trainer: function that returns the trainer of a process.
+            make: function that returns the executor of a process, such as the class `Executor`.
 
         Raises ExperimentError if this backend cannot compute the task.
         """
 
     @abstractmethod
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of `Executor` or `Simulation` in every process, and return the results by process.
+        """Call a method of `Executor` or `Simulation` in every process, and return one result per process, in order.
 
             backend.run(Simulation.run_round, round)
 
@@ -66,18 +72,22 @@ class Backend(ABC):
 
     @property
     def can_lose_processes(self) -> bool:
-        """Whether the backend's processes may die while this process continues; see ProcessLostError."""
+        """Whether the backend has child processes, which may die without ending this process; see ProcessLostError."""
         return False
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """Return the workers' rows after the last aggregation and their losses before training, indexed by slot.
+        """Return the rows of the latest aggregation, and the workers' losses before training, for the run record.
 
-        Ranks other than rank 0 return None.
+        Rows and losses are indexed by slot (position in the cohort). Ranks other than rank 0 return None.
+
+        Args:
+            cohort: IDs of the workers of the round.
+            round: number of the latest round.
         """
         return self.shared.cohort.rows, self.shared.cohort.losses
 
     def replace_processes(self) -> None:
-        """Restart all processes on the current task. The caller must restore the state of the run.
+        """Replace all processes by new ones that begin the current task. The caller must restore the run's state.
 
         Raises WorkerError if the processes cannot be restarted.
         """
@@ -88,7 +98,7 @@ class InProcess(Backend):
     """Backend that runs in the current process only.
 
     Args:
-        threads: number of threads that PyTorch uses. `close` restores the previous number.
+        threads: number of threads that PyTorch uses from now on. `close` restores the previous number.
     """
 
     processes: int = 1

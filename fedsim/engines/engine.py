@@ -23,12 +23,12 @@ class EngineTraits:
     """Properties of an engine that the checks of an experiment use.
 
     Attributes:
-        own_settings: keys of `SETTINGS_OF_ENGINES` that the engine uses, without those of process pools.
+        own_settings: keys of `SETTINGS_OF_ENGINES` that the engine uses, without the settings of process pools.
         pool_from: minimum number of processes for which the engine starts a process pool; None if it never does.
-        one_process_on_gpu: whether one process is the default on an accelerator.
+        one_process_on_gpu: whether the engine uses one process by default if the device is not a CPU.
         stacks: whether the engine may train stacks of workers.
-        ranks: whether the engine runs in several programs started by a launcher.
-        chooses: whether the engine delegates each task to another engine that it chooses.
+        ranks: whether the engine runs in several programs (ranks) that a launcher such as torchrun starts.
+        chooses: whether the engine chooses for each task how it is computed, as the engine `auto` does.
         races_on: name of the engine that runs `mode = "race"` if this engine is configured; None if races are not
             supported.
     """
@@ -42,7 +42,7 @@ class EngineTraits:
     races_on: str | None = None
 
     def may_lose_processes(self, processes: int) -> bool:
-        """Whether the engine may lose a process of its pool and continue, if it has up to `processes` processes."""
+        """Whether an engine with up to `processes` processes can replace a lost process, because it uses a pool."""
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
@@ -64,8 +64,8 @@ class Engine:
 
     Args:
         backend: processes that train.
-        trainers: function that takes (task, shared state, number of processes, threads), and returns a factory of each
-            process's trainer and facts for the run record.
+        trainers: function that takes (task, shared state, number of processes, threads), and returns a function that
+            creates the trainer of a process, and a dict of facts for the run record.
         threads: number of threads that PyTorch uses in each process.
     """
 
@@ -78,10 +78,13 @@ class Engine:
 
     @classmethod
     def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context in which this process is connected to the other ranks, if the engine has ranks.
+        """Return a context in which this process is connected to the other ranks.
+
+        If the engine has no ranks, the context does nothing.
 
         Args:
-            description: resolved settings of the experiment.
+            description: resolved settings of the experiment. The ranks use it to check that they run the same
+                experiment.
         """
         return nullcontext()
 
@@ -103,7 +106,12 @@ class Engine:
         return self.backend.shared
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
-        """Allocate the tensors of a task, with `data` as in `SharedState.allocate`."""
+        """Allocate and return the tensors of a task.
+
+        Args:
+            task: run to compute.
+            data: samples of the run and their assignment to workers, as in `SharedState.allocate`.
+        """
         return SharedState.allocate(task, *data)
 
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
@@ -112,17 +120,17 @@ class Engine:
         Args:
             task: run to compute.
             shared: tensors of the task, from `allocate`.
-            make: factory of each process's executor, whose methods `backend.run` calls.
+            make: function that creates the executor of a process, whose methods `backend.run` calls.
         """
         make_trainer, self._trainer_facts = self._trainers(task, shared, self.backend.processes, self._threads)
         self.backend.begin(task, shared, make_trainer, make)
 
     def facts(self) -> dict[str, Any]:
-        """Return how the current task is computed, such as the number of `processes`, for the run record."""
+        """Return how the current task is computed as a dict, such as {"processes": 4}, for the run record."""
         return {"processes": self.backend.processes, **self._trainer_facts}
 
     def replayed(self) -> bool | str:
-        """Return True if the steps of the current task are replayed as CUDA graphs, otherwise the reason."""
+        """Return True if the current task's training steps run as CUDA graphs, otherwise the reason why they do not."""
         refusals = [refusal for refusal in self.backend.run(Executor.replay_refusal) if refusal is not None]
         return refusals[0] if refusals else True
 
@@ -135,7 +143,7 @@ class Engine:
         self.backend.close()
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value that rank 0 passes, in all ranks. `value` is picklable. Without ranks, return `value`."""
+        """Return, on every rank, the picklable value that rank 0 passes. Without ranks, return `value` itself."""
         return value
 
     def __enter__(self) -> Engine:

@@ -40,7 +40,7 @@ class EvaluationResult:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
-        """Return the metrics computed from the per-batch sums and the outputs that all processes wrote to `shared`."""
+        """Return the metrics of the latest test, computed from the results that all processes wrote to `shared`."""
         data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
         loss, accuracy, success = _means(task, test.sums, data.test.sample_targets)
         metrics = dict(_metrics(task, test.outputs, data.test.sample_targets))
@@ -75,7 +75,13 @@ class EvaluationResult:
 
 
 def _means(task: RunTask, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
-    """Return mean loss, accuracy and attack success rate. An accuracy or a success rate is None if it is undefined."""
+    """Return (mean loss, accuracy, attack success rate). The accuracy or success rate is None if it is undefined.
+
+    Args:
+        task: run to compute.
+        sums: sums of each batch, [batches, 4]; see `TestResults.sums`.
+        targets: targets of all tested samples.
+    """
     counts = counts_of(task.learning_task)
     answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
     loss_sum, correct, successes, tries = sums.sum(0).tolist()
@@ -91,13 +97,15 @@ def _metrics(task: RunTask, outputs: Tensor, targets: Tensor) -> Iterator[tuple[
 class Evaluation:
     """Batch-by-batch evaluation of the global model in one process.
 
-    Each batch uses a fresh copy of the global parameters, which a forward pass may change, and its own random seed. So
-    the results of a batch depend neither on other batches nor on the process. The evaluation of a full batch can be
-    captured as a CUDA graph, with a counter on the device that selects the next batch.
+    Each batch uses a fresh copy of the global parameters (a forward pass may change parameters) and its own random
+    seed. So the results of a batch depend neither on other batches nor on the process. The evaluation of a full batch
+    can be captured as a CUDA graph, in which a counter on the device selects the next batch.
 
     Args:
+        task, shared: run and its tensors.
         module: model whose parameters are replaced by a copy of the global parameters.
-        index, count: this process evaluates the batches index, index + count, ...
+        index, count: index of this process, and number of processes. The process evaluates the batches index,
+            index + count, ...
         split: "test" for the test samples, "validation" for the held-out training samples.
         captured: whether to capture the evaluation of a full batch as a CUDA graph. Models and attacks that cannot be
             captured are evaluated without a graph.
@@ -132,11 +140,11 @@ class Evaluation:
 
     @property
     def results(self) -> list[Tensor]:
-        """Per-batch tensors [batches, ...] that the processes fill together, each for its own batches."""
+        """Result tensors [batches, ...] with one entry per batch. Each process fills the entries of its own batches."""
         return [values for values in (self._all_sums, self._outputs) if len(values)]
 
     def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
-        """Evaluate this process's batches, and write their sums (and outputs, for metrics) to the shared state.
+        """Evaluate this process's batches, and write the results to the shared state; see `TestResults`.
 
         Args:
             round: number of the round, for the random seeds.
@@ -161,14 +169,15 @@ class Evaluation:
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
-        """Return loss sum, number of correct answers, number of attack successes, and number of samples under attack.
+        """Evaluate the global model on one batch, and return four scalars on the device.
 
-        The four scalars stay on the device.
+        The scalars are the sum of losses, the number of correct answers, the number of answers that match the
+        attacker's goal, and the number of samples that have such a goal.
 
         Args:
-            module: model to evaluate.
-            row, gradient: buffers [d] for the parameters and their gradients, which are overwritten.
-            positions: indices of the samples in the dataset.
+            module: module that receives the global parameters.
+            row, gradient: tensors [d] for the parameters and their gradients, which are overwritten.
+            positions: indices of the batch's samples in the dataset.
         """
         shared = self._shared
         inputs, targets = self._data.gather(positions)
@@ -177,7 +186,10 @@ class Evaluation:
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
-        """Return the sums of a batch. If metrics need the model's outputs, store the outputs at `positions`."""
+        """Return the sum of losses and the number of correct answers of a batch.
+
+        If metrics need the model's outputs, they are stored at `positions` (None to store nothing).
+        """
         task = self._task.experiment.task.component
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -188,9 +200,10 @@ class Evaluation:
         return test(module.module, [(inputs, targets)], loss, correct_of(task), counts_of(task))
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of answers that match the attacker's goal, and the number of samples that have a goal.
+        """Return how many answers match the attacker's goal, and how many samples of the batch have such a goal.
 
-        Both are 0 for validation batches, without Byzantine workers, and for attacks without a goal.
+        The goal is, for example, the target class of a backdoor. Both numbers are 0 for validation batches, without
+        Byzantine workers, and for attacks without a goal.
         """
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
         if task.experiment.attack.component.goal is None or not task.byzantine or self._split == "validation":
@@ -205,7 +218,10 @@ class Evaluation:
         return row, torch.empty_like(row)
 
     def _capture(self) -> None:
-        """Capture the evaluation of a full batch as a CUDA graph, with a separate module at fixed memory addresses."""
+        """Capture the evaluation of a full batch as a CUDA graph. If this is impossible, evaluate without a graph.
+
+        The graph uses a module of its own, whose memory addresses do not change.
+        """
         module, room = RowModule(self._task.new_module), self._new_room()
         whole = self._sizes.count(self._size)
 

@@ -37,9 +37,9 @@ class Executor:
     Args:
         group: processes that compute the run together.
         task: run to compute.
-        shared: tensors that receive the results.
+        shared: tensors of the run, which receive the results.
         make_trainer: function that returns the trainer of this process.
-        states: worker states between rounds.
+        states: states of the workers, kept between rounds.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class Executor:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Return a context with full floating-point precision, in which out-of-memory errors name smaller settings."""
+        """Return a context for all work of the executor, with full floating-point precision.
+
+        In the context, out-of-memory errors name the settings to reduce.
+        """
         with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
             yield
 
@@ -73,7 +76,10 @@ class Executor:
         return self.task.precision.training(self.task.device)
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train workers of this process, each from the parameters in its row, without other processes."""
+        """Train the workers of `members` in this process, without waiting for other processes.
+
+        Each worker starts from the parameters in its row, which receives the result.
+        """
         with self.in_precision():
             if self.task.algorithm.full_gradient:
                 self.trainer.full_gradients(members)
@@ -81,9 +87,10 @@ class Executor:
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Train this process's share of workers that are in different rounds, each from the parameters in its row.
+        """Divide `members` among the processes, and train this process's share. The workers may be in different rounds.
 
-        A worker that trains step by step always belongs to the same process, whose batch source has the next batch.
+        Each worker starts from the parameters in its row. A worker that trains step by step always belongs to the same
+        process, which has the iterator over the worker's batches.
         """
         index, count = self.group.index, self.group.count
         by_step = [member for member in members if member.step is not None]
@@ -93,23 +100,23 @@ class Executor:
         self.train(mine)
 
     def require_finite(self, round: int) -> None:
-        """Raise DivergedError if the global parameters or buffers have NaN or infinity.
+        """Raise DivergedError if the global parameters or buffers contain NaN or infinity after `round`.
 
-        With `nonfinite = "keep"`, do nothing.
+        If the experiment has `nonfinite = "keep"`, nothing is checked.
         """
         if self.group.computes and self.task.experiment.nonfinite != "keep":
             require_finite(self.shared.server.row, round)
             require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
 
     def check_and_test(self, round: int) -> None:
-        """Test the global model. Raises DivergedError before the test if the model has NaN or infinity."""
+        """Test the global model after `round`. Raises DivergedError before the test if it contains NaN or infinity."""
         self.require_finite(round)
         self.test(round)
 
     def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test and validation batches.
+        """Test the global model on this process's share of the test and validation batches, and store the results.
 
-        Random draws of the model in evaluation mode depend on the seed, the round and the batch.
+        If the model draws random numbers in evaluation mode, they depend on the seed, the round and the batch.
         """
         for evaluation in self._evaluations:
             evaluation(round, self.process.heartbeat)
@@ -117,6 +124,6 @@ class Executor:
                 self.group.collect(values)
 
     def replay_refusal(self) -> str | None:
-        """Return the reason why this process does not replay training steps as CUDA graphs; None if it does."""
+        """Return the reason why this process does not use CUDA graphs for training steps; None if it uses them."""
         replays = self.trainer.replays
-        return "only steps of stacks are" if replays is None else replays.refusal
+        return "workers are not trained in stacks" if replays is None else replays.refusal

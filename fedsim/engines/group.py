@@ -20,16 +20,17 @@ LENGTH = 8  # bytes that store the length of a message
 
 
 class Group:
-    """Processes that compute a run together with the same tensors in shared memory; also a single process.
+    """Group of processes that compute a run together, with the same tensors in shared memory; also a single process.
 
-    All processes must call each method at the same point of a round. Rows are addressed by slot: a worker's position in
-    the cohort, or the position after the cohort for the server's own row. In this class, all processes share the rows
-    of all workers, so most methods return their argument. The subclass `Ranks` is for processes without shared memory.
+    All processes must call each method at the same point of a round. A slot is a worker's position in the cohort, or
+    the position after the cohort for the server's own row. In this class, all processes share the rows of all workers,
+    so most methods return their argument. The subclass `Ranks` is for processes without shared memory.
 
     Args:
         process: context of this process.
         device: device of the rows.
-        mailbox: bytes [count, SLOT] in shared memory; None for a single process.
+        mailbox: bytes [count, SLOT] in shared memory, through which the processes exchange objects; None for a single
+            process.
 
     Attributes:
         process: context of this process, with its heartbeats and its barrier.
@@ -50,38 +51,52 @@ class Group:
         """Divide the cohort among the processes, and return the workers that this process trains.
 
         Args:
-            slots: slots of all workers of the cohort.
-            steps: number of local steps of each worker.
+            slots: slots (positions in the cohort) of all workers, and of the server's own row if there is one.
+            steps: number of local steps for each slot.
 
         Returns a list of pairs: the worker's position in `slots`, and the worker's row number in `CohortRows.rows`.
         """
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the positions in `slots` of the slots whose rows this process can access, and their row numbers."""
+        """Return which of the rows of `slots` this process can access.
+
+        Returns two lists: the positions in `slots`, and the numbers of the rows in this process's tensor of rows.
+        """
         return list(range(len(slots))), list(slots)
 
     def columns(self, d: int) -> slice:
-        """Return the columns of the global row [d] whose optimizer state this process can access."""
+        """Return the columns of the global parameter vector [d] whose optimizer state this process can access."""
         return slice(0, d)
 
     def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the values [n, ...] of n slots, collected from the `values` [rows, ...] of all processes.
+        """Collect the values of n slots from all processes, and return them in every process as [n, ...], read-only.
 
-        The result is read-only.
+        Args:
+            values: one entry for each row of this process, [rows, ...].
+            slots: positions in the cohort.
         """
         return rows_at(values, slots)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the sum [w] of the rows of `slots`, over the `rows` [rows, w] of all processes."""
+        """Return the sum [w] of the rows of `slots`, which different processes may store.
+
+        `rows` [n, w] are the rows that this process stores.
+        """
         return rows[list(slots)].sum(0)
 
     def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return this process's `columns` of the rows of `slots`, indexed by slot."""
+        """Return the rows of `slots`, indexed by slot, restricted to the columns that this process aggregates.
+
+        `rows` are the rows that this process stores.
+        """
         return rows
 
     def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the complete rows of `slots`, indexed by slot, in the first process. Undefined in other processes."""
+        """Return, in the first process, the rows of `slots` with all columns, indexed by slot.
+
+        In other processes, the result is undefined. `rows` are the rows that this process stores.
+        """
         return rows
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
@@ -98,10 +113,10 @@ class Group:
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context for work of the first process, which may append its results to the list.
+        """Return a context for work that only the first process does. The context provides a list for its results.
 
-        Every rank receives the list, and raises the ExperimentError that rank 0 raises. Any other error of rank 0 ends
-        the other ranks like the loss of a rank.
+        With ranks, every rank receives the list of rank 0 at the end, and raises the ExperimentError that rank 0
+        raises. After any other error of rank 0, the other ranks end as if rank 0 had been lost.
         """
         yield []
 
@@ -109,29 +124,45 @@ class Group:
         """Distribute the aggregated update to the processes that apply it.
 
         Args:
-            update: in the first process, one pair of all columns and the whole update [d]; empty in other processes.
+            update: in the first process, a list of one pair (all columns, whole update [d]); in other processes, an
+                empty list.
 
-        Returns pairs of columns and the update in these columns, for the columns that this process applies.
+        Returns a list of pairs (columns, update in these columns), for the columns that this process applies.
         """
         return update
 
     def complete(self, row: Tensor) -> None:
-        """Fill in, in place, the columns of `row` [d] that other processes have set. Each has set its own `columns`."""
+        """Fill in, in place, the columns of `row` [d] that other processes have computed.
+
+        Each process has computed the columns that its method `columns` returns.
+        """
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
-        """Return the sum or maximum of `values` over all ranks, in place; `values` itself if memory is shared."""
+        """Replace `values` by their sum or maximum over all ranks, in place, and return them.
+
+        If the processes share memory, `values` do not change.
+        """
         return values
 
     def sum_columns(self, row: Tensor) -> Tensor:
-        """Return the sum of all ranks' `row` [d], restricted to this rank's `columns`; `row` if memory is shared."""
+        """Return the sum of `row` [d] over all ranks, restricted to the columns that this rank applies.
+
+        If the processes share memory, `row` is returned.
+        """
         return row
 
     def states_by_columns(self) -> dict[str, Tensor]:
-        """Return complete copies [d] of the optimizer states that ranks divide by columns; {} if memory is shared."""
+        """Return the optimizer states of which each rank stores only its own columns, as complete tensors [d] by name.
+
+        If the processes share memory, the result is an empty dict.
+        """
         return {}
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        """Set the optimizer states that ranks divide by columns from the result of `states_by_columns`."""
+        """Restore the optimizer states of which each rank stores only its own columns, from complete `tensors` [d].
+
+        `tensors` is the result of `states_by_columns`. If the processes share memory, nothing is done.
+        """
 
     def barrier(self) -> None:
         """Wait until all processes have reached this point and their writes to shared memory are visible."""
@@ -140,7 +171,7 @@ class Group:
         self.process.barrier.wait()
 
     def gather(self, value: T) -> list[T]:
-        """Return the list of all processes' values, in the order of the processes. `value` must be picklable."""
+        """Return the values that all processes pass, in the order of the processes. `value` must be picklable."""
         if self.count == 1:
             return [value]
         data, received = pickle.dumps(value), [bytearray() for _ in self._boxes]
@@ -158,33 +189,41 @@ class Group:
         return [pickle.loads(parts) for parts in received]
 
     def from_first(self, value: T) -> T:
-        """Return the first process's value in all processes that share memory. Ranks return their own `value`."""
+        """Return, in every process, the value that the first process passes. Ranks return their own `value` instead."""
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
-        """Fill in, in place, the rows of `values` of other processes. Process i has computed rows i, i + count, ..."""
+        """Fill in, in place, the rows of `values` that other processes have computed.
+
+        Process i of `count` processes has computed the rows i, i + count, i + 2 count, ...
+        """
 
     def describe_failure(self) -> str:
-        """Describe the failure in this process for an error message, such as `worker 3 in round 2 failed`."""
+        """Return a text for an error message about a failure in this process, such as "worker 3 in round 2 failed"."""
         table = self.process.table
         worker = table.worker(self.index)
         return f"{worker} failed" if worker else f"failed {table.activity(self.index)}"
 
 
 def new_mailbox(count: int) -> Tensor:
-    """Return the mailbox [count, SLOT] for small objects of `count` processes. The caller moves it to shared memory."""
+    """Return a byte tensor [count, SLOT] through which `count` processes exchange small objects.
+
+    The caller must move the tensor to shared memory.
+    """
     return torch.zeros(count, SLOT, dtype=torch.uint8)
 
 
 def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:
-    """Assign items to `count` processes: the most expensive item first, each to the process with the lowest total cost.
+    """Distribute items over `count` processes so that the processes have similar total costs.
+
+    Each item, in order of descending cost, goes to the process with the lowest total cost so far.
 
     Args:
         costs: cost of each item.
         count: number of processes.
         most: maximum number of items per process; None for no limit.
 
-    Returns the item numbers of each process in ascending order. The result is deterministic.
+    Returns one list per process with the numbers of its items, ascending. The result is deterministic.
     """
     assignments: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -196,7 +235,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return the rows numbered `slots`; a view if the slots are consecutive, otherwise a copy."""
+    """Return the rows with the numbers `slots`. If the numbers are consecutive, the result is a view, else a copy."""
     slots = list(slots)
     if not slots or slots == list(range(slots[0], slots[-1] + 1)):
         return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]

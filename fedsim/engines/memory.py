@@ -18,9 +18,10 @@ from fedsim.processing import initial_residuals
 
 
 def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copies: int) -> dict[str, int]:
-    """Estimate the bytes of main memory that a run on CPUs needs, by purpose such as "rows" or "modules".
+    """Estimate the bytes of main memory that a run on CPUs needs, by purpose, such as "rows" or "modules".
 
     Args:
+        task: run to compute.
         d: number of parameters of the model.
         processes: number of processes that train the workers.
         stacked: whether a process trains stacks of workers.
@@ -67,26 +68,26 @@ def _bytes(state: State) -> int:
 
 
 def buffer_bytes(task: RunTask, shared: SharedState) -> int:
-    """Return the bytes of the buffers that are sent with each model; 0 unless buffers are averaged."""
+    """Return the bytes of the model's buffers that are sent with the parameters; 0 unless buffers are averaged."""
     sent = shared.server.buffers.numel() - task.algorithm.personal_buffers.width
     return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
 
 
 def personal_bytes(task: RunTask) -> int:
-    """Return the bytes of a model's personal parameters, which are never sent."""
+    """Return the bytes of a model's personal parameters, which stay at the worker."""
     return task.algorithm.personal_columns.width * task.dtype.itemsize
 
 
 @contextlib.contextmanager
 def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
-    """Return a context in which an out-of-memory error is replaced by one that names settings to reduce.
+    """Return a context in which an out-of-memory error is replaced by an error that names the settings to reduce.
 
     Args:
         task: run that is computed.
         processes: number of processes.
         width: number of workers in a stack; None if workers are not stacked.
 
-    Raises torch.OutOfMemoryError with one line that names the current settings.
+    Raises torch.OutOfMemoryError with a message of one line, which contains the current values of the settings.
     """
     try:
         yield

@@ -21,19 +21,22 @@ RACING = "spawn"  # the engine that runs `mode = "race"`
 
 
 def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return the class of trainers that train one worker after another, and no facts for the run record."""
+    """Return the trainer class for one worker after another, and an empty dict of facts for the run record."""
     return RowTrainer, {}
 
 
 def stacked(
     task: RunTask, shared: SharedState, processes: int, threads: int, probe: StackingProbe | None = None
 ) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return a factory of trainers that train stacks of workers together, and the stack width for the run record.
+    """Return a function that creates a trainer for stacks of workers, and facts for the run record.
+
+    The facts contain the maximum number of workers in a stack.
 
     Args:
+        task, shared: run and its tensors.
         processes: number of processes that share the device.
         threads: PyTorch threads of each process.
-        probe: result of a trial of the model; None to run the trial here.
+        probe: result of a trial run of the model; None if the function must make the trial run itself.
 
     Raises ExperimentError if the model cannot be stacked.
     """
@@ -52,9 +55,9 @@ class SerialEngine(Engine):
 
 
 class SpawnEngine(Engine):
-    """Engine with a pool of processes that divide workers, columns of the aggregation, and test batches.
+    """Engine with a pool of processes, which divide the workers, the columns of the aggregation and the test batches.
 
-    On a CPU, the results are bit-identical to those of the engine `serial`.
+    On a CPU, the results are bit-identical to the results of the engine `serial`.
     """
 
     traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
@@ -64,7 +67,7 @@ class SpawnEngine(Engine):
 
 
 class BatchedEngine(Engine):
-    """Engine that trains stacks of workers with batched kernels.
+    """Engine that trains several workers (a stack) together with batched kernels.
 
     The default is one process on a GPU, and as many processes as cores on a CPU. Results agree with the engine `serial`
     up to rounding.

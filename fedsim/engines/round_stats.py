@@ -15,10 +15,10 @@ class AggregationContext:
     """Rows (one flat vector per worker) that one aggregation combines, and their weights.
 
     Attributes:
-        slots: slot number of each row, that is, the worker's position in the cohort.
+        slots: slot of each row, which is the position of its worker in the cohort.
         workers: worker ID of each row.
-        weights: [n], float64 on the CPU; None for equal weights.
-        moment: (round,), or (round, step) if every step aggregates gradients; seeds the random draws.
+        weights: weight of each of the n rows, [n], float64 on the CPU; None for equal weights.
+        moment: (round,), or (round, step) if every step aggregates gradients. Random draws depend on it.
     """
 
     slots: Sequence[int]
@@ -28,24 +28,30 @@ class AggregationContext:
 
 
 class MetricLog(dict[str, list[float | Tensor]]):
-    """Metrics that components recorded in a round: a list of numbers by name. Tensors stay on their device."""
+    """Numbers that components, such as rules, recorded in a round: a list for each metric name.
+
+    A number may be a tensor, which stays on its device until `on_host` or `means` is called.
+    """
 
     def record(self, values: Mapping[str, float | Tensor]) -> None:
-        """Append one number to the list of each name in `values`."""
+        """Record one number for each metric name in `values`."""
         for name, value in values.items():
             self.setdefault(name, []).append(value)
 
     def extend(self, log: Mapping[str, Sequence[float | Tensor]]) -> None:
-        """Append all numbers of another log."""
+        """Append all numbers of another log to this log, name by name."""
         for name, values in log.items():
             self.setdefault(name, []).extend(values)
 
     def on_host(self) -> MetricLog:
-        """Return a copy with floats instead of tensors. All tensors of one name are copied to the host together."""
+        """Return a copy of this log with floats instead of tensors.
+
+        All tensors of one name are copied to the host together, which is faster than one by one.
+        """
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the numbers of each name. The mean is bit-identical for any order of the numbers."""
+        """Return the mean of the recorded numbers for each metric name. It does not depend on their order."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 
@@ -62,7 +68,7 @@ class SentUpdates:
     Attributes:
         count: number of updates.
         nbytes: bytes that a network would carry for these updates.
-        metrics: numbers that update processors, such as compressors, recorded.
+        metrics: numbers that update processors (such as compressors) recorded.
     """
 
     count: int = 0
@@ -70,7 +76,7 @@ class SentUpdates:
     metrics: MetricLog = field(default_factory=MetricLog)
 
     def add(self, count: int, nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
-        """Add `count` updates with `nbytes` bytes in total, and one number for each name in `metrics`."""
+        """Add `count` updates that have `nbytes` bytes in total, and record the numbers `metrics`."""
         self.count += count
         self.nbytes += nbytes
         self.metrics.record(metrics or {})
@@ -81,7 +87,7 @@ class SentUpdates:
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """Return the total of several processes' updates."""
+        """Return the total number and size of the updates of several processes, with all their metrics."""
         total = cls()
         for part in parts:
             total.add(part.count, part.nbytes)
@@ -94,8 +100,8 @@ class AggregationStats:
     """Statistics of one aggregation, or of all aggregations of a round.
 
     Attributes:
-        shares: coefficient of each worker's row in the result, in the order of the slots; None if the rule is not a
-            linear combination.
+        shares: coefficient of each worker's row in the aggregated update, in the order of the cohort; None if the rule
+            does not compute a linear combination of the rows.
         excluded: IDs of the workers whose rows were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
         sent: number and size of the aggregated gradients, if every step of the round aggregates gradients.
@@ -112,9 +118,9 @@ class AggregationStats:
 
 
 class GradientRoundStats:
-    """Accumulated statistics of a round with one aggregation per step.
+    """Accumulated statistics of a round in which every step aggregates gradients.
 
-    Shares are averaged over the steps. A worker counts as excluded if it was excluded in any step.
+    The workers' coefficients are averaged over the steps. A worker counts as excluded if any step excluded it.
     """
 
     def __init__(self, cohort: Sequence[int]) -> None:
@@ -125,7 +131,12 @@ class GradientRoundStats:
         self.sent = SentUpdates()
 
     def add(self, context: AggregationContext, stats: AggregationStats) -> None:
-        """Add the statistics of one step."""
+        """Add the statistics of one step's aggregation.
+
+        Args:
+            context: rows that the step aggregated.
+            stats: statistics of the aggregation.
+        """
         self._steps += 1
         self._excluded.update(stats.excluded)
         self._metrics.extend(stats.metrics)
@@ -135,7 +146,7 @@ class GradientRoundStats:
                 self._shares[slot] += share
 
     def total(self) -> AggregationStats:
-        """Return the statistics of the round."""
+        """Return the statistics of all steps of the round."""
         linear = self._with_shares == self._steps > 0
         shares = [share / self._steps for share in self._shares] if linear else None
         return AggregationStats(shares, sorted(self._excluded), self._metrics, self.sent).on_host()

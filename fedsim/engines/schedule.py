@@ -16,7 +16,7 @@ class DrawnAmount:
     seed: int
 
     def of(self, worker: int, round: int) -> int:
-        """Return the worker's number of epochs or steps in `round`. It depends on the seed, worker and round only."""
+        """Return the worker's number of epochs or steps in `round`, which depends only on seed, worker and round."""
         return self.values[draw_key(self.seed, "local_work", round, worker) % len(self.values)]
 
 
@@ -30,9 +30,9 @@ class Schedule:
     If the amount differs between workers or rounds, `of` returns the schedule of one worker in one round, which has a
     fixed number of epochs or steps.
 
-    With `accumulate`, the client algorithm makes one step per `accumulate` batches, with their mean gradient; the last
-    step of a round may have fewer batches. All methods except `local_steps` count one step per batch. `local_steps`
-    counts the steps of the client algorithm.
+    A step trains on one batch. With `accumulate`, the client algorithm updates the parameters once per `accumulate`
+    batches, using their mean gradient. The last update of a round may use fewer batches. The method `local_steps`
+    counts these updates. All other methods count batches.
 
     >>> from fedsim.engines.schedule import DrawnAmount, Schedule
     >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def drawn(self) -> bool:
-        """Whether the amount of work is drawn for each worker and round."""
+        """Whether the amount of work is random, so that it differs between workers and rounds."""
         return isinstance(self._amount, DrawnAmount)
 
     @property
@@ -59,7 +59,7 @@ class Schedule:
 
     @property
     def least(self) -> tuple[int | None, int | None]:
-        """Minimum number of epochs and of steps per round, over all workers. One of the two is None."""
+        """(Minimum number of epochs, minimum number of steps) per round, over all workers. One of the two is None."""
         amount = self._amount
         values = amount.values if isinstance(amount, DrawnAmount) else (amount,) if isinstance(amount, int) else amount
         return (min(values), None) if self.steps is None else (None, min(values))
@@ -72,11 +72,11 @@ class Schedule:
         return self._with(amount[worker] if isinstance(amount, tuple) else amount.of(worker, round))
 
     def longest(self, worker: int) -> Schedule:
-        """Return the schedule of `worker` for the longest round that can be drawn."""
+        """Return the schedule of `worker` with the largest number of epochs or steps that can be drawn for a round."""
         return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def shortest(self, worker: int) -> Schedule:
-        """Return the schedule of `worker` for the shortest round that can be drawn."""
+        """Return the schedule of `worker` with the smallest number of epochs or steps that can be drawn for a round."""
         return self._with(min(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def _with(self, amount: int) -> Schedule:
@@ -105,11 +105,11 @@ class Schedule:
         return amount * (self.accumulate if self.steps is not None else self.batches_per_epoch(n_samples))
 
     def local_steps(self, steps: int) -> int:
-        """Return the number of client algorithm steps in the first `steps` batches of a round."""
+        """Return how often the client algorithm updates the parameters in the first `steps` batches of a round."""
         return -(-steps // self.accumulate)
 
     def samples_for(self, n_samples: int) -> int:
-        """Return the number of samples that a worker with `n_samples` samples processes per round, with repetitions."""
+        """Return how many samples a worker with `n_samples` samples processes per round, counting repetitions."""
         return self.samples_in(self.steps_for(n_samples), n_samples)
 
     def samples_in(self, steps: int, n_samples: int) -> int:
@@ -118,9 +118,9 @@ class Schedule:
         return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
 
     def batch_size_at(self, step: int, n_samples: int) -> int:
-        """Return the size of the batch number `step` (from 0) of a round, for a worker with `n_samples` samples.
+        """Return the size of batch number `step` (from 0) in a round of a worker with `n_samples` samples.
 
-        Return 0 if the worker's round has fewer steps.
+        If the worker's round has fewer batches, the result is 0.
         """
         if step >= self.steps_for(n_samples):
             return 0

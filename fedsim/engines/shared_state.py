@@ -34,7 +34,7 @@ class RunData:
 
     Attributes:
         train, test, validation: datasets. `validation` is held out of the training data and may be empty.
-        classes: highest class or token of the targets plus one; 0 for floating-point targets.
+        classes: number of classes or tokens, that is, the largest target plus one; 0 for floating-point targets.
         shards: training samples of each worker.
         worker_tests: local test samples of each worker, if workers are evaluated.
         root: indices of the server's own training samples, int64, on the host; empty if the server has none.
@@ -60,9 +60,9 @@ class RunData:
         worker_tests: Shards | None = None,
         validation: TensorData | None = None,
     ) -> RunData:
-        """Return the data of a run on `device`, with floating-point values as `dtype`.
+        """Move the data of a run to `device`, convert floating-point values to `dtype`, and return it as a RunData.
 
-        The other arguments are the attributes of the class. Missing ones are empty.
+        The other arguments are described under the attributes of the class. An argument that is None becomes empty.
         """
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
@@ -84,11 +84,12 @@ class GlobalModel:
 
     Attributes:
         row: [d], parameters of the global model as one flat vector.
-        buffers: [b], buffers of the global model, float64.
-        last: [d], last aggregated update, if the rule or the attack uses it; otherwise [0].
-        algorithm: server state of the client algorithm, tensors [w] by name.
-        states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
-            "gradients" those of the client algorithm's step. Only the keys that the run uses are present.
+        buffers: [b], buffers of the global model as one flat vector, float64.
+        last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
+        algorithm: state that the client algorithm keeps at the server, a flat tensor for each name.
+        states: optimizer states, dicts of tensors [d] by name. The key "parameters" has the state of the server
+            optimizer, and the key "gradients" the state of the client algorithm's step. A key that the run does not use
+            is missing.
     """
 
     row: Tensor
@@ -100,24 +101,26 @@ class GlobalModel:
 
 @dataclass
 class CohortRows:
-    """Per-worker tensors of a cohort, with one row per worker. Each rank of several has only its own workers' rows.
+    """Tensors of a cohort, with one row for each worker. With ranks, each rank has only the rows of its own workers.
 
     Attributes:
         rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated. One more row
             follows for the server's own model if the rule uses it. [0, d] if per-worker rows are not needed.
         buffers: [cohort, b], buffers of each worker's model, float64.
-        kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, w].
-        messages: tensors [cohort, w] that the workers send in addition to their rows.
-        received: tensors [cohort, w] that the server sends in addition to the global row; only if workers start at
-            different times.
+        kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, width] by
+            name.
+        messages: tensors [cohort, width], by name, that the workers send in addition to their rows.
+        received: tensors [cohort, width], by name, that the server sends in addition to the global parameters. They are
+            stored for each worker only if workers start at different times.
         full_gradients: [cohort, d], gradients over all samples of each worker, if the client algorithm needs them;
             otherwise [0, d].
         train_loss: [cohort], mean training loss of each worker, float64, on the host.
         losses: [cohort], mean loss of the global model on each worker's samples before training, for rules that use
             losses; float64, on the host.
-        unfit: [cohort], number of the last aggregation in which the row had NaN or infinity; int64, on the host.
+        unfit: [cohort], number of the latest aggregation in which the worker's row contained NaN or infinity; int64, on
+            the host.
         workers: [cohort], worker IDs in ascending order; the whole cohort in every rank.
-        weights: [cohort], inverse-probability weights; the whole cohort in every rank.
+        weights: [cohort], inverse-probability weights of `workers`; the whole cohort in every rank.
     """
 
     rows: Tensor
@@ -135,7 +138,7 @@ class CohortRows:
 
     @classmethod
     def allocate(cls, task: RunTask, server: GlobalModel, n_rows: int) -> CohortRows:
-        """Allocate `n_rows` rows for this process. Raises ExperimentError if there is not enough memory."""
+        """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.cohort_size
 
         def repeated(state: State) -> State:
@@ -158,13 +161,13 @@ class CohortRows:
 
     @property
     def worker_rows(self) -> State:
-        """Buffers and worker states that a worker may keep until its next round: tensors [cohort, w] by name."""
+        """Buffers and worker states that a worker may keep until its next round: tensors [cohort, width] by name."""
         return {"buffers": self.buffers, **self.residuals, **self.kept}
 
 
 @dataclass
 class TestResults:
-    """Per-batch results of a test of the global model, filled in by all processes.
+    """Results of a test of the global model, with one entry per batch, filled in by all processes.
 
     Attributes:
         sums: [batches, 4], float64, on the host. The columns are the sum of losses, the number of correct answers, the
@@ -205,12 +208,13 @@ class SharedState:
 
     @classmethod
     def allocate(cls, task: RunTask, *data: Any, ranks: int = 1) -> SharedState:
-        """Allocate the tensors of a run, with the initial global model.
+        """Allocate the tensors of a run, and write the initial global model to them.
 
         Args:
-            data: arguments of `RunData.on` after `dtype`.
-            ranks: number of ranks. Each of several ranks allocates only its part of the rows, and `Ranks` allocates the
-                optimizer states.
+            task: run to compute.
+            data: samples of the run and their assignment to workers: the arguments of `RunData.on` after `dtype`.
+            ranks: number of ranks. If there are several, each allocates only its part of the rows, and the class
+                `Ranks` allocates the optimizer states.
         """
         of_run, module = RunData.on(task.device, task.dtype, *data), task.new_module()
         layout = Layout.of(module)
@@ -236,7 +240,7 @@ class SharedState:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the server's tensors that a round passes to the next one, by name, for a checkpoint."""
+        """Return the server's tensors on which the next round depends, by name, for a checkpoint."""
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
@@ -244,7 +248,7 @@ class SharedState:
         return named | states
 
     def share(self) -> SharedState:
-        """Move the tensors on the host to shared memory, in place.
+        """Move all tensors on the host to shared memory, in place, and return this object.
 
         Raises ExperimentError if there is not enough shared memory.
         """
@@ -267,7 +271,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
-    """Allocate the rows [n, d] of a cohort. Raises ExperimentError if they do not fit in a CPU's memory."""
+    """Allocate and return the rows [n, d] of a cohort. Raises ExperimentError if they do not fit in main memory."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
     nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
@@ -281,11 +285,11 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
 
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
-    """Return the bytes that a worker receives and sends per round in addition to the model."""
+    """Return (bytes that a worker receives, bytes that it sends) per round in addition to the model."""
     received, sent = task.algorithm.numbers_sent(len(shared.server.row))
     return received * task.dtype.itemsize, sent * task.dtype.itemsize
 
 
 def test_batch_size(device: torch.device) -> int:
-    """Return the number of samples in an evaluation batch on `device`."""
+    """Return the batch size for tests of models on `device`."""
     return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_GPU

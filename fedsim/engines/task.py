@@ -31,10 +31,11 @@ Sync = Literal["parameters", "gradients"]
 
 @dataclass(frozen=True)
 class RunTask:
-    """Experiment with device, client algorithm and attackers, as passed to every process of an engine.
+    """What every process of an engine needs to know about a run: experiment, device, client algorithm and attackers.
 
     Attributes:
-        experiment: experiment with components of its own, without the dataset; see `Experiment.own`.
+        experiment: experiment, as `Experiment.own` returns it: with its own copies of the components, and without the
+            dataset.
         device: device of the run.
         algorithm: client algorithm, bound to the model's layout.
         byzantine: Byzantine workers of each round.
@@ -76,13 +77,13 @@ class RunTask:
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
-        """Transform that the partition applies to each worker's samples, by worker; None if it has no transforms."""
+        """For each worker, the transform that the partition applies to its samples; None if there are no transforms."""
         make = getattr(self.experiment.partition.component, "transforms", None)
         return None if make is None else make(self.experiment.workers)
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Bytes above which the worker states are stored in files; None for no limit."""
+        """Maximum number of bytes of worker states in memory. Above it, they are stored in files. None for no limit."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
@@ -97,12 +98,12 @@ class RunTask:
 
     @property
     def objective(self) -> Objective:
-        """Loss with the precision of the run, for training and tests."""
+        """Loss function with the floating-point precision of the run, for training and tests."""
         return Objective(self.precision, self.learning_task)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What the rounds of the run aggregate, in order, such as ("gradients", "parameters") for post-local SGD."""
+        """What the rounds aggregate, "gradients" or "parameters"; post-local SGD has ("gradients", "parameters")."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
 
     @property
@@ -122,17 +123,24 @@ class RunTask:
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
 
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
-        """Return what updates the global parameters: the server optimizer, or for gradients the client algorithm."""
+        """Return the component that updates the global parameters.
+
+        This is the server optimizer if `sync` is "parameters", and the client algorithm if `sync` is "gradients".
+        """
         return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
-        """Return the `stepper` with its learning rate at `moment`, which is (round,) or (round, step)."""
+        """Return the component that updates the global parameters, with its learning rate at `moment`.
+
+        `moment` is (round,), or (round, step) if every step aggregates gradients. See also `stepper`.
+        """
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self) -> nn.Module:
-        """Return the initial model, the same in every process. The global random state does not change.
+        """Return a new module with the initial parameters, which are the same in every process.
 
-        All modules of a process share the parameters that `local.train` or `model.lora` freezes.
+        All modules of a process share the parameters that `local.train` or `model.lora` freezes. The global random
+        state does not change.
 
         Raises ExperimentError if the model has complex tensors, or does not fit `model` and `local.train`.
         """
@@ -155,7 +163,7 @@ class RunTask:
 
     @cached_property
     def _frozen(self) -> dict[str, nn.Parameter]:
-        """Parameters that are not trained, by name; filled by the first module of a process."""
+        """Parameters that are not trained, by name. The first module that a process creates fills this dict."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

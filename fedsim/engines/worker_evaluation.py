@@ -32,8 +32,8 @@ class WorkerResults:
         round: round after which the models were tested.
         workers: IDs of the tested workers.
         samples: number of test samples per worker.
-        loss, accuracy: one value per worker, by model ("global", "personal" or "fine_tuned"). `accuracy` is empty if
-            the task has no accuracy.
+        loss, accuracy: values of the workers, in a list for each tested model ("global", "personal" or "fine_tuned").
+            `accuracy` is empty if the task has no accuracy.
     """
 
     round: int
@@ -49,7 +49,7 @@ class WorkerResults:
         Args:
             round: round after which the models were tested.
             samples: number of test samples by worker ID.
-            tested: losses and accuracies by worker ID.
+            tested: for each worker ID, the loss and accuracy of each tested model.
         """
         workers = sorted(tested)
         models = list(tested[workers[0]]) if workers else []
@@ -61,18 +61,19 @@ class WorkerResults:
 
     @property
     def score_name(self) -> Literal["accuracy", "loss"]:
-        """Name of the score that compares workers: "accuracy", or "loss" if the task has no accuracy."""
+        """Name of the metric by which workers are compared: "accuracy", or "loss" if the task has no accuracy."""
         return "accuracy" if self.accuracy else "loss"
 
     @property
     def scores(self) -> dict[str, list[float]]:
-        """Score of each worker, by model: accuracies, or losses if the task has no accuracy."""
+        """Scores of the workers, in a list for each tested model: accuracies, or losses if the task has no accuracy."""
         return self.accuracy or self.loss
 
     def metrics(self) -> dict[str, float]:
         """Return statistics of the workers' scores by metric name, such as `global_worker_accuracy_gini`.
 
-        Each model has the mean, the standard deviation, the mean of the worst 10 percent and the Gini coefficient.
+        The statistics of each tested model are the mean, the standard deviation, the mean of the worst 10 percent and
+        the Gini coefficient.
         """
         return {
             f"{model}_worker_{self.score_name}_{name}": value
@@ -84,9 +85,9 @@ class WorkerResults:
 def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[str, float]:
     """Return mean, standard deviation, mean of the worst 10 percent and Gini coefficient of per-worker values.
 
-    All workers have equal weight. The worst 10 percent are at least one worker: the lowest values, or the highest if
-    `lower_is_better`. The Gini coefficient is the mean absolute difference of all pairs divided by twice the mean: 0 if
-    all values are equal.
+    All workers have equal weight. The worst 10 percent (at least one worker) have the lowest values, or the highest if
+    `lower_is_better` is true. The Gini coefficient is the mean absolute difference of all pairs divided by twice the
+    mean. It is 0 if all values are equal.
 
     >>> from fedsim.engines.worker_evaluation import describe
     >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
@@ -104,10 +105,11 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
 
 
 class WorkerTests:
-    """Evaluation of models on the samples of single workers, in one process. The tested parameters are not changed.
+    """Tests of models on the samples of single workers, in one process. The tests do not change the tested parameters.
 
     Args:
-        module: model whose parameters are replaced by a copy of the tested parameters [d].
+        task, shared: run and its tensors.
+        module: module that computes the tests, with a copy of the tested parameters [d].
         gradient: buffer [d] for the gradients of the module.
         batch_source: source of each worker's batches.
     """
@@ -119,17 +121,22 @@ class WorkerTests:
         self._module, self._gradient = module, gradient
 
     def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of a model on a worker's training samples, as the worker sees them.
+        """Return the mean loss of a model on a worker's training samples, transformed and poisoned but not augmented.
 
         Args:
             row: parameters [d] of the model.
             buffers: buffers [b] of the model.
+            worker: worker ID.
+            round: number of the round, on which random draws depend.
         """
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def before_training(self, member: WorkItem) -> Tested:
-        """Test the global model on a worker's held-out samples, and the personal model if the algorithm has one."""
+        """Test models on a worker's local test samples: the global model, and the personal model if there is one.
+
+        Returns the loss and accuracy of each model.
+        """
         shared = self._shared
         tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
         if self._task.algorithm.has("personal_rows"):
@@ -139,7 +146,7 @@ class WorkerTests:
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
-        """Test the worker's locally trained model on the worker's held-out samples."""
+        """Test the model that a worker has trained on the worker's local test samples. Return its loss and accuracy."""
         cohort = self._shared.cohort
         personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
         return {FINE_TUNED: self._test(*personal, member)}
@@ -157,12 +164,14 @@ class WorkerTests:
     def _sums(
         self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
     ) -> MetricSums:
-        """Return the loss sum, and the number of correct answers if `correct` is given, over these batches.
+        """Test a model on some batches. Return the sum of losses, and the number of correct answers.
 
         Args:
             row: parameters [d] of the model.
             buffers: buffers [b] of the model.
-            drawn: purpose and coordinates that seed random draws in the model, such as dropout.
+            batches: batches (inputs, targets).
+            drawn: name of the test, round and worker. They seed the random numbers that the model draws, if any.
+            correct: function that decides which answers are correct; None to count none.
         """
         task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)

@@ -25,15 +25,15 @@ from fedsim.system.limits import describe_os_error
 
 
 class WorkerStates:
-    """Table of worker states between rounds, one row per worker, allocated when a worker first participates.
+    """Worker states between rounds, as tensors with one row per worker that has participated so far.
 
     Before a round, each process copies the states of the workers that it trains to the `SharedState`, and copies them
     back after the round. All processes know the whole cohort, so they assign the same row numbers.
 
     Args:
-        initial: state of a worker before its first round, tensors [w] by name.
-        limit: bytes above which the rows are stored in memory-mapped files; None for no limit. The files have no name,
-            so the system removes them when the process ends, even if it is killed.
+        initial: state of a worker before its first round, a flat tensor for each name.
+        limit: bytes of states above which they are stored in memory-mapped files; None for no limit. The files have no
+            name, so the system removes them when the process ends, even if it is killed.
         folder: folder of these files; None for the system's folder for temporary files.
 
     Raises ExperimentError if a file cannot grow.
@@ -48,13 +48,13 @@ class WorkerStates:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> WorkerStates:
-        """Return an empty table of worker states for a new task."""
+        """Return an object for a new task, in which no worker has a state yet."""
         return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
     def share(self, workers: int) -> WorkerStates:
-        """Store the rows in files that other processes map when they receive this object. Return the object.
+        """Store the states in files, so that other processes that receive this object can map them. Return the object.
 
-        The files are in memory, or on disk if the states of so many `workers` would exceed the limit.
+        The files are in memory. If the states of `workers` workers would exceed the limit, they are on disk.
         """
         self._shared = True
         fits = self._limit is None or workers * self._worker_bytes <= self._limit
@@ -84,7 +84,7 @@ class WorkerStates:
 
     @property
     def workers(self) -> list[int]:
-        """IDs of the workers that have a state, in the order of their rows."""
+        """IDs of the workers that have a state, in the order in which the states are stored."""
         return list(self._places)
 
     @property
@@ -92,9 +92,12 @@ class WorkerStates:
         return sum(row.nbytes for row in self.initial.values())
 
     def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        """Copy the workers' states to the rows numbered `slots` of each tensor [n, w] in `rows`.
+        """Copy the states of `workers` to `rows`. For a worker without a state, copy the initial state.
 
-        Workers without a state get the initial state.
+        Args:
+            workers: worker IDs.
+            rows: target tensors by name, with one row per slot.
+            slots: number of each worker's row in the target tensors.
         """
         pairs = zip(workers, slots, strict=True)
         known = [(self._places[worker], slot) for worker, slot in pairs if worker in self._places]
@@ -105,11 +108,23 @@ class WorkerStates:
                 rows[name][places_there] = state_rows[places].to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
-        """Copy the states of the workers that this process trains (`mine`) to their slots in `rows`, tensors [n, w]."""
+        """Before a round, copy the states of the workers that this process trains to `rows`.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            rows: target tensors by name, with one row per slot (position in the cohort).
+        """
         self.load([member.worker for member in mine], rows, [member.slot for member in mine])
 
     def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        """Copy the workers' states back from the rows numbered `slots` of each tensor [n, w] in `rows`."""
+        """Store new states of `workers`, copied from `rows`.
+
+        Args:
+            workers: worker IDs.
+            rows: tensors with the new states by name, with one row per slot.
+            slots: number of each worker's row in these tensors.
+        """
         if not self.initial:
             return
         self.add(workers)
@@ -120,19 +135,31 @@ class WorkerStates:
     def save_cohort(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
     ) -> None:
-        """Save the states of the workers that this process trained (`mine`). Excluded workers keep their old state."""
+        """After a round, store the states of the workers that this process has trained.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            excluded: IDs of the workers that keep their old state, because their updates were excluded.
+            rows: tensors with the new states by name, with one row per slot (position in the cohort).
+        """
         self.add([worker for worker in cohort if worker not in excluded])
         saved = set(cohort).difference(excluded)  # without the server's own row
         members = [member for member in mine if member.worker in saved]
         self.save([member.worker for member in members], rows, [member.slot for member in members])
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
-        """Assign rows to the workers whose states other processes have saved after a round."""
+        """Register the workers whose states other processes have stored in the shared files after a round.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            excluded: IDs of the workers whose states were not stored.
+        """
         if self._shared:
             self.add([worker for worker in cohort if worker not in excluded])
 
     def add(self, workers: Sequence[int]) -> list[int]:
-        """Allocate rows for the workers that have no state yet, and return these workers."""
+        """Allocate uninitialised memory for those of `workers` that have no state yet, and return their IDs."""
         new = [worker for worker in workers if worker not in self._places] if self.initial else []
         begin, end = len(self._places), len(self._places) + len(new)
         if any(end > len(rows) for rows in self.rows.values()):
@@ -141,19 +168,22 @@ class WorkerStates:
         return new
 
     def reserve(self, workers: Sequence[int]) -> None:
-        """Allocate rows with the initial state for the workers that have no state yet."""
+        """Give the initial state to those of `workers` that have no state yet."""
         places = [self._places[worker] for worker in self.add(workers)]
         for name, row in self.initial.items():
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Assign rows to `workers` in this order, as another process that maps the same rows has done."""
+        """Set the order in which the states are stored to `workers`, as in another process that maps the same files."""
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)
 
     def _grow(self, begin: int, end: int) -> None:
-        """Enlarge the rows from `begin` workers to at least `end`, and to twice `begin` within the memory limit."""
+        """Enlarge the tensors, which contain the states of `begin` workers, to make room for at least `end` workers.
+
+        They get room for twice `begin` workers, if the memory limit allows it.
+        """
         size, fit = max(end, 2 * begin), end
         if self._shared:
             fit = 0
@@ -167,7 +197,13 @@ class WorkerStates:
                 self.rows[name][:begin] = before[:begin].to(self.rows[name].device)
 
     def _map(self, name: str, n: int, row: Tensor) -> Tensor:
-        """Return `n` rows of a memory-mapped file. Existing rows of the file are kept."""
+        """Return a tensor of `n` rows in the memory-mapped file of the state `name`. Existing rows are kept.
+
+        Args:
+            name: name of the state.
+            n: number of rows.
+            row: a worker's state, for its size and dtype.
+        """
         nbytes = n * row.nbytes
         if not nbytes:
             return _room(n, row)
@@ -193,9 +229,10 @@ class WorkerStates:
             return os.dup(file.fileno())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the worker states for a checkpoint: `workers` int64 [t], ascending, and `rows.NAME` [t, w].
+        """Return the worker states for a checkpoint, as tensors by name.
 
-        Return an empty dict if workers keep no state.
+        `workers` has the IDs of the t workers with a state, ascending, int64 [t]. `rows.NAME` has their states called
+        NAME, in this order, [t, width]. If workers keep no state, the result is an empty dict.
         """
         if not self.initial:
             return {}
@@ -206,7 +243,7 @@ class WorkerStates:
         }
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace all worker states by those of a checkpoint, as returned by `tensors`.
+        """Replace all worker states by the states in `saved`, which `tensors` returned for a checkpoint.
 
         Raises RecordError if names, shapes or dtypes do not match this run.
         """
@@ -230,10 +267,10 @@ class WorkerStates:
 
 
 def initial_worker_state(task: RunTask, shared: SharedState) -> State:
-    """Return a worker's state before its first round, tensors [w] by name.
+    """Return the state of a worker before its first round: a flat tensor for each name.
 
-    The state has the tensors of the client algorithm and the update processors, and the model's buffers if the
-    experiment has `buffers = "local"`.
+    The state contains the tensors that the client algorithm and the update processors keep for each worker. If the
+    experiment has `buffers = "local"`, it also contains the model's buffers.
     """
     own_buffers = task.experiment.buffers == "local" and shared.server.buffers.numel()
     buffers = {"buffers": shared.server.buffers.clone()} if own_buffers else {}

@@ -17,10 +17,10 @@ MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to desc
 
 
 def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """Return the indices of the server's own samples, ascending.
+    """Return the indices of the server's own training samples, ascending.
 
-    They are drawn at random from the training samples that are in no worker's test set. Raises ExperimentError if there
-    are fewer such samples than `aggregate.root_samples`.
+    They are drawn at random from the training samples that are not local test samples of a worker. Raises
+    ExperimentError if there are fewer of them than `aggregate.root_samples`.
     """
     size, samples = experiment.aggregate.root_samples, np.arange(len(train))
     if worker_tests is not None and worker_tests.listed:
@@ -33,9 +33,9 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
-    """Return the training samples of each worker, and the local test samples of each worker.
+    """Return (training samples of each worker, local test samples of each worker).
 
-    The local test samples are None if workers are not evaluated.
+    The local test samples are None if the experiment does not test single workers.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
@@ -44,10 +44,10 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
-    """Return the Byzantine workers of each round.
+    """Return an object that gives the Byzantine workers of each round.
 
-    Raises ExperimentError if `attack.by_class` is not a class of the dataset, or there are too many virtual workers to
-    count this class in all shards.
+    Raises ExperimentError if `attack.by_class` is not a class of the dataset, or if there are too many virtual workers
+    to count the samples of this class in all shards.
     """
     attack, workers = experiment.attack, experiment.workers
     count, fixed = attack.count(workers), experiment.byzantine
@@ -72,9 +72,10 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
 
 
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
-    """Return a random sample of workers whose shards describe the population; None to describe all workers.
+    """Return the workers whose shards (training samples) are used for a summary of all workers' data.
 
-    Shards of a virtual population are computed on demand, so only a sample of a large population is computed.
+    In a virtual population, shards are computed on demand. So if it is large, the result is a random sample of its
+    workers. Otherwise the result is None, which means that all workers are used.
     """
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None
@@ -82,7 +83,10 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
 
 
 def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
-    """Return the sampler of each round's cohort. Raises ExperimentError if it needs shard sizes that are not known."""
+    """Return the sampler that draws the cohort (the participating workers) of each round.
+
+    Raises ExperimentError if the sampling strategy needs shard sizes that are not known.
+    """
     return CohortSampler(
         strategy=experiment.sampling.component,
         seed=experiment.seed,
@@ -94,14 +98,17 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
 
 
 class ReportCheck:
-    """Check that the aggregation rule supports a round's cohort, from which workers may have dropped out."""
+    """Check that the aggregation rule can aggregate a round's cohort, from which workers may have dropped out."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._reasons: dict[tuple[int, bool], str] = {}  # by (number of rows, whether all weights are 0)
 
     def __call__(self, round: int, cohort: Cohort) -> None:
-        """Raise ExperimentError if the rule cannot aggregate the remaining workers. An empty cohort is not checked."""
+        """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`.
+
+        An empty cohort is not checked.
+        """
         if not cohort.workers:
             return
         weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
@@ -118,7 +125,10 @@ class ReportCheck:
             raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
-        """Return the reason why the rule cannot aggregate n rows, all of weight 0 if `weightless`; "" if it can."""
+        """Return the reason why the rule cannot aggregate the updates of n workers; "" if it can.
+
+        `weightless` says whether all of these updates have weight 0.
+        """
         try:
             self._experiment.rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
         except ExperimentError as error:

@@ -15,7 +15,7 @@ from fedsim.engines.task import RunTask
 
 
 def delays_of(experiment: Experiment) -> Delays:
-    """Return the simulated delays of workers and network, from the table [clock] of an experiment."""
+    """Return the simulated delays of workers and network that the settings `clock.*` of an experiment describe."""
     clock = experiment.clock
     slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
     return Delays(slowdowns, noise, experiment.seed, clock.step_seconds, clock.latency, clock.bandwidth)
@@ -29,16 +29,18 @@ class RoundClockState(CheckpointModel):
 
 
 class RoundClock:
-    """Virtual clock of synchronous rounds: each round, or each step with aggregation, waits for the slowest worker.
+    """Virtual clock of synchronous rounds. Each round waits for its slowest worker.
+
+    If every step aggregates gradients, each step waits for its slowest worker.
 
     Args:
         delays: delays of workers and network.
         row_bytes: bytes of the global parameters that a worker receives.
-        buffer_bytes: bytes of the buffers that a worker receives and sends.
-        message_bytes: bytes that a worker receives and sends in addition to parameters and buffers.
+        buffer_bytes: bytes of the buffers that a worker receives, and also sends.
+        message_bytes: sum of the bytes that a worker receives and sends in addition to parameters and buffers.
 
     Attributes:
-        now: virtual seconds since the start.
+        now: virtual seconds since the start of the run.
     """
 
     def __init__(self, delays: Delays, row_bytes: int = 0, buffer_bytes: int = 0, message_bytes: int = 0) -> None:
@@ -50,12 +52,12 @@ class RoundClock:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
-        """Return a clock at time 0 for a run."""
+        """Return a clock for a run, at time 0."""
         row_bytes = shared.server.row.nbytes - personal_bytes(task)
         return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
     def pass_round(self, gradients: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
-        """Advance `now` by a round.
+        """Advance the virtual time by one round.
 
         Args:
             gradients: number of gradients that each worker of the cohort computes, by worker ID.
@@ -70,16 +72,21 @@ class RoundClock:
             self._pass({worker: 1 for worker, count in gradients.items() if step < count}, nbytes)
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds, in JSON types."""
+        """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
         return {"now": self.now, "started": list(self._started.items())}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Set the clock to a state that `state` returned."""
+        """Set the clock to a state that the method `state` has returned."""
         saved = RoundClockState.model_validate(state)
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
-        """Advance the time until the slowest worker has computed its gradients. All workers start at the same time."""
+        """Advance the virtual time until the slowest worker has computed and sent. All workers start at the same time.
+
+        Args:
+            gradients: number of gradients that each worker computes, by worker ID.
+            nbytes: bytes that each worker receives and sends.
+        """
         seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in gradients.items()]
         self._started.update(gradients.keys())
         self.now += max(seconds, default=0.0)

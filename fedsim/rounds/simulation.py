@@ -40,10 +40,10 @@ Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests
 
 
 class Simulation(Executor):
-    """Synchronous rounds: a cohort of workers trains, and the server aggregates the updates.
+    """Synchronous rounds: in each round, a cohort of workers trains, and the server aggregates their updates.
 
-    Every process of a run has one Simulation. All processes call the same methods at the same time, each for its own
-    workers of the cohort and its own columns of the aggregation, and wait for each other at the group's barriers.
+    Every process of a run has one Simulation. All processes call the same methods at the same time. Each process trains
+    its own workers of the cohort and aggregates its own columns, and waits for the others at the group's barriers.
 
     Args:
         group, task, shared, make_trainer, states: as for `Executor`.
@@ -67,9 +67,10 @@ class Simulation(Executor):
         self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
-        """Run one round, and return its record and the tests of single workers, if any.
+        """Run one round, counted from 1. Return (record of the round, results of tests of single workers).
 
-        Processes that do not compute the record return None. Rounds are counted from 1.
+        The test results are None if the round has no such tests. Processes that do not compute the record return None
+        instead of the pair.
         """
         task, shared, group = self.task, self.shared, self.group
         self.timer = PhaseTimer()
@@ -137,12 +138,14 @@ class Simulation(Executor):
     def aggregate_rows(
         self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates
     ) -> AggregationStats:
-        """Aggregate the updates or gradients in the rows, and update the global parameters with the result.
+        """Aggregate the updates or gradients of the workers, and update the global parameters with the result.
+
+        Attack and update processors are applied before. Returns the statistics of the aggregation.
 
         Args:
-            context: rows to aggregate.
-            mine: workers of this process.
-            sent: counts of sent updates, to which this method adds.
+            context: rows (updates or gradients) to aggregate.
+            mine: work items of this process.
+            sent: number and size of the sent updates, to which this method adds.
         """
         task, group, round = self.task, self.group, context.moment[0]
         in_parameters = task.sync_in(round) == "parameters"
@@ -163,9 +166,15 @@ class Simulation(Executor):
         return stats
 
     def aggregate_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Run a round of synchronous SGD: each step computes gradients of the global model and aggregates them.
+        """Run the training of a round of synchronous SGD, and return the statistics of all its aggregations.
 
-        A worker takes no part in the steps after its last batch.
+        Each step computes gradients of the global model and aggregates them. A worker that has no data left does not
+        take part in a step.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            round: number of the round.
         """
         check = self.aggregator.deferred_check
         stats = self.steps_checked_later(cohort, mine, round, check) if check and check.usable else None
@@ -174,7 +183,10 @@ class Simulation(Executor):
         return stats
 
     def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Run the steps of a round of synchronous SGD, and return their joint statistics."""
+        """Run all steps of a round of synchronous SGD, and return the statistics of all its aggregations.
+
+        For the arguments see `aggregate_each_step`.
+        """
         of_round = GradientRoundStats(cohort)
         self.trainer.begin_gradient_round(mine)
         for step, context in enumerate(self.contexts_of_steps(cohort, round)):
@@ -193,10 +205,11 @@ class Simulation(Executor):
     def steps_checked_later(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int, check: DeferredCheck
     ) -> AggregationStats | None:
-        """Run the steps of a round, and check the rows of all steps for NaN and infinity at its end.
+        """Run all steps of a round of synchronous SGD, and check all gradients for NaN and infinity only at its end.
 
-        If a row is not finite, restore the state before the round and return None. Any error has the same effect,
-        because NaN may also make a model or a rule fail. The caller then repeats the round with checks at each step.
+        Returns the statistics of all aggregations. If a gradient is not finite, the state before the round is restored,
+        and the result is None. Any error has the same effect, because NaN may also make a model or a rule fail. The
+        caller then repeats the round with a check in each step.
         """
         had_last = self.aggregator.has_last
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
@@ -213,7 +226,13 @@ class Simulation(Executor):
         return None
 
     def pull_down(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
-        """Copy the global model and the worker states to the rows of this process's workers (`mine`)."""
+        """Copy the global model, and the workers' own states, to the tensors of this process's workers.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            round: number of the round.
+        """
         task, shared = self.task, self.shared
         self.load_states(cohort, mine)
         index = index_of([member.slot for member in mine], task.device)
@@ -223,14 +242,22 @@ class Simulation(Executor):
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
-        """Copy the worker states from earlier rounds to the rows of this process's workers (`mine`)."""
+        """Copy the worker states from earlier rounds to the tensors of this process's workers.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+        """
         shared, algorithm = self.shared, self.task.algorithm
         if algorithm.starts_from_current:
             self.states.initial |= state_at_first(algorithm, shared.server.row, shared.server.buffers)
         self.states.load_cohort(cohort, mine, shared.cohort.worker_rows)
 
     def agree_on(self, drawn: Cohort, round: int) -> None:
-        """Wait for all processes. Raises ExperimentError if they have drawn different cohorts."""
+        """Wait for all processes, and store the inverse-probability weights of the cohort, if there are any.
+
+        Raises ExperimentError if the processes have drawn different cohorts.
+        """
         if drawn.weights is not None and self.group.computes:
             set_cohort_weights(self.shared, {worker: drawn.weights[worker] for worker in drawn.workers})
         if len(set(self.group.gather(hash(tuple(drawn.workers))))) > 1:
@@ -240,7 +267,13 @@ class Simulation(Executor):
             )
 
     def train_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
-        """Train this process's workers (`mine`), each on its own samples, and turn their rows into updates."""
+        """Train this process's workers, each on its own samples, and compute their updates.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            round: number of the round.
+        """
         task, shared, algorithm = self.task, self.shared, self.task.algorithm_at(round)
         if algorithm.full_gradient:
             with self.in_precision():
@@ -260,9 +293,12 @@ class Simulation(Executor):
         self.aggregator.begin(round, [member.slot for member in mine])
 
     def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
-        """Apply the update processors, such as compressors, to the updates of this process's workers.
+        """Apply the update processors, such as compressors, to the updates of this process's workers, in place.
 
-        Only workers in `context` are processed. The method adds their number, bytes and metrics to `sent`.
+        Args:
+            mine: work items of this process.
+            context: workers that take part in the aggregation. Other workers are skipped.
+            sent: number, size and metrics of the sent updates, to which this method adds.
         """
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
@@ -289,7 +325,10 @@ class Simulation(Executor):
         self.aggregator.rows_changed([member.slot for member in mine])
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
-        """Pass the sum of the workers' messages, without `excluded` workers, to the server side of the algorithm."""
+        """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
+
+        Messages of `excluded` workers are left out.
+        """
         if self.group.computes:
             slots = [
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
@@ -300,9 +339,9 @@ class Simulation(Executor):
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
-        """Run a round in which no worker sends an update. The global model and all states do not change.
+        """Run a round in which no worker sends an update: only test the global model, which does not change.
 
-        Return the same as `run_round`.
+        Returns the same as `run_round`.
         """
         if self.clock and not drawn.dropped:
             raise ExperimentError(
@@ -331,12 +370,21 @@ class Simulation(Executor):
         return record, of_workers
 
     def end_round(self, round: int) -> None:
-        """Switch from gradients to parameters after the last gradient round (`sync = "post_local"`)."""
+        """After the last round that aggregates gradients, prepare for rounds that aggregate parameters.
+
+        This concerns only experiments with `sync = "post_local"`.
+        """
         if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
             self.aggregator.begin_with_parameters()
 
     def pass_time(self, work: dict[int, tuple[int, int]], sent: SentUpdates, round: int) -> None:
-        """Advance the virtual clock until the slowest worker of the cohort has finished."""
+        """Advance the virtual clock until the slowest worker of the cohort has finished. Without a clock, do nothing.
+
+        Args:
+            work: (steps, samples) of each worker in the round, by worker ID.
+            sent: number and size of the updates.
+            round: number of the round.
+        """
         if self.clock is None:
             return
         task, in_step = self.task, self.task.sync_in(round) == "gradients"
@@ -348,9 +396,9 @@ class Simulation(Executor):
         self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
 
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
-        """Test the models of single workers on their own test samples, if a test is due in this round or `now` is true.
+        """Test the models of single workers on their own test samples, if the experiment tests workers in this round.
 
-        Return None if no test is due. The tests overwrite the cohort's rows.
+        With `now`, test them in any round. Returns None if there are no tests. The tests overwrite the cohort's rows.
         """
         experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
@@ -370,7 +418,8 @@ class Simulation(Executor):
         Args:
             workers: worker IDs, at most as many as a cohort has.
             round: number of the round.
-            fine_tune: epochs of local training after which the global model is tested again; 0 for no such test.
+            fine_tune: number of epochs for which each worker trains the global model before a second test; 0 for no
+                second test.
         """
         task, shared, tests = self.task, self.shared, self.worker_tests
         mine = self.members(workers, round)
@@ -394,7 +443,10 @@ class Simulation(Executor):
         return tested
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
-        """Return the mean loss of the global model on the training samples of each of k workers, float64 [k]."""
+        """Return the mean loss of the global model on the training samples of each worker in `workers`, float64 [k].
+
+        All processes compute a part, and return the losses of all k workers.
+        """
         losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.server.row, self.shared.server.buffers
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
@@ -403,7 +455,10 @@ class Simulation(Executor):
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
-        """Return the workers of the cohort that this process trains, perhaps with the server's own row."""
+        """Return work items for the workers of the cohort that this process trains.
+
+        If the rule uses a model that the server trains on its own samples, one process also trains this model.
+        """
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]
@@ -411,13 +466,17 @@ class Simulation(Executor):
         return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
-        """Return the rows and weights for one aggregation of the whole cohort."""
+        """Return the context of an aggregation in which all workers of the cohort take part, with their weights."""
         samples = [self.batch_source.size(worker) for worker in cohort]
         weights = weights_of(self.task, self.shared, cohort, samples)
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
-        """Yield the rows and weights of each step of synchronous SGD: those of the workers that still have data."""
+        """Yield the context of each step's aggregation in a round of synchronous SGD.
+
+        A context has the workers that still have data, with their weights. If all of these have weight 0, the round
+        ends.
+        """
         works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
         for step in range(max(schedule.steps_for(n) for schedule, n in works)):
@@ -430,34 +489,38 @@ class Simulation(Executor):
             yield AggregationContext(active, workers, weights, (round, step))
 
     def work_of(self, cohort: Sequence[int], round: int) -> dict[int, tuple[int, int]]:
-        """Return the number of steps and of samples, (steps, samples), of each worker in `round`, by worker ID."""
+        """Return how much each worker of the cohort trains in `round`, as (steps, samples) by worker ID."""
         works = {worker: (self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort}
         return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
 
     def received_bytes(self, round: int) -> int:
-        """Return the bytes that each worker receives before it trains in `round`."""
+        """Return the number of bytes that each worker receives before it trains in `round`."""
         task, shared = self.task, self.shared
         row = shared.server.row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:
-        """Return the bytes received by workers that send no update, because they drop out or only compute a loss."""
+        """Return the number of bytes received by workers that send no update in `round`.
+
+        These workers have dropped out, or only compute a loss for the selection of the cohort.
+        """
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
         model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
         return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a context that measures the time of a phase, including pending work of the device."""
+        """Return a context that measures the time of a phase, such as "train", including the work of the device."""
         with self.timer(name):
             yield
             synchronize(self.task.device)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
-        """Return the state of this process that the next round depends on.
+        """Return the state of this process on which the next round depends, for a checkpoint.
 
-        The result has facts in JSON types, the states of rule and attack, and the optimizer states that ranks divide by
-        columns. Arrays are copied, because shared memory would be left behind by a killed process.
+        Returns (facts, rule, columns): facts in JSON types, states of the rule and the attack by name, and the
+        optimizer states of which each rank stores only a part. The states are not in shared memory, which a killed
+        process would leave behind.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
@@ -467,11 +530,11 @@ class Simulation(Executor):
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
     ) -> None:
-        """Restore a state that `state` returned. The shared tensors must be restored before.
+        """Restore a state that the method `state` has returned. The shared tensors must be restored before.
 
         Args:
             facts, rule, columns: result of `state`.
-            workers: IDs of the workers with a state, in the order of their rows.
+            workers: IDs of the workers with a worker state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
         self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in rule.items()})
@@ -487,8 +550,8 @@ class Simulation(Executor):
 def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
     """Return the IDs of the workers whose models are tested; an empty list if the experiment tests no workers.
 
-    They are drawn at random, up to `worker_evaluation.workers`, without Byzantine workers and workers without test
-    samples. Raises ExperimentError if none is left.
+    `worker_evaluation.workers` workers are drawn at random. Byzantine workers and workers without test samples are then
+    left out. Raises ExperimentError if no worker remains.
     """
     experiment = task.experiment
     if not experiment.data.local_test_fraction:
@@ -505,7 +568,7 @@ def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
 
 
 def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
-    """Return the mean training loss per sample over a cohort.
+    """Return the mean training loss per sample over all workers of a cohort.
 
     Args:
         losses: mean loss of each worker, float64 [n].
@@ -517,12 +580,15 @@ def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
 
 
 def metrics_of(results: WorkerResults | None) -> dict[str, float]:
-    """Return the metrics of tests of single workers by name; an empty dict without tests."""
+    """Return the metrics, by name, of tests of single workers. If there were no tests, return an empty dict."""
     return results.metrics() if results else {}
 
 
 def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
-    """Merge the metrics recorded by components with the test metrics. Raises ExperimentError if a name is in both."""
+    """Return a dict with the metrics that components recorded and the test metrics.
+
+    Raises ExperimentError if a name is in both dicts.
+    """
     if duplicates := sorted(of_components.keys() & of_test.keys()):
         raise ExperimentError(
             f"metrics: a component also records a number named {show(duplicates[0])}; give the metric another label"
@@ -531,7 +597,7 @@ def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[s
 
 
 def means(*logs: MetricLog) -> dict[str, float]:
-    """Return the mean of each number that components recorded in a round, by name.
+    """Return, by metric name, the mean of all numbers that components recorded in a round.
 
     Raises ExperimentError if there are more than `MOST_NAMES` names.
     """

@@ -32,7 +32,10 @@ COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, 
 
 @contextlib.contextmanager
 def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
-    """Return a context in which an exception in user code becomes an ExperimentError with `line_of(reason)`."""
+    """Return a context that turns an exception in user code into an ExperimentError.
+
+    `line_of` takes the exception's message and returns the message of the ExperimentError.
+    """
     try:
         yield
     except (FedsimError, torch.OutOfMemoryError):
@@ -42,7 +45,10 @@ def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
 
 
 def check_model(task: RunTask) -> None:
-    """Check that the model can be built, fits into memory, and has parameters and no unexpected buffers."""
+    """Raise ExperimentError if the model cannot be built, does not fit into memory or has no parameters.
+
+    The same error is raised if the model has buffers but the experiment has `buffers = "error"`.
+    """
     place = task.experiment.model.setting
     with _errors_of_user_code(lambda reason: f"{place}: the model cannot be created: {reason}"):
         _check_parameters(place, task)
@@ -57,7 +63,10 @@ def check_model(task: RunTask) -> None:
 
 
 def check_client_algorithm(task: RunTask) -> None:
-    """Check that the other settings fit the client algorithm, and the parameters that it keeps at the workers."""
+    """Raise ExperimentError if another setting contradicts the client algorithm.
+
+    For example, a setting may need a complete global model, although workers keep a part of the model.
+    """
     experiment = task.experiment
     task.algorithm.check_work(*task.schedule.least)
     algorithm, layout = experiment.local.setting, Layout.of(task.new_module())
@@ -86,7 +95,7 @@ def check_client_algorithm(task: RunTask) -> None:
 
 
 def _stops_by_global_model(experiment: Experiment) -> bool:
-    """Whether early stopping (the table `stop`) is active and uses a test metric of the global model."""
+    """Whether early stopping (the settings `stop.*`) is active and uses a test metric of the global model."""
     name = experiment.stop.metric.removeprefix("metrics.")
     of_tests = {metric.component.label for metric in experiment.metrics}
     by_global = name.startswith(("test_", "validation_", "global_worker_")) or name in of_tests
@@ -94,9 +103,14 @@ def _stops_by_global_model(experiment: Experiment) -> bool:
 
 
 def _check_parameters(place: str, task: RunTask) -> None:
-    """Check that several copies of the model fit into memory. The model is built on the meta device for this check.
+    """Raise ExperimentError if several copies of the model do not fit into memory.
 
-    Models of user code are not checked, so that they are built only once.
+    The model is built on the meta device for this check. Models of user code are not checked, so that they are built
+    only once.
+
+    Args:
+        place: setting of the model, for the error message.
+        task: task of the run.
     """
     if isinstance(task.experiment.model.component, Imported):
         return
@@ -114,7 +128,9 @@ def _check_parameters(place: str, task: RunTask) -> None:
 
 
 def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorded: bool) -> None:
-    """Check that a run on CPUs fits into main memory. Runs on other devices and on ranks are not checked.
+    """Raise ExperimentError if a run on CPUs does not fit into main memory.
+
+    Runs on other devices, and runs on ranks, are not checked.
 
     Args:
         engine: class of the engine.
@@ -144,9 +160,12 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
 
 
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
-    """Check that the model's outputs, precision and number of classes fit the dataset, on a few samples.
+    """Raise ExperimentError if the model cannot be trained on the dataset, which is tried on a few samples.
+
+    The shape of the outputs, the number of classes and the floating-point precision are checked.
 
     Args:
+        task: task of the run.
         train, test: training and test samples.
         dataset: name of the dataset, for error messages.
     """
@@ -177,7 +196,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
 
 
 def _check_features(task: RunTask, inputs: Tensor) -> None:
-    """Check that the model has hidden features, if the client algorithm compares features."""
+    """Raise ExperimentError if the client algorithm compares hidden features, but the model has none."""
     if not task.algorithm.has("feature_loss"):
         return
     module = task.new_module().eval()
@@ -192,7 +211,7 @@ def _check_features(task: RunTask, inputs: Tensor) -> None:
 
 
 def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
-    """Check that each operation of the model supports the reduced precision."""
+    """Raise ExperimentError if an operation of the model does not support the reduced precision of the experiment."""
     experiment = task.experiment
     place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
     line = f"{place}: the model {name} cannot be trained in this precision on {task.device}"
@@ -201,9 +220,10 @@ def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
 
 
 def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Check that the local work is possible: batch sizes, numbers of steps, and learning-rate schedules.
+    """Raise ExperimentError if workers cannot train with the batch sizes, numbers of steps or learning-rate schedules.
 
     Args:
+        task: task of the run.
         train: training samples.
         sizes: number of training samples by worker ID.
     """
@@ -214,9 +234,11 @@ def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int])
 
 
 def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Check that the model can be trained on a batch of one sample, if a worker has such a batch.
+    """Raise ExperimentError if a worker has a batch of one sample, on which the model cannot be trained.
 
     Args:
+        task: task of the run.
+        train: training samples.
         sizes: number of training samples by worker ID.
     """
     experiment, schedule = task.experiment, task.schedule
@@ -248,14 +270,14 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
 
 
 def _check_steps(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Check that the shortest round of each worker has enough steps for the client algorithm."""
+    """Raise ExperimentError if a worker's shortest round has too few steps for the client algorithm."""
     for worker, size in sizes.items() if task.algorithm.has("check_steps") else ():
         steps = task.schedule.shortest(worker).steps_for(size)
         task.algorithm.check_steps(worker, task.schedule.local_steps(steps))
 
 
 def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Check that the learning-rate schedules cover all rounds of the run and all steps of the longest round."""
+    """Raise ExperimentError if a learning-rate schedule does not cover all rounds and steps of a run."""
     tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
     steps = max(max(work.steps_for(size), tuned * work.batches_per_epoch(size)) for work, size in schedules)
@@ -264,9 +286,9 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Check that the rule can aggregate the gradients in the last step of round 1, where few workers have data left.
+    """Raise ExperimentError if too few workers have data left in the last step of round 1 for the aggregation rule.
 
-    With partial participation or dropout, this check is skipped, and each round checks its cohort.
+    This check is skipped with partial participation or dropouts, where each round checks its own cohort.
     """
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.client_dropout

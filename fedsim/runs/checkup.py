@@ -33,12 +33,12 @@ LITTLE_DISK = 2e8  # bytes of free disk space below which the disk counts as alm
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding of `fedsim doctor` about one part of the machine.
+    """What `fedsim doctor` has found out about one part of the machine.
 
     Attributes:
         about: name of the part, such as "memory".
         found: description in one line.
-        problems: pairs of a problem and its remedy.
+        problems: pairs (problem, remedy).
         fatal: whether the problems prevent fedsim from running.
     """
 
@@ -51,7 +51,7 @@ class Finding:
 def findings() -> Iterator[Finding]:
     """Yield a finding for each part of the machine that fedsim uses, and for each engine with the default experiment.
 
-    No process is started. Cost: about a second, mostly for PyTorch's first training step.
+    The function starts no process. It takes about a second, mostly for PyTorch's first training step.
     """
     for look in (_cores, _memory, _gpu, _shared_memory, _open_files, _backends, _data, _folder):
         yield look()

@@ -21,18 +21,18 @@ class RunFacts:
 
     Attributes:
         device: description of the device.
-        how: choices of the engine, such as the number of processes.
+        how: how the engine computes the run, such as the number of processes.
         arithmetic: floating-point precision settings of the device.
         parameters: number of parameters of the model.
         train_samples, test_samples: number of training and test samples, without validation samples.
         validation_samples: number of validation samples, which are held out of the training samples.
-        sampled_workers: IDs of the workers that `label_counts` describes, if the population is virtual and large; None
-            for all workers.
+        sampled_workers: IDs of the workers in `label_counts`, if the population is virtual and large; None if
+            `label_counts` has all workers.
         label_counts: number of samples per worker and class, int [workers, classes]; [workers, 1] if the targets are
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
-        done: number of rounds that were finished before a resumed run continues.
+        done: number of rounds that an earlier session has finished, if the run is resumed; otherwise 0.
     """
 
     device: str
@@ -50,7 +50,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
-        """Return the facts of a run whose engine has begun the task."""
+        """Return the facts about a run. The engine must have begun the task."""
         shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
@@ -75,7 +75,7 @@ class RunFacts:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Number of samples of each worker that `label_counts` describes."""
+        """Number of samples of each worker in `label_counts`."""
         return self.label_counts.sum(1).tolist()
 
     def for_record(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class RunFacts:
 
 
 def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
-    """Return how the engine computes the run, such as the number of processes, for the run record."""
+    """Return a dict that describes how the engine computes the run, such as the number of processes."""
     race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
     how = (race if experiment.mode == "race" else {}) | engine.facts()
     if engine.shared.server.row.device.type == "cuda":
@@ -104,7 +104,10 @@ def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
 
 
 def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
-    """Return the number of flat parameter vectors [d] that the files of a run contain."""
+    """Return how many vectors of the size of the model's parameters the files of a run contain.
+
+    `how` is the result of `_how_it_runs`.
+    """
     rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
     if experiment.checkpoint.every != 0:
         rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size

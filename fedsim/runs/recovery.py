@@ -22,12 +22,15 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
-    """Return a loop that repeats each round in which a process is lost.
+    """Return a loop that runs the rounds of `loop`, and repeats a round in which a process is lost.
 
-    If `process_retries` is 0, or the engine has no processes to lose, return `loop` itself.
+    If `process_retries` is 0, or the engine has no child processes, `loop` itself is returned.
 
     Args:
-        note: function that is called for every process that was lost and replaced.
+        loop: loop over the rounds of the run.
+        experiment: experiment of the run.
+        engine: engine that has begun the run's task.
+        note: function that records each lost and replaced process; None to record nothing.
     """
     if not (experiment.process_retries and engine.backend.can_lose_processes):
         return loop
@@ -37,8 +40,8 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
 class RecoveringLoop:
     """Loop that repeats a round in which a process is lost, at most `process_retries` times.
 
-    Other calls, such as tests between rounds, are repeated too. The loop stores a copy of the state before the current
-    round, on the GPU if there is enough memory, because copies on the GPU are fast.
+    Other calls, such as tests between rounds, are repeated too. The loop keeps a copy of the state before the current
+    round. The copy is on the GPU if it has enough memory, because copying is then fast.
     """
 
     def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:
@@ -47,13 +50,16 @@ class RecoveringLoop:
         self._before: Snapshot | None = None
 
     def run_round(self, round: int) -> RoundRecord:
-        """Run one round. Raises WorkerError if processes are lost more than `process_retries` times."""
+        """Run one round, and return its record.
+
+        Raises WorkerError if the round loses a process more than `process_retries` times.
+        """
         self.state()
 
         def call() -> tuple[RoundRecord, Snapshot]:
             return self._loop.run_round(round), self._loop.state()  # reading the state may also lose a process
 
-        then = f", and round {round} is done again"
+        then = f", and round {round} is repeated"
         record, self._before = self._repeated(call, f"round {round} has been tried", round, then)
         return record
 
@@ -76,11 +82,12 @@ class RecoveringLoop:
         self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
     def _repeated(self, call: Callable[[], T], action: str, round: int, then: str = "") -> T:
-        """Return the result of `call`. After the loss of a process, repeat it with new processes and the old state.
+        """Return the result of `call`. If a process is lost, repeat the call with new processes and the state before.
 
         Args:
-            action: as `attempted` of `retried`.
-            round, then: as for `announce`.
+            call: function to call.
+            action: text for the error message; see the argument `attempted` of `retried`.
+            round, then: arguments of `announce`.
         """
 
         def attempt(number: int) -> T:

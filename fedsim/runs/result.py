@@ -35,13 +35,13 @@ class Result:
     """Result of a run.
 
     Attributes:
-        experiment: experiment with all settings resolved.
+        experiment: experiment that was run, with the values of all settings.
         history: one record per round.
         model: global model, on the CPU, in evaluation mode.
         global_row: parameters of the global model as one flat vector [d], on the CPU.
         folder: run folder; None if no records were written.
-        stopped: reason why the run ended before its last round (the table `stop`, `StopRun`, or divergence); None if
-            the run was not stopped.
+        stopped: reason why the run ended before its last round (early stopping by `stop.*`, `StopRun`, or divergence);
+            None if it has run all rounds.
 
     >>> import fedsim
     >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
@@ -89,7 +89,7 @@ class Result:
 
 
 class StoredResult(Result):
-    """Result of a run that is read from its folder. `model` and `global_row` are read on first use."""
+    """Result of a run that is loaded from its folder. `model` and `global_row` are loaded when they are first used."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         run = Run.read(folder)
@@ -113,8 +113,8 @@ class StoredResult(Result):
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     """Load the result of a run from its folder, as `fedsim.run` returned it.
 
-    The result of an unfinished run has the rounds so far. The model is read on first use. Nothing in the folder is
-    changed, and no code in it is executed.
+    The result of an unfinished run has the rounds so far. The model is loaded when it is first used. Loading changes
+    nothing in the folder, and executes no code from it.
 
     Args:
         folder: run folder.

@@ -41,10 +41,10 @@ LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that 
 
 
 class ResumeState:
-    """Records and checkpoints of the earlier part of a run. Some checkpoints may be damaged.
+    """Records and checkpoints that an interrupted run has left in its folder. Some checkpoints may be damaged.
 
     Args:
-        folder: run folder; None without a folder, and in ranks other than rank 0.
+        folder: run folder; None if there is no folder, and in ranks other than rank 0.
         experiment: experiment to run now.
 
     Raises ExperimentError, with a line for each difference, if the folder contains another experiment.
@@ -63,9 +63,10 @@ class ResumeState:
             _warn_of_other_software(folder)
 
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with the engine choices of the earlier part, which affect rounding.
+        """Return the experiment with the engine choices that the run made before it was interrupted.
 
-        The choices are, for example, the engine that `auto` chose and the width of stacks.
+        The resumed run must make the same choices, because they affect rounding. Examples are the engine that `auto`
+        chose, and the number of workers per stack.
         """
         newest = self.newest()
         if newest is None or engines.get(experiment.engine).target.traits.ranks:
@@ -74,9 +75,9 @@ class ResumeState:
         return _with_choices(experiment, choices if isinstance(choices, dict) else {})
 
     def restore(self, rounds: Rounds) -> int:
-        """Restore the run from the newest usable checkpoint.
+        """Restore the state of `rounds` from the newest usable checkpoint, and forget later records and checkpoints.
 
-        Return the number of finished rounds; 0 if there is no usable checkpoint.
+        Returns the number of rounds that are finished. It is 0 if there is no usable checkpoint.
         """
         start = rounds.loop.state()
         while (checkpoint := rounds.engine.broadcast(self.newest())) is not None:
@@ -95,7 +96,10 @@ class ResumeState:
         return round
 
     def newest(self) -> State | None:
-        """Return the newest readable checkpoint whose rounds are all on record, as (round, state); None without one."""
+        """Return the newest readable checkpoint, as (round, state); None if there is none.
+
+        A checkpoint is skipped if records of its rounds are missing.
+        """
         while self._newest is None and self._candidates:
             round = self._candidates[0]
             try:
@@ -107,16 +111,18 @@ class ResumeState:
         return self._newest
 
     def _refuse(self, why: str) -> None:
-        """Skip the newest checkpoint, and warn with the reason."""
+        """Skip the newest checkpoint, and warn that it cannot be used because of `why`."""
         if self._candidates:  # empty in ranks other than rank 0
             round = self._candidates.pop(0)
-            then = f"round {self._candidates[0]} is tried instead" if self._candidates else "the run starts again"
+            then = "the run starts from round 1"
+            if self._candidates:
+                then = f"the checkpoint of round {self._candidates[0]} is tried instead"
             warnings.warn(f"checkpoint of round {round}: {why}; {then}", FedsimWarning, stacklevel=2)
         self._newest = None
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """Return the experiment, with engine settings that it leaves open taken from a checkpoint's `choices`.
+    """Return the experiment, with the engine choices of a checkpoint for settings that the experiment does not set.
 
     Invalid values in `choices` are ignored.
     """
@@ -169,13 +175,13 @@ def _warn_of_other_software(folder: RunFolder) -> None:
 def differences_of(
     there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str] = NO_EFFECT
 ) -> list[str]:
-    """Return a line for each key with different values in two resolved experiments, as `rounds: 5 there, 10 here`.
+    """Compare two experiments, and return a line for each setting that differs, such as "rounds: 5 there, 10 here".
 
     If the experiments use different components, the parameters of these components are not compared.
 
     Args:
-        there: settings of the first experiment.
-        here: settings of the second experiment.
+        there: resolved settings of the first experiment, usually the one in a folder.
+        here: resolved settings of the second experiment, usually the current one.
         ignored: keys that are not compared.
     """
     first, second = dict(leaves_of(there)), dict(leaves_of(here))

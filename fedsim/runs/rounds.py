@@ -26,14 +26,14 @@ from fedsim.runs.setup import prepare
 
 
 class Rounds:
-    """Rounds of one run with any engine and mode, for `fedsim.run` and its callbacks.
+    """A prepared run, of any engine and mode, whose rounds `fedsim.run` calls one after another.
 
     Attributes:
-        loop: loop of the experiment's mode, which repeats a round if a process is lost.
+        loop: loop over the rounds, which repeats a round if a process is lost.
         engine: engine that computes the run.
         run_round: function that runs one round (counted from 1) and returns its record.
         facts: facts about the run that are known before the first round.
-        tests: latest tests of single workers; None if there are none.
+        tests: latest results of tests of single workers; None if there are none.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Rounds:
         self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self.loop.run_round
 
     def _run_or_end(self, round: int) -> RoundRecord:
-        """Run one round. If it diverges, restore the global model of the round before, and return a record of its test.
+        """Run one round, and return its record. If it diverges, restore the previous global model, and record its test.
 
-        Cost: one copy of the global parameters and buffers per round, on their device.
+        This costs a copy of the global parameters and buffers per round, on their device.
         """
         engine, shared = self.engine, self.engine.shared
         before = shared.server.row.clone(), shared.server.buffers.clone()
@@ -71,7 +71,7 @@ class Rounds:
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
     def tests_after(self, round: int) -> WorkerResults | None:
-        """Return the tests of single workers after `round`; None if there were no tests in this round."""
+        """Return the results of tests of single workers after `round`; None if there were no tests in this round."""
         return self.tests if self.tests and self.tests.round == round else None
 
     def model(self) -> nn.Module:
@@ -90,8 +90,11 @@ class Rounds:
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
         """Return the inputs of the aggregation rule in the latest round, on the CPU, by name; see `RunFolder.updates`.
 
-        In rounds that aggregate gradients, these are the gradients of the last step. Ranks that write no records return
-        an empty dict.
+        If the round aggregates gradients, the inputs are those of its last step. Ranks that write no records return an
+        empty dict.
+
+        Args:
+            record: record of the latest round.
         """
         shared, task, cohort = self.engine.shared, self._task, record.cohort
         gathered = self.engine.backend.round_rows(cohort, record.round)
@@ -131,11 +134,11 @@ def prepared_rounds(
     scratch: str | None = None,
     keep_log: Callable[[bytes], object] | None = None,
 ) -> Iterator[Rounds]:
-    """Return a context that prepares a run, provides its `Rounds`, and releases them at the end.
+    """Return a context that prepares a run, provides its `Rounds`, and frees the run's memory at the end.
 
     Args:
         experiment, session, note, on_setup, scratch: as for `prepare`.
-        keep_log: function that receives the log of a race.
+        keep_log: function that is called with the log of a race, as the content of a file; None to keep no log.
     """
     with prepare(experiment, session, note, on_setup, scratch=scratch) as (task, engine):
         rounds = Rounds(experiment, task, engine, note, keep_log)

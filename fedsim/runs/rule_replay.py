@@ -43,17 +43,17 @@ CHOSEN = 1e-6  # a worker counts as chosen if its coefficient exceeds this fract
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of one aggregation rule on a stored round.
+    """Result of one aggregation rule that was applied to the stored updates of a round.
 
     Attributes:
         rule: name and parameters of the rule.
         update: aggregated update [d].
         shares: coefficient of each worker's update, by worker ID; None if the rule is not a linear combination.
-        byzantine_share: share of the Byzantine workers in the sum of absolute coefficients; None without coefficients.
+        byzantine_share: share of the Byzantine workers in the sum of absolute coefficients; None if `shares` is None.
         distance: Euclidean distance between the aggregated update and the mean of the honest updates.
         angle: angle between the aggregated update and the mean of the honest updates, in degrees; NaN if one of them
             is zero.
-        seconds: time of the rule, without the Gram matrix that the rules share.
+        seconds: time that the rule took, without the computation of the Gram matrix, which all rules share.
     """
 
     rule: str
@@ -66,7 +66,7 @@ class Replayed:
 
     @property
     def chosen(self) -> list[int] | None:
-        """IDs of the workers whose updates have a nonzero coefficient; None without coefficients."""
+        """IDs of the workers whose updates have a coefficient that is not negligible; None if `shares` is None."""
         if self.shares is None:
             return None
         most = max((abs(share) for share in self.shares.values()), default=0.0)
@@ -75,7 +75,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StoredRound:
-    """Stored inputs of the aggregation rule in one round; see `RunFolder.updates`.
+    """Inputs of the aggregation rule in one round of a run, as stored in the run folder; see `RunFolder.updates`.
 
     Attributes:
         experiment: experiment of the run.
@@ -123,7 +123,10 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
         raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
     rounds = stored_rounds(folder)
     if not rounds:
-        raise RecordError(f"{folder}: has no stored updates; run it with records.updates=[1,5], for example")
+        raise RecordError(
+            f"{folder}: has no stored updates; to store those of rounds 1 and 5, for example, repeat the run with "
+            "records.updates=[1,5]"
+        )
     round = rounds[-1] if round is None else round
     if round not in rounds:
         stored = ", ".join(map(str, rounds))
@@ -141,7 +144,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
-    """Return the first problem with the names, shapes and values of the stored tensors; None if they are valid."""
+    """Return a description of the first problem in the stored tensors' names, shapes or values; None if valid."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):
@@ -166,12 +169,12 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
 def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
     """Apply each of several aggregation rules to the updates of a stored round, and return one result per rule.
 
-    f (the assumed number of Byzantine workers) and the weights are those of the experiment. Rules that use distances
+    The assumed number of Byzantine workers, f, and the weights are taken from the experiment. Rules that use distances
     share one Gram matrix. Rules with state start from their initial state. Updates with NaN or infinity are excluded.
 
     Args:
         stored: stored round.
-        rules: each rule is a name, a list as in `aggregate.rule`, or a table with the key "rule".
+        rules: rules to apply. Each is a name, a list as in `aggregate.rule`, or a dict with the key "rule".
 
     Raises ExperimentError, before any rule runs, if a rule is unknown or its constraint does not hold.
     """
@@ -190,9 +193,9 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
 
 def applicable_rules(stored: StoredRound) -> list[str]:
-    """Return the names of all rules that can be applied to a stored round without parameters other than f.
+    """Return the names of all rules that can be applied to a stored round and need no parameters besides f.
 
-    The round must contain all inputs of the rule, and enough workers.
+    A rule can be applied if the round contains all inputs of the rule, and enough workers.
     """
     names = []
     for registration in rules_by_name:

@@ -56,9 +56,9 @@ def run(
             name of an experiment that comes with fedsim, or None for the default experiment. Wherever a setting names a
             component, it may also be the object itself, such as a model class; see docs/how-to/own-components.md.
         out: new or empty folder for the records; None to write no records.
-        resume: whether to continue the interrupted run of this experiment in `out`, or a finished run for more rounds.
-            Results are bit-identical to an uninterrupted run, except in races. If `out` is new, the run starts from
-            round 1.
+        resume: whether to continue the run of this experiment in `out`: an interrupted run, or a finished run for more
+            rounds. The results are bit-identical to those of an uninterrupted run, except in races. If `out` is new,
+            the run starts from round 1.
         callbacks: objects whose methods are called before the first round, after each round, and at the end; see
             `fedsim.Callback`.
         on_setup: function that is called with the name of each step before the first round, such as "loading the data
@@ -67,11 +67,11 @@ def run(
         on_round: function that is called with each round's `RoundRecord`, after the record is written. If the function
             raises `StopRun`, the run ends after this round. Any other exception ends the run without a result. With
             several ranks, only rank 0 decides.
-        session: engine and data to share with other runs; None for an engine and data of its own.
+        session: session that shares its engine and data with other runs; None for an engine and data of this run only.
         progress: whether to print a line for each round, as the command line does. None shows a progress bar and a
             curve in a notebook, and nothing elsewhere.
         allow_imports: whether an experiment file may use any importable object; see `load_experiment`.
-        changes: settings to change. A dict changes only the keys that it contains.
+        changes: settings of the experiment to change. A dict changes only the keys that it contains.
 
     Raises:
         ExperimentError: the experiment is invalid or cannot be run on this machine.
@@ -112,7 +112,13 @@ def _prepared(
     session: Session | None,
     progress: bool | None,
 ) -> tuple[CurrentRun, list[Callback]]:
-    """Prepare a run for its first round, or for its next round if it is resumed. Return the run and its callbacks."""
+    """Prepare a run for its first round, or for its next round if it is resumed. Return the run and its callbacks.
+
+    Args:
+        stack: receives the contexts that must be closed at the end of the run.
+        experiment, out, resume, session, progress: as for `run`.
+        users: callbacks that the user has passed to `run`.
+    """
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
     is_main, path = _is_main(experiment), None if out is None else Path(out)
@@ -161,7 +167,7 @@ def _prepared(
 
 
 def _is_main(experiment: Experiment) -> bool:
-    """Whether this process writes the records. With several ranks, only rank 0 does."""
+    """Whether this process writes the records of the run. With several ranks, only rank 0 does."""
     return engines.get(experiment.engine).target.is_main()
 
 

@@ -20,8 +20,8 @@ MOST_DATA_SETS = 4  # maximum number of datasets in memory; the least recently u
 class Session:
     """Session that keeps an engine, its processes and datasets between runs. Use it in a `with` block.
 
-    The engine is reused as long as runs need the same engine and it has not failed. Datasets stay on the device or in
-    the shared memory of the engine. The end of the block stops the processes.
+    The engine is reused as long as the runs need the same engine and it has not failed. Datasets stay on the device, or
+    in the shared memory of the engine. The end of the block stops the processes.
 
     >>> import fedsim
     >>> with fedsim.Session() as session:
@@ -35,7 +35,7 @@ class Session:
 
     @contextlib.contextmanager
     def engine(self, name: str, device: torch.device, *arguments: Any) -> Iterator[Engine]:
-        """Return a context that provides the engine `name` for one run, and releases the run's task at the end.
+        """Return a context that provides an engine for one run, and frees the memory of the run's task at the end.
 
         Args:
             name: name of the engine.
@@ -63,7 +63,7 @@ class Session:
     def data(
         self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device
     ) -> tuple[TensorData, TensorData]:
-        """Return the training and test samples of a dataset, on `device`; see `load_dataset` for the arguments."""
+        """Return (training samples, test samples) of a dataset on `device`; see `load_dataset` for other arguments."""
         key = repr((name, root, sorted(params.items()), device))
         if key not in self._data:
             while len(self._data) >= MOST_DATA_SETS:

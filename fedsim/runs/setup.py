@@ -53,7 +53,7 @@ def prepare(
     Args:
         experiment: experiment to run.
         session: session that owns the engine and the data.
-        note: function that is called for every process that is lost and replaced; see `RunFolder.event`.
+        note: function that records each lost and replaced process, such as `RunFolder.event`; None to record nothing.
         on_setup: function that is called with the name of each step of the preparation.
         scratch: folder for temporary files; None for the system's folder.
 
@@ -85,9 +85,9 @@ def prepare(
 
 
 def check_run(experiment: Experiment) -> None:
-    """Raise the errors that a run would raise before its first round. If the data is missing, skip the data checks.
+    """Raise the error that a run of the experiment would raise before its first round, if there is one.
 
-    No data is downloaded.
+    No data is downloaded. If the data is missing, the checks that need it are skipped.
     """
     cpu, data = torch.device("cpu"), experiment.data
     task = task_of(experiment, cpu)
@@ -99,9 +99,16 @@ def check_run(experiment: Experiment) -> None:
 def _with_data(
     experiment: Experiment, task: RunTask, session: Session, device: torch.device, on_setup: Callable[[str], object]
 ) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray | None, Shards | None, TensorData]:
-    """Load, partition and check the data.
+    """Load, partition and check the data of a run.
 
-    Return the task with its attackers, followed by the arguments `data` of `SharedState.allocate`.
+    Returns the task with its Byzantine workers, followed by the arguments `data` of `SharedState.allocate`.
+
+    Args:
+        experiment: experiment to run.
+        task: task without Byzantine workers, from `task_of`.
+        session: session that owns the data.
+        device: device of the run.
+        on_setup: function that is called with the name of each step.
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
@@ -125,7 +132,7 @@ def _with_data(
 
 
 def task_of(experiment: Experiment, device: torch.device) -> RunTask:
-    """Return the task of an experiment for `device`, still without the attackers that depend on the data.
+    """Return the task of an experiment for `device`, without Byzantine workers that are chosen by their data.
 
     Raises ExperimentError if the model cannot be built or does not fit the client algorithm.
     """
@@ -139,14 +146,14 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
 
 
 def engine_of(experiment: Experiment) -> str:
-    """Return the name of the engine that runs an experiment. Races may use another engine than the configured one."""
+    """Return the name of the engine that runs an experiment. For a race, it may differ from the configured engine."""
     if experiment.mode != "race":
         return experiment.engine
     return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"
 
 
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
-    """Start the task in the engine. If a process is lost, try again, up to `process_retries` times."""
+    """Begin the task in the engine. If a process is lost, try again, up to `process_retries` times."""
     retried(
         lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
         experiment.process_retries,

@@ -139,7 +139,7 @@ UNSAFE = {
     "batches are altered": {"data": {"name": "tests.components:tiny", "augment": ["flip"]}},
     "the partition": {"partition": {"name": "feature_noise", "sigma": 1.0}},
     "the attack": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},
-    "every step is a synchronisation": {"sync": "gradients"},
+    "gradients are aggregated after every step": {"sync": "gradients"},
 }
 
 

@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_note
     assert torch.equal(result_of[0].global_row, result_of[1].global_row)
     how = how_it_was_done(tables)
     assert how["engine"] == "serial"
-    assert "the rows of this model cannot be stacked: a forward pass changes attributes" in how["reason"]
+    assert "the model cannot be trained in stacks of workers: a forward pass changes attributes" in how["reason"]
 
 
 FAILED = fedsim.WorkerError("process 1 failed: RuntimeError: CUDA error: invalid device context\nTraceback")

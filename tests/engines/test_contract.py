@@ -254,7 +254,7 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
 SPAWN = {"engine": "spawn", "processes": 2}  # bit-identical to serial on a CPU
 BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}  # several stacks; agrees up to rounding
-REFUSED = {("batched", "state that no row holds"): "which are not part of a row; use engine=spawn"}
+REFUSED = {("batched", "state that no row holds"): "which are not stored for each worker; use engine=spawn"}
 ROUNDING = 1e-9  # tolerance in float64, after a few rounds
 
 

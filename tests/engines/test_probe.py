@@ -49,7 +49,7 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason(kind, dry_run
     with pytest.raises(fedsim.ExperimentError) as refusal:
         dry_run(experiment(kind))
     (line,) = str(refusal.value).splitlines()
-    assert line.startswith(f'engine = "batched": the rows of this model cannot be stacked: {reason}')
+    assert line.startswith(f'engine = "batched": the model cannot be trained in stacks of workers: {reason}')
     assert line.endswith("; use engine=spawn")
 
 

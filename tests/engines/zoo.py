@@ -307,9 +307,9 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
-STATE = "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
+STATE = "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
 DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
-OTHERWISE = "the gradient of {} changes when rows are stacked"
+OTHERWISE = "the gradient of {} changes if workers are stacked"
 VMAP = "torch.func.vmap cannot run it: "
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {

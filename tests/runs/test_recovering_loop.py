@@ -83,7 +83,7 @@ def test_a_loss_after_a_round_repeats_that_round_once():
 def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     fake = Fake("state", "resume", rounds=1)
     loop = fake.loop()
-    with pytest.warns(FedsimWarning, match=r"^process 1 is gone; a new one takes its place \(1 of at most 2 times\)$"):
+    with pytest.warns(FedsimWarning, match=r"^process 1 is gone; a new process replaces it \(restart 1 of at most 2\)"):
         loop.resume(loop.state())
     assert loop.run_round(1)["row"] == 1.0
     fake.losses = ["finish"]

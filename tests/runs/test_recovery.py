@@ -91,8 +91,8 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     assert told[1]["worker"] is None
     assert {each["process"] for each in told} <= {0, 1}
     assert re.fullmatch(
-        r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\); a new one takes its "
-        r"place, and round 1 is done again \(1 of at most 2 times\)",
+        r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\); a new process "
+        r"replaces it, and round 1 is repeated \(restart 1 of at most 2\)",
         said[0],
     )
     assert len(said) == 2
@@ -167,7 +167,7 @@ def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path)
     )
     line = process.stderr.readline()
     assert line.startswith("warning: process")
-    assert line.endswith("round 1 is done again (1 of at most 2 times)\n")
+    assert line.endswith("round 1 is repeated (restart 1 of at most 2)\n")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (130, "interrupted\n")
@@ -193,7 +193,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
         with pytest.raises(WorkerError, match=f"^{line}$"):
             fedsim.run(tables)
         return
-    with pytest.warns(FedsimWarning, match=rf"^{line}; a new one takes its place \(1 of at most 2 times\)$"):
+    with pytest.warns(FedsimWarning, match=rf"^{line}; a new process replaces it \(restart 1 of at most 2\)$"):
         result = fedsim.run(tables, tmp_path / "run")
     changes = {"engine": "serial", "processes": None}
     assert_as_without_faults(result, tables, **changes)

@@ -319,7 +319,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage, whole_run, tmp_p
     tables, whole_folder, whole = whole_run
     folder = broken_off(whole_folder, tmp_path / "again", 3)
     DAMAGE[damage](folder / "checkpoints/round-00003.json", folder / "checkpoints/round-00003.safetensors")
-    with pytest.warns(FedsimWarning, match=r"checkpoint of round 3: .*; round 2 is tried instead"):
+    with pytest.warns(FedsimWarning, match=r"checkpoint of round 3: .*; the checkpoint of round 2 is tried instead"):
         result = fedsim.run(tables, folder, resume=True, session=session)
     assert_the_same(folder, whole_folder, result, whole)
 
@@ -336,7 +336,7 @@ def only_two_records(folder):
 
 @pytest.mark.parametrize(
     ("harm", "words"),
-    [(all_of_another_model, "is tried instead|starts again"), (only_two_records, "only 2 rounds are on record")],
+    [(all_of_another_model, "is tried instead|starts from round 1"), (only_two_records, "only 2 rounds are on record")],
 )
 def test_checkpoints_that_cannot_be_used_are_left_out(harm, words, whole_run, tmp_path, session):
     tables, whole_folder, whole = whole_run

@@ -31,7 +31,7 @@ from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class InRank(InProcess):
-    """Backend of the engine `distributed`: runs tasks in this process, which is one of several ranks."""
+    """Backend of the engine `distributed`, which runs tasks in this process, one of several ranks."""
 
     def __init__(self, group: RankGroup, threads: int) -> None:
         super().__init__(threads)
@@ -149,7 +149,11 @@ class DistributedEngine(Engine):
 
 
 def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) -> None:
-    """Send an error of this rank to the other ranks: as the answer to their check before the run, or by the store."""
+    """Tell the other ranks about an error of this rank, so that they end too.
+
+    The error is sent as this rank's answer in the check before the run, or through the key-value store if the check has
+    passed.
+    """
     if not preflight.settled:
         preflight.fail(error)
     elif preflight.passed:

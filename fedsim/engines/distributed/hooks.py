@@ -33,13 +33,15 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Bucket:
-    """Consecutive part of the flat gradient vector, with the methods of torch.distributed.GradBucket that hooks call.
+    """Gradient bucket: consecutive parameters' gradients, which the ranks average in one exchange.
+
+    The class has the methods of torch.distributed.GradBucket that communication hooks call.
 
     Args:
         number: position of the bucket in the order of sending, from 0.
-        last: whether this is the last bucket of a step.
-        columns: this part of the gradient vector, as a view.
-        shapes: shapes of the parameters in this part, in their order.
+        last: whether this is the last bucket of a training step.
+        columns: gradients of the bucket's parameters, as a view of the flat gradient vector.
+        shapes: shape of each parameter in the bucket, in order.
     """
 
     def __init__(self, number: int, last: bool, columns: Tensor, shapes: list[torch.Size]) -> None:
@@ -62,17 +64,22 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CommunicationHook(Component):
-    """Communication hook with its configured parameters."""
+    """Communication hook with its parameters: a function that averages gradient buckets over the ranks."""
 
     function: Any
 
     @property
     def keeps(self) -> bool:
-        """Whether the hook keeps state between steps."""
+        """Whether the hook keeps state between training steps."""
         return hasattr(self.function, "start")
 
     def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[Bucket], Mean]:
-        """Return the function of one run that starts the exchange of a bucket."""
+        """Return a function for one run that starts to average a gradient bucket over the ranks.
+
+        Args:
+            process_group: group of all ranks.
+            seed: seed for the random draws of the hook.
+        """
         return partial(self.function, self.function.start(process_group, seed) if self.keeps else process_group)
 
 
@@ -113,9 +120,10 @@ def bf16(state: dist.ProcessGroup, bucket: Any) -> Mean:
 class PowerSGD:
     """Low-rank approximation of each weight matrix's gradient by one step of power iteration (Vogels et al. 2019).
 
-    Let M be the gradient [o, i] of a weight (a convolution's weight is flattened to [out channels, rest]) plus the
-    error of the last compression. The ranks sum P = M Q and orthogonalise P, then average Q = M^T P. The result is
-    P Q^T. Two consecutive all-reduces send r (o + i) numbers instead of o i. Biases are sent uncompressed.
+    Let M be the gradient [o, i] of a weight with o outputs and i inputs, plus the error of the last compression (a
+    convolution's weight is flattened to [out channels, rest]). The ranks sum P = M Q and orthogonalise P, then average
+    Q = M^T P. The result is P Q^T. Two consecutive all-reduces send r (o + i) numbers instead of o i. Biases are sent
+    uncompressed.
 
     Names, meanings and defaults are those of PyTorch's `PowerSGDState`:
 

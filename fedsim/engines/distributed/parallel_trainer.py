@@ -41,7 +41,7 @@ class BucketSender:
     Args:
         row: flat gradient vector [d].
         layout: positions of the parameters in `row`.
-        send: function of the communication hook that starts the exchange of a bucket.
+        send: function that starts the exchange of a bucket; see `CommunicationHook.start`.
         most: maximum number of gradient values in a bucket.
     """
 
@@ -59,18 +59,18 @@ class BucketSender:
         self._sent: list[Mean] = []
 
     def watch(self, module: nn.Module) -> nn.Module:
-        """Register gradient hooks on the module's parameters that detect complete buckets. Return the module."""
+        """Register gradient hooks on the module's parameters, which send each complete bucket. Return the module."""
         for name, parameter in module.named_parameters():
             if name in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
         return module
 
     def begin(self) -> None:
-        """Send each bucket that the next backward pass completes."""
+        """Begin a step: during the next backward pass, send each bucket as soon as it is complete."""
         self._missing, self._sent = [set(names) for names in self._names], []
 
     def finish(self) -> list[Mean]:
-        """Send the buckets that have not been sent yet. Return the futures of all buckets of this step."""
+        """End a step: send the buckets that have not been sent yet, and return the futures of all buckets."""
         if self._missing is None:
             self.begin()
         self._send_complete(len(self._buckets))
@@ -82,7 +82,10 @@ class BucketSender:
             return
         number = self._bucket_of[name]
         if number < len(self._sent):
-            raise RuntimeError(f"the gradient of {name} changed after it was sent; it must accumulate once per step")
+            raise RuntimeError(
+                f"the gradient of {name} changed after it was sent to the other ranks; a parameter's gradient must "
+                "accumulate only once per step"
+            )
         self._missing[number].discard(name)
         self._send_complete(next((place for place, names in enumerate(self._missing) if names), len(self._buckets)))
 
@@ -92,9 +95,9 @@ class BucketSender:
 
 
 class ParallelTrainer(RowTrainer):
-    """Trainer of one rank that trains its workers one after another.
+    """Trainer of one rank, which trains the rank's workers one after another.
 
-    In rounds that aggregate gradients, `step_along_mean` averages them without storing per-worker gradients.
+    In rounds that aggregate gradients, `step_along_mean` averages the gradients without storing them for each worker.
     """
 
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
@@ -122,9 +125,14 @@ class ParallelTrainer(RowTrainer):
         return self._participants
 
     def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
-        """Average the gradients of all ranks, and apply the client algorithm's step to the global parameters.
+        """Average the gradients of all workers, and apply the client algorithm's step to the global parameters.
 
-        All ranks compute the same step. Raises DivergedError in all ranks if the mean is not finite.
+        All ranks compute the same step. Returns the statistics of the aggregation. Raises DivergedError in all ranks if
+        the mean gradient contains NaN or infinity.
+
+        Args:
+            step: number of the step in the round, from 0.
+            context: workers that take part in the step, of all ranks.
         """
         task, shares = self._task, self._shares(context.weights, len(context.workers))
         assert shares is not None
@@ -137,13 +145,13 @@ class ParallelTrainer(RowTrainer):
         return AggregationStats(shares.tolist())
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """Return the weighted mean [d] of all workers' gradients on their next batches, the same in all ranks.
+        """Return the weighted mean [d] of the gradients of all workers on their next batches, the same in all ranks.
 
         The next call overwrites the returned tensor.
 
         Args:
-            step: number of the step in the round.
-            shares: weight in the mean by worker ID, for the workers that still have data.
+            step: number of the step in the round, from 0.
+            shares: weight of each worker that still has data, by worker ID.
         """
         self._gradient.zero_()
         self._active = [participant for participant in self._participants if participant.member.worker in shares]
@@ -164,7 +172,11 @@ class ParallelTrainer(RowTrainer):
         return self._gradient.copy_(self._wire)
 
     def _refuse(self, step: int, context: AggregationContext) -> NoReturn:
-        """Compute the gradients of this step again, and raise DivergedError with the workers whose are not finite."""
+        """Raise DivergedError for a mean gradient with NaN or infinity.
+
+        The gradients of the step are computed again, so that the error can name the workers whose gradients are not
+        finite.
+        """
         bad = torch.zeros(len(context.workers))
         for participant in self._active:
             self._gradient.zero_()

@@ -25,11 +25,13 @@ Claims = dict[str, dict[str, Any]]  # a rank's versions, experiment and data dig
 
 
 class Preflight:
-    """Check before one run that all ranks agree. Each rank takes part once, by `settle` or, after an error, `fail`.
+    """Check before a run that all ranks have the same software versions, experiment and data.
+
+    Each rank takes part once: it calls `settle`, or `fail` if it has raised an error before.
 
     Attributes:
-        settled: whether this rank has taken part.
-        passed: whether all ranks have the same versions, experiment and data.
+        settled: whether this rank has taken part in the check.
+        passed: whether the check has found no differences.
     """
 
     def __init__(self, ranks: RankGroup, description: Mapping[str, Any]) -> None:
@@ -41,9 +43,9 @@ class Preflight:
         self.settled = self.passed = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
-        """Compare this rank's versions, experiment and data with the other ranks'.
+        """Take part in the check: compare this rank's software versions, experiment and data with those of other ranks.
 
-        Raises ExperimentError in all ranks if a rank differs from rank 0 or has failed.
+        Raises ExperimentError in all ranks if a rank differs from rank 0 or has called `fail`.
         """
         data = {
             f"{name} {part}": digest(tensor)
@@ -58,13 +60,19 @@ class Preflight:
         self.passed = True
 
     def fail(self, error: FedsimError) -> None:
-        """Take part in the check with the error of this rank, which the other ranks then raise."""
+        """Take part in the check by sending an error of this rank, for which the other ranks raise ExperimentError."""
         self.settled = True
         self._ranks.gather_objects((str(error).splitlines()[0], None))
 
 
 def difference_of(claims: list[Claims]) -> list[str]:
-    """Return one line that describes the first rank that differs from rank 0, with both values, or an empty list."""
+    """Return an error message about the first rank that differs from rank 0, as a list of one line.
+
+    The message shows the values of both ranks. If all ranks agree, the list is empty.
+
+    Args:
+        claims: software versions, settings and data hashes of each rank.
+    """
 
     def shown(rank: int, kind: str, key: str) -> str:
         values = claims[rank][kind]
@@ -81,7 +89,7 @@ def difference_of(claims: list[Claims]) -> list[str]:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a hash (hexadecimal) of a tensor's values, shape and dtype."""
+    """Return a hexadecimal hash of a tensor's values, shape and dtype."""
     values = compact(tensor.detach()).cpu().contiguous()
     state = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
     state.update(values.flatten().view(torch.uint8).numpy().data)

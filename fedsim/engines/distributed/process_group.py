@@ -33,15 +33,15 @@ FOREVER = timedelta(days=30)  # timeout of PyTorch's group, in effect none: rank
 
 
 def no_heartbeats() -> int:
-    """Return 0, the number of heartbeats of a rank without a task."""
+    """Return 0. This is the heartbeat counter of a rank that has no task."""
     return 0
 
 
 class RankGroup:
-    """Wrapper of PyTorch's process group with timeouts and one-line errors.
+    """Communication of this rank with the other ranks: PyTorch's process group with timeouts and one-line errors.
 
-    `join` creates the only instance of a process. All ranks must call each method that communicates, in the same order.
-    No call blocks the main thread for long, so timeouts and signals always take effect.
+    A process has one instance, which `join` creates. All ranks must call the methods that communicate, in the same
+    order. No call blocks the main thread for long, so timeouts and signals always take effect.
 
     Attributes:
         index, count: index of this rank, and number of ranks.
@@ -64,10 +64,10 @@ class RankGroup:
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
-        """Return this process's group. The first call connects it to the other ranks.
+        """Return the process's only instance. The first call connects the process to the other ranks.
 
         Args:
-            init: rendezvous, as in `open_store` of the module rendezvous.
+            init: address of the rendezvous, as in `fedsim.engines.distributed.rendezvous.open_store`.
             backend: torch.distributed backend; None for the default of the device.
             timeout: seconds until missing or silent ranks count as failed.
             device: device name, such as "cuda".
@@ -108,7 +108,14 @@ class RankGroup:
         self._spoilt = None
 
     def _meet(self, place: RankInfo, init: str, backend: str | None, deadline: float) -> None:
-        """Connect to the other ranks. A first process group, which is not used later, checks the connections."""
+        """Connect to the other ranks, and check the connections with a temporary process group.
+
+        Args:
+            place: rank of this process.
+            init: address of the rendezvous; see `open_store`.
+            backend: torch.distributed backend; None for the default of the device.
+            deadline: time by which all ranks must have joined, on the clock `time.monotonic`.
+        """
         opened, keeper = rendezvous.open_store(init, place, deadline - time.monotonic())
         store = self._store = dist.PrefixStore(f"fedsim/{place.attempt}", opened)
         self._watchdog = Watchdog(store, keeper, self.index, self.count, lambda: self.heartbeats(), self.timeout)
@@ -157,7 +164,7 @@ class RankGroup:
         return {"ranks": self.count, "hosts": list(dict.fromkeys(self._hosts)), "backend": self.backend, **reason}
 
     def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Overwrite `values` with the sum (or another reduction `op`) over all ranks, and return `values`."""
+        """Overwrite `values` with their sum (or another reduction `op`) over all ranks, and return `values`."""
         return self._do(dist.all_reduce, values, op=op)
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -165,13 +172,18 @@ class RankGroup:
         return self._do(dist.broadcast, values, 0)
 
     def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send `parts[i]` to rank i (all-to-all). Return the flat tensors received, `sizes[i]` numbers from rank i."""
+        """Send `parts[i]` to rank i, for all ranks (all-to-all). Return the flat tensors received, one per rank.
+
+        Args:
+            parts: tensor to send to each rank.
+            sizes: number of values that each rank sends to this rank.
+        """
         sent, received = torch.cat([part.reshape(-1) for part in parts]), parts[0].new_empty(sum(sizes))
         self._do(dist.all_to_all_single, received, sent, list(sizes), [part.numel() for part in parts])
         return list(received.split(list(sizes)))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the list of all ranks' values, in the order of the ranks. `value` is a small picklable object."""
+        """Return the values that all ranks pass, in the order of the ranks. `value` is a small picklable object."""
         pickled = torch.from_numpy(np.frombuffer(pickle.dumps(value), np.uint8).copy())
         sizes = torch.zeros(self.count, dtype=torch.int64)
         sizes[self.index] = len(pickled)
@@ -179,7 +191,7 @@ class RankGroup:
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Return the value that rank 0 passes. `value` is a small picklable object; other ranks may pass None."""
+        """Return, on every rank, the value that rank 0 passes: a small picklable object. Other ranks may pass None."""
         return self.gather_objects(value if self.first else None)[0]
 
     @property
@@ -188,7 +200,7 @@ class RankGroup:
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
     def wait_for(self, begin: Callable[[], Sequence[torch.futures.Future[Any]]]) -> None:
-        """Call `begin`, which starts collectives, then wait for the futures that it returns and for the device.
+        """Wait for collective operations: call `begin`, which starts them, and wait for its futures and for the device.
 
         Raises WorkerError as soon as another rank fails or stops sending heartbeats.
         """
@@ -224,7 +236,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Return a context in which this process exits soon after another rank has ended."""
+        """Return a context in which this process exits soon after another rank fails, instead of waiting forever."""
         self.require_usable()
         self._watchdog.on_duty = True
         try:
@@ -233,21 +245,27 @@ class RankGroup:
             self._watchdog.on_duty = False
 
     def require_usable(self) -> None:
-        """Raise WorkerError if an earlier failure has left the ranks at different points of the program."""
+        """Raise WorkerError if the ranks can no longer communicate, because an earlier failure has interrupted them."""
         if self._spoilt:
             raise WorkerError(f"the ranks are out of step after a failure ({self._spoilt}); restart the program")
 
     def give_up(self, why: str) -> str:
-        """Tell the other ranks why this rank ends. Return the reason of the rank that ended first."""
+        """Tell the other ranks that this rank ends because of the failure `why`.
+
+        Returns the reason of the rank that failed first, which may be another rank.
+        """
         self._spoilt = self._spoilt or why
         return self._watchdog.say(why)
 
     def cause(self) -> str | None:
-        """Return the reason why another rank has ended; None if no rank is known to have ended."""
+        """Return the reason why another rank has failed; None if no failure is known."""
         return self._watchdog.find_cause()
 
     def end_program(self, code: int) -> None:
-        """Exit immediately with status `code` if the ranks have failed. A normal exit could wait for them forever."""
+        """Exit immediately with status `code` if a rank has failed, because a normal exit could wait for it forever.
+
+        Without a failure, the method does nothing.
+        """
         if self._spoilt:
             sys.stderr.flush()
             if self.first:  # rank 0 may run the store, in which other ranks still read the error
@@ -257,8 +275,8 @@ class RankGroup:
     def leave(self) -> None:
         """Leave the group and stop its threads at the end of the program.
 
-        Exit with status 1 if a thread is blocked: a thread that returned from C++ after the interpreter has shut down
-        would abort the process.
+        If a thread is blocked, the method exits with status 1, because a thread that returns from C++ after the
+        interpreter's shutdown would abort the process.
         """
         atexit.unregister(self.leave)
         type(self).joined = None
@@ -276,7 +294,10 @@ class RankGroup:
             dist.destroy_process_group()
 
     def _do(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Call a collective that writes to `tensor`. If the backend is gloo, use a copy on the host."""
+        """Call a collective operation such as `dist.all_reduce`, wait for it, and return `tensor` with its result.
+
+        If the backend is gloo, a copy of the tensor on the host is sent.
+        """
         wire, inputs = tensor, arguments
         if self.backend == HOST_BACKEND:
             wire = tensor.cpu()

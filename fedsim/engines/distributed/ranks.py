@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Ranks(Group):
-    """Group of processes without shared memory, seen from one rank; see `Group`.
+    """Group of ranks, which are processes without shared memory, seen from one rank; see `Group` for the methods.
 
-    Each rank stores only the rows of the workers that it trains, in the order of their slots. The columns of the global
-    row are divided into one part for each rank. A part is a multiple of a cache line wide, so the last ranks may have
-    fewer columns or none.
+    Each rank stores only the rows (flat vectors) of the workers that it trains, in the order of the cohort. The columns
+    of the global parameter vector are divided among the ranks. The width of a rank's part is a multiple of a cache
+    line, so the last ranks may have fewer columns or none.
 
     Args:
         ranks: communication with the other ranks.
@@ -67,14 +67,14 @@ class Ranks(Group):
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
-        """Return one list per rank: those of `slots` whose rows the rank stores, in the order of `slots`."""
+        """Split `slots` (positions in the cohort) into one list per rank: the slots whose rows the rank stores."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
             held[self._places[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """Return the row number of each slot in the rank that stores its row."""
+        """Return the row number of each slot (position in the cohort), in the rows of the rank that stores it."""
         return [self._places[slot][1] for slot in slots]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -107,10 +107,11 @@ class Ranks(Group):
         )
 
     def _receive(self, parts: list[Tensor], held: list[list[int]], width: int) -> Tensor:
-        """Send `parts[i]` to rank i, and return the rows received, indexed by slot.
+        """Send `parts[i]` to rank i, for all ranks, and return the rows received, indexed by slot.
 
         Args:
-            held: slots of the rows that each rank sends to this one.
+            parts: rows to send to each rank.
+            held: for each rank, the slots (positions in the cohort) of the rows that it sends to this rank.
             width: number of columns of the received rows.
         """
         received = self._ranks.exchange(parts, [len(slots) * width for slots in held])
@@ -132,7 +133,7 @@ class Ranks(Group):
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Share with all ranks the results and the ExperimentError of rank 0; see `Group.at_first`."""
+        """Return a context that shares the results and the ExperimentError of rank 0 with all ranks; see `Group`."""
         told: list[Any] = []
         error = None
         try:
@@ -202,13 +203,13 @@ class Ranks(Group):
 
 
 class RankWorkerStates(WorkerStates):
-    """Worker states that one rank stores between rounds: those of the workers w with w mod P = rank, for P ranks.
+    """Worker states that one of P ranks stores between rounds: the states of all workers with ID mod P = rank.
 
     All ranks must call each method at the same time.
 
     Args:
-        initial: state of a worker before its first round, tensors [w] by name.
-        group: assignment of the cohort's slots to ranks.
+        initial: state of a worker before its first round: a flat tensor for each name.
+        group: ranks, with the assignment of the cohort's workers to ranks.
         ranks: communication with the other ranks.
         limit, folder: as for `WorkerStates`, for this rank alone.
     """
@@ -244,7 +245,10 @@ class RankWorkerStates(WorkerStates):
             self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the states of all workers in rank 0, and this rank's own part of them in the other ranks."""
+        """Return the worker states for a checkpoint; see `WorkerStates.tensors`.
+
+        Rank 0 returns the states of all workers. Every other rank returns only the states that it stores.
+        """
         own_tensors = super().tensors()
         if not own_tensors:
             return own_tensors
@@ -269,10 +273,10 @@ class RankWorkerStates(WorkerStates):
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return two lists of slots per other rank i, for the exchange of worker states before and after a round.
+        """Return which worker states this rank exchanges with each rank before and after a round, as two lists.
 
-        The first has the slots that this rank trains and whose state rank i stores. The second has the slots that rank
-        i trains and whose state this rank stores.
+        Entry i of the first list has the slots (positions in the cohort) of the workers that this rank trains and whose
+        state rank i stores. Entry i of the second list has those that rank i trains and whose state this rank stores.
         """
         index, count = self._ranks.index, self._ranks.count
         held = self._group.by_rank(slots)

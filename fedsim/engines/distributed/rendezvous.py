@@ -47,8 +47,8 @@ class RankInfo:
     Attributes:
         rank, count: index of the rank, and number of ranks.
         local_rank: index of the rank on its host, which selects the GPU; 0 if the launcher does not set it.
-        address: host and port of the rendezvous.
-        attempt: number of restarts by torchrun. Entries of earlier attempts in the store are ignored.
+        address: host and port where the ranks connect.
+        attempt: number of restarts by torchrun. Keys that earlier attempts wrote to the store are ignored.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class RankInfo:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankInfo | None:
-        """Return the rank given by a launcher's environment variables; None if no launcher has set them.
+        """Return the rank that the environment variables `environ` give; None if no launcher has set them.
 
         Raises ExperimentError if the variables are inconsistent.
         """
@@ -98,10 +98,15 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
-    """Return host and port of the rendezvous.
+    """Return the host and port where the ranks connect.
 
-    The host is MASTER_ADDR, otherwise SLURM's first host, otherwise this host. The port is MASTER_PORT, otherwise a
-    hash of the job's ID, otherwise PyTorch's default.
+    The host is MASTER_ADDR if it is set, otherwise SLURM's first host, otherwise this host. The port is MASTER_PORT if
+    it is set, otherwise a hash of the SLURM job's ID, otherwise PyTorch's default.
+
+    Args:
+        environ: environment variables.
+        count: number of ranks.
+        local_count: name of the variable with the number of ranks on this host, if the launcher sets one.
     """
     host = environ.get("MASTER_ADDR")
     slurm_hosts = [_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environ]
@@ -128,13 +133,14 @@ def first_host(names: str) -> str | None:
 
 
 def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
-    """Return the key-value store that all ranks use, and the name of its process for error messages, such as `rank 0`.
+    """Return the key-value store that all ranks share, and the name of the process that keeps it.
 
-    A store at a loopback address accepts connections from this machine only.
+    The name is for error messages, such as "rank 0". A store at a loopback address accepts connections from this
+    machine only.
 
     Args:
-        init: `env://` (address from the launcher), `tcp://HOST:PORT`, or `file:///PATH` with a path that all ranks can
-            access.
+        init: address of the rendezvous: `env://` (given by the launcher), `tcp://HOST:PORT`, or `file:///PATH` with a
+            path that all ranks can access.
         place: rank of this process. Rank 0 starts the store unless the launcher has started one.
         timeout: seconds to wait for the store.
 
@@ -160,7 +166,8 @@ def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, 
 def _wait_for_store(host: str, port: int, timeout: float) -> None:
     """Wait until a TCPStore answers at `host` and `port`. Raises OSError if none answers within `timeout` seconds.
 
-    PyTorch's own client logs a long traceback for each failed attempt, and waits for the answer without a timeout.
+    This avoids PyTorch's own client, which logs a long traceback for each failed attempt and has no timeout for the
+    answer.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -177,7 +184,7 @@ def _wait_for_store(host: str, port: int, timeout: float) -> None:
 
 
 def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
-    """Return host and port of the rendezvous: those of a `tcp://` URL, otherwise those of the launcher."""
+    """Return the host and port where the ranks connect, from `init` if it is a `tcp://` URL, otherwise from `place`."""
     if not init.startswith("tcp://"):
         return place.address
     host, _, port = init.removeprefix("tcp://").rpartition(":")
@@ -185,7 +192,10 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return the descriptor of a socket that listens only at `host`. PyTorch would listen at all local addresses."""
+    """Return the file descriptor of a socket that listens only at the address of `host`.
+
+    By default, PyTorch's TCPStore would listen at all local addresses.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = LOOPBACK if host == "localhost" else host, port
     return socket.create_server(address, family=family, backlog=2_048).detach()
@@ -207,12 +217,14 @@ def interface_towards(host: str) -> str | None:
 
 
 def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
-    """Return the torch.distributed backend for tensors, and the reason if it is not PyTorch's default for the device.
+    """Return the torch.distributed backend that exchanges tensors, and why it is not PyTorch's default for the device.
+
+    The reason is None if the backend is PyTorch's default.
 
     Args:
         name: requested backend; None for the default.
         device: device of this rank.
-        gpus: an identifier of each rank's GPU, or None for a rank without a GPU.
+        gpus: identifier of each rank's GPU; None for a rank without a GPU.
 
     Raises ExperimentError if the requested backend is unknown, or is NCCL although ranks share a GPU.
     """

@@ -27,25 +27,25 @@ Pulses = dict[int, tuple[int, int, bool]]
 class Watchdog(threading.Thread):
     """Thread that writes this rank's heartbeats to the store, reads those of the other ranks, and detects failures.
 
-    A heartbeat ("pulse") is three numbers, `ticks steps waits`. Ticks increase while the process lives, and steps while
-    it computes. PyTorch's timeouts would not be enough: they treat a rank in a long computation as lost, and a call to
-    the store of a stopped process never returns. So this thread calls the store, and the main thread waits for this
-    thread only with a timeout.
+    A heartbeat has three numbers: `ticks` increases while the process lives, `steps` while it computes, and `waits` is
+    1 while it waits for other ranks. PyTorch's timeouts are not sufficient: they treat a rank in a long computation as
+    lost, and a call to the store never returns if the store's process is suspended. So only this thread calls the
+    store, and the main thread waits for this thread with a timeout.
 
     Args:
         store: key-value store of the ranks.
-        keeper: process of the store, as error messages name it, such as `rank 0`.
+        keeper: name of the process that keeps the store, for error messages, such as "rank 0".
         rank, count: index of this rank, and number of ranks.
-        steps: function that returns the number of steps of this rank.
-        timeout: seconds after which a rank without a tick counts as lost. Ranks also count as lost if no rank makes a
-            step for so long while another rank waits.
+        steps: function that returns how many steps this rank has made.
+        timeout: seconds after which a rank whose ticks do not increase counts as lost. While a rank waits, the others
+            also count as lost if none of them makes a step for this time.
 
     Attributes:
         waits: whether this rank waits for other ranks; set by the caller.
-        on_duty: whether a run is in progress. Only then the thread exits the process if another rank has failed and
-            this rank does not exit by itself.
-        cause: why the first rank has ended, or which rank has been silent for too long; None without a failure.
-        pulses: (ticks, steps, waits) of each rank that has joined.
+        on_duty: whether a run is in progress. During a run, the thread ends the process if another rank has failed and
+            this rank does not end by itself.
+        cause: reason why the first rank ended, or the name of a rank that sends no heartbeats; None without a failure.
+        pulses: latest heartbeat (ticks, steps, waits) of each rank that has joined.
     """
 
     def __init__(
@@ -63,16 +63,19 @@ class Watchdog(threading.Thread):
         self._leaving, self._wake = threading.Event(), threading.Event()
 
     def end(self, seconds: float = GRACE) -> bool:
-        """Stop the thread. Return whether it stopped within `seconds`; a call to a stopped store never returns."""
+        """Stop the thread, and return whether it stopped within `seconds`.
+
+        The thread cannot stop while it calls a store whose process is suspended.
+        """
         self._leaving.set()
         self._wake.set()
         self.join(seconds)
         return not self.is_alive()
 
     def silences(self) -> Callable[[], str | None]:
-        """Return a function, to be called once per interval, that returns the failure of another rank or of the store.
+        """Return a function that detects failures while this rank waits; call it once per `interval`.
 
-        The function returns None as long as there is no failure.
+        The function returns the failure of another rank or of the store as an error message, or None if all is well.
         """
         answered, looks = self._answered, 0
 
@@ -84,15 +87,15 @@ class Watchdog(threading.Thread):
         return look
 
     def say(self, cause: str) -> str:
-        """Publish why this rank ends. Return the reason of the rank that ended first."""
+        """Write to the store why this rank ends. Return the reason of the rank that ended first."""
         self._note = cause
         self._ask()
         return self.cause or cause
 
     def find_cause(self) -> str | None:
-        """Return why another rank has ended, or which ranks have ended without a reason; None if no rank has ended.
+        """Return why another rank has ended, or which ranks have ended without a message; None if no rank has ended.
 
-        The call takes up to a few intervals, in which ranks without a new heartbeat count as ended.
+        The call observes the heartbeats for a few intervals. Ranks without a new heartbeat count as ended.
         """
         self._ask()
         before, answered = self.pulses, self._answered
@@ -106,7 +109,7 @@ class Watchdog(threading.Thread):
         return self.cause
 
     def _ask(self) -> None:
-        """Wait at most a second until the thread has exchanged heartbeats with the store once more."""
+        """Let the thread exchange heartbeats with the store now, and wait for at most a second until it has done so."""
         asked, deadline = self._asked, time.monotonic() + ANSWER
         self._wake.set()
         while self._answered <= asked and time.monotonic() < deadline:
@@ -129,7 +132,10 @@ class Watchdog(threading.Thread):
             self._wake.wait(self.interval)
 
     def _exchange(self) -> str | None:
-        """Publish this rank's heartbeat and read those of all ranks. Return why a rank has failed, or None."""
+        """Write this rank's heartbeat to the store, and read the heartbeats of all ranks.
+
+        Returns why a rank has failed, as an error message; None without a failure.
+        """
         store, before = self._store, self.pulses
         self._ticks += 1
         store.set(_key(self._rank), f"{self._ticks} {self._steps()} {int(self.waits)}")
@@ -169,12 +175,15 @@ class Watchdog(threading.Thread):
 
 
 def ranks(numbers: list[int]) -> str:
-    """Return the ranks for an error message, such as `rank 1` or `ranks 1, 2`."""
+    """Format rank numbers for an error message, such as "rank 1" or "ranks 1, 2"."""
     return f"{plural(len(numbers), 'rank').partition(' ')[2]} {', '.join(map(str, numbers))}"
 
 
 def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
-    """Wait until every rank has published a heartbeat. Return the ranks that have not done so within the timeout."""
+    """Wait until each of `count` ranks has written a heartbeat to the store.
+
+    Returns the ranks that have not done so within `timeout` seconds; an empty list if all have.
+    """
     missing, deadline = list(range(count)), time.monotonic() + timeout
     while (missing := [rank for rank in missing if not store.check([_key(rank)])]) and time.monotonic() < deadline:
         time.sleep(LOOK)

@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class InPool(Backend):
-    """Backend with a pool of processes that divide workers, columns and test batches among them.
+    """Backend with a pool of processes, which divide workers, columns of the aggregation and test batches among them.
 
     Parameters, gradients and data are in shared memory, or in CUDA memory that the processes open by handle. No large
-    tensor goes through a pipe.
+    tensor is sent through a pipe.
     """
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
@@ -72,7 +72,10 @@ class InPool(Backend):
         return [result for result, _ in answers]
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Call `function` in every process, once the device has finished the pending work of this process."""
+        """Call `function` in every process of the pool, and return the results in the order of the processes.
+
+        The call starts when the device has finished the pending work of this process.
+        """
         synchronize(self.shared.server.row.device)
         return self._pool.call(function, *arguments)
 
@@ -81,7 +84,10 @@ class InPool(Backend):
         return True
 
     def replace_processes(self) -> None:
-        """Restart all processes, including the surviving ones, whose state is unknown."""
+        """Replace all processes by new ones that begin the current task.
+
+        The surviving processes are replaced too, because their state is unknown.
+        """
         self._pool.close()
         release_memory(self.shared.server.row.device)
         self._pool = self._new_pool()
@@ -93,9 +99,10 @@ class InPool(Backend):
         return self._pool.at_work
 
     def leave(self) -> None:
-        """Release the task, first in the processes: they must release CUDA memory before its owner frees it.
+        """Release the task and its memory, first in the processes of the pool, then in this process.
 
-        The loss of a process is ignored here, because the task is finished and the next task starts a new pool.
+        The processes must release CUDA memory before this process, which owns it, frees it. If a process is lost, the
+        error is ignored, because the task is finished and the next task starts a new pool.
         """
         if not self._began:
             return
@@ -134,7 +141,7 @@ def _make_executor(
 def _run(
     process: ProcessContext, method: Callable[..., T], *arguments: object
 ) -> tuple[T, list[warnings.WarningMessage]]:
-    """Call a method of this process's executor. Return its result, and the warnings, which the parent shows."""
+    """Call a method of this process's executor. Return its result and its warnings, which the parent process shows."""
     executor = process.state["executor"]
     with executor.environment(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")

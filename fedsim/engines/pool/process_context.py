@@ -38,19 +38,18 @@ MIN_LOOKS = 10  # minimum number of heartbeat checks within a timeout
 
 
 class AbortedError(RuntimeError):
-    """Raised in a process of a pool if the parent has aborted the call because another process failed."""
+    """Error in a process of a pool if the parent has aborted the current call, because another process failed."""
 
 
 class HeartbeatTable:
-    """Counters of a group of processes in shared memory: one line per process, and a flag that aborts all of them.
+    """Table in shared memory that tells what each process of a group is doing, with a flag that aborts all processes.
 
-    Only process i writes line i. It holds the number of arrivals at the barrier, the number of heartbeats, the current
-    worker and round, whether the process waits, and which lock or row it holds. The table can be sent to a process that
-    is being started.
+    Process i writes only line i: how often it has reached the barrier, its number of heartbeats, its current worker and
+    round, whether it waits, and which lock or row it holds. The table can be passed to a new process.
 
     Args:
         count: number of processes.
-        shared: whether other processes use the table. Otherwise it is not in shared memory.
+        shared: whether the table is in shared memory, so that other processes can use it.
     """
 
     def __init__(self, count: int, *, shared: bool = True) -> None:
@@ -75,7 +74,7 @@ class HeartbeatTable:
         self._cells[LINE * index + place] = value
 
     def heartbeat(self, index: int) -> None:
-        """Count a heartbeat of process `index`, which must be the caller. Raises AbortedError after `abort`."""
+        """Count a heartbeat of the calling process, whose index is `index`. Raises AbortedError after `abort`."""
         self._cells[LINE * index + HEARTBEATS] += 1
         if self.aborted:
             raise AbortedError("aborted")
@@ -86,22 +85,25 @@ class HeartbeatTable:
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """Return the number of barriers that a process has reached, and 1 if it waits for other processes, else 0."""
+        """Return (number of barriers that process `index` has reached, 1 if it waits for other processes, else 0)."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
-        """Return the ID of the worker that a process trains; None if it trains no worker or several together."""
+        """Return the ID of the worker that process `index` trains; None if it trains none, or a stack of workers."""
         worker = self.read(index, WORKER)
         return worker if worker >= 0 else None
 
     def consequence(self, index: int) -> str:
-        """Describe the data that may be corrupt after the death of a process, as the end of an error message."""
+        """Return the end of an error message that says which data the death of process `index` may have corrupted.
+
+        The result is "" if the process was not writing to shared data.
+        """
         return CONSEQUENCES.get(self.read(index, HOLDING), "")
 
     def worker(self, index: int) -> str | None:
-        """Return the current work of a process, such as `worker 3 in round 2` or `a stack of workers in round 2`.
+        """Return what process `index` trains, for an error message; None if it trains no worker.
 
-        Return None if the process trains no worker.
+        Examples: "worker 3 in round 2", "a stack of workers in round 2".
         """
         worker, round = self.read(index, WORKER), self.read(index, ROUND)
         if worker == NO_WORKER:
@@ -111,14 +113,14 @@ class HeartbeatTable:
         return f"worker {worker} in round {round}" if round else f"worker {worker}"
 
     def activity(self, index: int) -> str:
-        """Describe what a process is doing for an error message, such as `working on worker 3 in round 2`."""
+        """Return what process `index` is doing, for an error message, such as "working on worker 3 in round 2"."""
         worker, round = self.worker(index), self.read(index, ROUND)
         if worker:
             return f"working on {worker}"
         return f"between workers, last in round {round}" if round else "before the first worker"
 
     def abort(self) -> None:
-        """Make every process that waits, now or later, raise AbortedError."""
+        """Abort the current call: every process raises AbortedError at its next heartbeat, or while it waits."""
         self._cells[LINE * self.count] = 1
 
     @property
@@ -129,8 +131,8 @@ class HeartbeatTable:
 class HeartbeatTimeout:
     """Timer of the seconds since the last heartbeat of a process. Call `too_long` at least every `interval` seconds.
 
-    Between two calls, at most `interval` seconds are counted. So after this program was suspended, the other processes
-    do not count as silent.
+    At most `interval` seconds are counted between two calls. So if this program is suspended and resumed, the timer
+    does not count the time in between.
 
     Args:
         table: heartbeats of the group.
@@ -144,7 +146,7 @@ class HeartbeatTimeout:
         self._count, self._looked, self._seconds = table.read(index, HEARTBEATS), time.monotonic(), 0.0
 
     def too_long(self) -> bool:
-        """Whether the process has been silent for longer than the timeout."""
+        """Whether the process has sent no heartbeat for longer than the timeout."""
         now, count = time.monotonic(), self._table.read(self._index, HEARTBEATS)
         self._seconds = self._seconds + min(self.interval, now - self._looked) if count == self._count else 0.0
         self._count, self._looked = count, now
@@ -152,7 +154,7 @@ class HeartbeatTimeout:
 
 
 class Barrier:
-    """Barrier of process `index` with the other processes of the table.
+    """Barrier at which process `index` waits for the other processes of a heartbeat table.
 
     Data that a process wrote to shared memory before `wait` is visible to all processes after `wait`.
     """
@@ -164,7 +166,7 @@ class Barrier:
         self._fence_lock = threading.Lock()
 
     def wait(self) -> None:
-        """Block until all processes of the group have called `wait` equally often.
+        """Wait until all processes of the group have reached the barrier, that is, called `wait` equally often.
 
         Raises AbortedError if the parent aborts the call because another process died or hangs.
         """
@@ -188,9 +190,9 @@ class Barrier:
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
 
     def _fence(self) -> None:
-        """Act as a full memory fence on processors that reorder memory accesses (x86 does not).
+        """Execute a memory fence on processors that reorder memory accesses (x86 processors do not).
 
-        No memory access moves down past the release of a lock or up past its acquisition.
+        The fence acquires and releases a lock, because no memory access is moved across both operations.
         """
         for _ in range(2):
             with self._fence_lock:
@@ -199,10 +201,11 @@ class Barrier:
 
 @dataclass
 class ProcessContext:
-    """Context of one process in a group. Its index determines its share of workers, columns and test batches.
+    """Context of one process in a group. The index determines the process's share of workers, columns and test batches.
 
     Attributes:
-        monitored: heartbeat table for a process without a group whose parent monitors it, as in a comparison's jobs.
+        monitored: heartbeat table of a process that has no group but is monitored by its parent, such as a job of a
+            comparison; None otherwise.
         index, count: index of the process, and number of processes in the group.
         table: heartbeats of the group.
         barrier: barrier of the group.
@@ -232,14 +235,14 @@ class ProcessContext:
 
     @property
     def heartbeats(self) -> int:
-        """Number of heartbeats so far."""
+        """Number of heartbeats that this process has sent."""
         return self.table.read(self.index, HEARTBEATS)
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
-        """Return a context in which `worker` and `round` are recorded as current work, for error messages.
+        """Return a context in which the process is recorded as training `worker` in `round`, for error messages.
 
-        The record remains if an exception or the death of the process ends the block.
+        The record remains if an exception or the death of the process ends the context.
         """
         self.table.write(self.index, WORKER, worker)
         self.table.write(self.index, ROUND, round)
@@ -247,14 +250,17 @@ class ProcessContext:
         self.table.write(self.index, WORKER, NO_WORKER)
 
     def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a stack of workers is recorded as current work, for error messages."""
+        """Return a context in which the process is recorded as training a stack of workers, for error messages."""
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
     def holding(self, held: int) -> Iterator[None]:
-        """Return a context in which the process is recorded as holding `held` (LOCK or SHARED_ROW).
+        """Return a context in which the process is recorded as holding a lock or writing to a shared row.
 
-        The record remains if the process dies in the block, so that the error message can warn of half-written data.
+        If the process dies in the context, the record remains, so that the error message can warn of half-written data.
+
+        Args:
+            held: LOCK or SHARED_ROW.
         """
         self.table.write(self.index, HOLDING, held)
         yield

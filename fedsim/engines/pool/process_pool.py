@@ -53,8 +53,8 @@ class ProcessPool:
         threads: number of threads that PyTorch uses in each process; None for PyTorch's default.
         timeout: seconds without a heartbeat after which a process counts as hanging.
         start_method: "fork" (which spawns processes where forking is unsafe or `threads` is not 1) or "spawn".
-        instead: setting that starts no processes, as a remedy in error messages.
-        called: format string that names a process in error messages, such as "process {}" with {} for its index.
+        instead: remedy in error messages, such as a setting that starts no processes.
+        called: format string that names a process in error messages, such as "process {}", where {} is its index.
         daemon: as in multiprocessing: the processes cannot have children, and Python terminates them at exit.
 
     Raises WorkerError if the system cannot start so many processes.
@@ -120,7 +120,8 @@ class ProcessPool:
         """Start a call without waiting for its results, which `poll` returns.
 
         Args:
-            on_message: function that receives each object that a process sends by `ProcessContext.send` meanwhile.
+            function, arguments: as for `call`.
+            on_message: function that is called with each object that a process sends by `ProcessContext.send`.
 
         If this method or `poll` raises an error, the caller must close the pool.
         """
@@ -134,7 +135,7 @@ class ProcessPool:
         """Return the results of the call started by `begin`; None if they are not complete yet.
 
         Args:
-            ready: result of `wait_for`.
+            ready: result of `wait_for`, which tells which processes have sent something or exited.
 
         Raises the same errors as `call`.
         """
@@ -162,16 +163,16 @@ class ProcessPool:
 
     @property
     def has_started(self) -> bool:
-        """Whether all processes have started and no call waits to be sent to them."""
+        """Whether all processes have started and have received the current call, if there is one."""
         return self._message is None and not self._starting
 
     def expect_heartbeats(self, timeout: float) -> None:
-        """Start to measure the time since each process's last heartbeat, with a timeout in seconds."""
+        """Start to measure the time since each process's last heartbeat; `timeout` is the maximum in seconds."""
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
     def close(self) -> None:
-        """Stop the processes; see `close_pools`."""
+        """Stop the processes of this pool; see `close_pools`."""
         close_pools([self])
 
     def __enter__(self) -> ProcessPool:
@@ -182,11 +183,11 @@ class ProcessPool:
 
     @property
     def _pending(self) -> list[int]:
-        """Indices of the processes that have not started yet; after the start, of those without an answer."""
+        """Indices of the processes that have not started. Once all have, indices of those without a result yet."""
         return sorted(self._starting) or [index for index in range(self.count) if index not in self._answers]
 
     def _send(self) -> None:
-        """Send the call to all processes."""
+        """Send the current call to all processes."""
         for child in self._children:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process died; `poll` reports it
                 child.pipe.send(self._message)
@@ -222,9 +223,9 @@ class ProcessPool:
             raise WorkerError(f"{where}: {content}")
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
-        """Return the error for missing heartbeats of all `pending` processes.
+        """Return the error to raise if none of the processes `pending` sends heartbeats.
 
-        The error names the process that has reached the fewest barriers.
+        The error names the process that has reached the fewest barriers, which the others probably wait for.
         """
         index = min(pending, key=self._table.progress)
         if index in self._starting:
@@ -234,7 +235,7 @@ class ProcessPool:
         return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
-        """Return the error for a process that has exited or closed its pipe."""
+        """Return the error to raise if process `index` has exited or closed its pipe."""
         child = self._children[index]
         child.process.join(GRACE)
         if self.has_started:
@@ -248,7 +249,14 @@ class ProcessPool:
         return self._lost(index, why)
 
     def _lost(self, index: int, why: str, activity: str = "", hint: str = "") -> ProcessLostError:
-        """Kill a process that has died or hangs, and return the error for it."""
+        """Kill process `index`, which has died or hangs, and return the error to raise.
+
+        Args:
+            index: index of the process.
+            why: what happened, such as "was killed by SIGKILL".
+            activity: what the process was doing, placed before `why` in the message.
+            hint: text at the end of the message.
+        """
         self._children[index].process.kill()
         line = f"{self._called.format(index)}{activity} {why}{hint}"
         return ProcessLostError(line, why, index, self._table.single_worker(index))
@@ -257,7 +265,7 @@ class ProcessPool:
 def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
     """Wait until a process of the pools sends a message or exits, or until the heartbeats must be checked.
 
-    Return the pipes and process sentinels that are ready. The caller passes them to `poll` of each pool.
+    Returns the pipes and process sentinels that are ready, which the caller passes to the method `poll` of each pool.
     """
     sources, interval = list[Any](), float("inf")
     for pool in pools:
@@ -288,7 +296,7 @@ def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
 
 
 def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | None) -> None:
-    """Answer calls in one process of a pool until the pool is closed."""
+    """Main function of a process in a pool: execute calls and send their results until the pool is closed."""
     init_child_process()
     if threads is not None:
         torch.set_num_threads(threads)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError, plural
+from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 
 Note = Callable[..., object]  # called with an event's kind, its round, and further facts; see `RunFolder.event`
 T = TypeVar("T")
@@ -16,16 +16,17 @@ T = TypeVar("T")
 def retried(
     attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], attempted: str
 ) -> T:
-    """Return the result of `attempt(number)`, and repeat the call if it loses a process.
+    """Call `attempt`, and repeat the call if a process is lost. Return the result of the first successful call.
 
     Args:
-        attempt: function of the number of the attempt, from 1. From number 2 on, it must first restore the initial
-            state.
+        attempt: function that is called with the number of the attempt, from 1. From attempt 2 on, the function must
+            first restore the initial state.
         retries: maximum number of repetitions.
-        report: function that is called before each repetition, with the loss and the number of the failed attempt.
-        attempted: text before "N times" in the error message, such as `round 3 has been tried`.
+        report: function that is called before each repetition, with the ProcessLostError and the number of the failed
+            attempt.
+        attempted: text before "N times" in the error message, such as "round 3 has been tried".
 
-    Raises WorkerError if the last repetition loses a process too.
+    Raises WorkerError if a process is lost in the last repetition too.
     """
     for number in itertools.count(1):
         try:
@@ -38,10 +39,10 @@ def retried(
 
 
 def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: str) -> WorkerError | None:
-    """Return the error to raise if `attempt` was the last one; None if another attempt follows.
+    """Return the error to raise after the last attempt has lost a process; None if another attempt follows.
 
     Args:
-        loss: loss that ended the attempt.
+        loss: error that ended the attempt.
         attempt: number of the attempt, from 1.
         retries, attempted: as in `retried`.
     """
@@ -63,15 +64,15 @@ def announce(
     """Warn that a process was lost and is replaced, and record the event.
 
     Args:
-        loss: loss of the process.
+        loss: error for the lost process.
         attempt: number of the failed attempt, from 1.
         retries: maximum number of repetitions.
         note: function that records the event; None to record nothing.
         round: current round; 0 before the first round.
-        run: prefix of the warning that names the run, if there are several runs.
-        then: further consequence in the warning, such as ", and the round is repeated".
+        run: beginning of the warning, which names the run if there are several runs.
+        then: text in the warning that follows "a new process replaces it", such as ", and round 3 is repeated".
     """
-    often = f"{attempt} of at most {plural(retries, 'time')}"
-    warnings.warn(f"{run}{loss}; a new one takes its place{then} ({often})", FedsimWarning, stacklevel=5)
+    often = f"restart {attempt} of at most {retries}"
+    warnings.warn(f"{run}{loss}; a new process replaces it{then} ({often})", FedsimWarning, stacklevel=5)
     if note:
         note("worker replaced", round=round, process=loss.process, worker=loss.worker, why=loss.why, attempt=attempt)

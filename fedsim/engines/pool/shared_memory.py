@@ -25,9 +25,9 @@ NOT_HERE = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # errors of an old kernel 
 
 
 def memory_file(nbytes: int) -> int | None:
-    """Return the descriptor of a new in-memory file of zeros; None if the system does not support such files.
+    """Create an in-memory file of `nbytes` zeros, and return its descriptor; None if the system has no such files.
 
-    Raises ExperimentError if the file cannot be that large, or no more files can be opened.
+    Raises ExperimentError if there is not enough memory, or if no more files can be opened.
     """
     if not hasattr(os, "memfd_create"):
         return None
@@ -47,10 +47,10 @@ def memory_file(nbytes: int) -> int | None:
 
 
 def share(tensors: Iterable[Tensor]) -> None:
-    """Move the CPU tensors among `tensors` to shared memory, in place.
+    """Move all CPU tensors of `tensors` to shared memory, in place. Tensors on other devices do not change.
 
-    Views of one storage still share it afterwards, if all of them are passed. Raises ExperimentError if there is not
-    enough memory.
+    Tensors that share a storage still share it afterwards, if all of them are passed. Raises ExperimentError if there
+    is not enough memory.
     """
     distinct = {id(tensor): tensor for tensor in tensors}.values()  # shards may contain the dataset's label tensor
     on_host = [tensor for tensor in distinct if tensor.device.type == "cpu" and not tensor.is_shared()]
@@ -77,9 +77,9 @@ def share(tensors: Iterable[Tensor]) -> None:
 
 
 def _block(nbytes: int) -> Tensor | None:
-    """Return a uint8 tensor in shared memory, which PyTorch sends to other processes by its file descriptor.
+    """Return a uint8 tensor [nbytes] in shared memory; None if the system does not support in-memory files.
 
-    Return None if the system does not support in-memory files.
+    PyTorch sends such a tensor to other processes by its file descriptor, without copying the data.
     """
     descriptor = memory_file(nbytes)
     if descriptor is None:

@@ -26,8 +26,10 @@ DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 
 def not_stackable(reason: str) -> ExperimentError:
-    """Return the error for a model that cannot be stacked. A new object each time, because it collects a traceback."""
-    return ExperimentError(f'engine = "batched": the rows of this model cannot be stacked: {reason}; use engine=spawn')
+    """Return an ExperimentError that says why (`reason`) several models cannot be computed as a stack."""
+    return ExperimentError(
+        f'engine = "batched": the model cannot be trained in stacks of workers: {reason}; use engine=spawn'
+    )
 
 
 # Functions that read tensor values for control flow, which cannot be batched across rows.
@@ -39,10 +41,12 @@ VALUE_READS = {
 
 
 class PreparedDropout(DropoutMode):
-    """Function mode for the forward pass of a stack, with dropout factors generated before.
+    """Torch function mode for the forward pass of a stack, which uses precomputed dropout factors.
+
+    A dropout call is replaced by a multiplication with the next factors.
 
     Args:
-        factors: factors [samples, ...] of each dropout call, in call order.
+        factors: scaled dropout masks [samples, ...], one for each dropout call, in call order.
     """
 
     def __init__(self, factors: Iterable[Tensor]) -> None:
@@ -62,7 +66,10 @@ class PreparedDropout(DropoutMode):
 
 
 class VmapOverrides(PreparedDropout):
-    """Function mode under vmap that calls `SUBSTITUTES` for operations whose batching rules are slow or wrong."""
+    """Torch function mode for the forward pass of a stack by `torch.func.vmap`.
+
+    Operations whose batching rules in PyTorch are slow or wrong are replaced by the functions in `SUBSTITUTES`.
+    """
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
@@ -75,7 +82,7 @@ def _vmapped_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 class EmbeddingOptions(NamedTuple):
-    """Arguments of F.embedding after the weight."""
+    """Optional arguments of `F.embedding`, in their order."""
 
     padding_idx: int | None = None
     max_norm: float | None = None
@@ -85,18 +92,27 @@ class EmbeddingOptions(NamedTuple):
 
     @property
     def computed(self) -> bool:
-        """Whether stacks support these options."""
+        """Whether an embedding with these options can be computed for a stack of models."""
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
     def without_gradient_at_padding(self, embeddings: Tensor, words: Tensor, count: int) -> Tensor:
-        """Detach the embeddings of the word `padding_idx`, out of `count` words."""
+        """Return the embeddings, detached where the token is `padding_idx`, so that its weight has no gradient.
+
+        Args:
+            embeddings: looked-up vectors, [..., width].
+            words: token of each vector, [...].
+            count: size of the vocabulary, for a negative `padding_idx`.
+        """
         if self.padding_idx is None:
             return embeddings
         return torch.where((words == self.padding_idx % count).unsqueeze(-1), embeddings.detach(), embeddings)
 
 
 def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.embedding without a gradient for `padding_idx`, which PyTorch's batching rule would compute."""
+    """Compute F.embedding under vmap without a gradient for `padding_idx`.
+
+    PyTorch's batching rule would compute a gradient for it.
+    """
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
         raise not_stackable("the model has an embedding with max_norm, scale_grad_by_freq or sparse")
@@ -104,14 +120,17 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.group_norm, also for channels_last inputs, for which PyTorch's batching rule fails."""
+    """Compute F.group_norm under vmap, also for channels_last inputs, for which PyTorch's batching rule fails."""
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute F.batch_norm. PyTorch's batching rule fails if inputs and statistics have different dtypes."""
+    """Compute F.batch_norm under vmap, also if inputs and running statistics have different dtypes.
+
+    PyTorch's batching rule fails in this case.
+    """
     wide = input if running_mean is None else input.to(running_mean.dtype)
     return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
 
@@ -125,7 +144,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _VmappedLinear(torch.autograd.Function):
-    """F.linear whose batching rule is `StackedLinear`."""
+    """F.linear as an autograd function that vmap computes by `StackedLinear`."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,11 +168,12 @@ class _VmappedLinear(torch.autograd.Function):
 
 
 class StackedLinear(torch.autograd.Function):
-    """Linear layer of k rows: x [k, b, i], weight [k, o, i], bias [k, o] -> [k, b, o].
+    """Linear layer with separate weights for each of k models.
 
-    If `products` is a list, the weight gradient is appended to it as an OuterProductGrad instead of being computed.
+    Shapes: input [k, batch, i], weight [k, o, i], bias [k, o], output [k, batch, o], for i inputs and o outputs. If
+    `products` is a list, the weight gradient is not computed, but appended to the list as an OuterProductGrad.
 
-    PyTorch's own backward pass computes the gradient of the transposed weight, [k, i, o]. On a CPU this layout is
+    PyTorch's own backward pass computes the gradient of the transposed weight, [k, i, o]. On a CPU, this layout is
     several times slower, both to compute and to add to the weight.
     """
 
@@ -187,7 +207,7 @@ class StackedLinear(torch.autograd.Function):
 
 
 class Options(NamedTuple):
-    """Arguments of F.conv1d, F.conv2d and F.conv3d after the bias."""
+    """Arguments of F.conv1d, F.conv2d and F.conv3d that follow the bias, in their order."""
 
     stride: Any = 1
     padding: Any = 0
@@ -198,33 +218,34 @@ class Options(NamedTuple):
 def stacked_convolution(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Convolve each row's samples with that row's kernels.
+    """Convolution with separate kernels for each of k models: convolve each model's samples with its own kernels.
 
-    A CPU convolves the rows one after another, which is mostly faster than one grouped convolution and at most 12
+    A CPU computes the models one after another, which is mostly faster than one grouped convolution and at most 12
     percent slower (`benchmarks/convolutions.py`). Other devices use one grouped convolution, whose number of kernel
-    launches does not depend on the number of rows.
+    launches does not depend on the number of models.
 
     Args:
         convolution: F.conv1d, F.conv2d or F.conv3d.
         input: [k * batch, c, ...].
-        weight: [k, o, c / groups, ...].
+        weight: [k, o, c / groups, ...], for c input and o output channels.
         bias: [k, o] or None.
+        options: stride, padding, dilation and groups.
 
-    Returns: [k * batch, o, ...].
+    Returns the output, [k * batch, o, ...].
     """
     implementation = one_by_one if len(weight) == 1 else WAYS[way_on(input.device)]
     return implementation(convolution, input, weight, bias, options)
 
 
 def way_on(device: torch.device) -> str:
-    """Return the name of the implementation used on `device`, a key of `WAYS`."""
+    """Return the name of the convolution implementation for `device`: "one by one" on a CPU, otherwise "grouped"."""
     return "one by one" if device.type == "cpu" else "grouped"
 
 
 def one_by_one(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Convolve the rows one after another."""
+    """Compute `stacked_convolution` by one convolution per model."""
     biases = [None] * len(weight) if bias is None else bias.unbind()
     parts = zip(input.chunk(len(weight)), weight.unbind(), biases, strict=True)
     outputs = [convolution(part, kernels, offsets, *options) for part, kernels, offsets in parts]
@@ -232,7 +253,7 @@ def one_by_one(
 
 
 def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Convolve all rows by one grouped convolution over the concatenated channels of all rows."""
+    """Compute `stacked_convolution` by one grouped convolution over the concatenated channels of all models."""
     k = len(weight)
     side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
     offsets = None if bias is None else bias.flatten()
@@ -247,33 +268,35 @@ WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": g
 
 
 class NotMergeableError(Exception):
-    """A model uses an operation that a merged batch does not support."""
+    """Error for a model with an operation that cannot be computed on the merged batch of several workers."""
 
 
 class DataDependenceCheck(OperationCheck):
-    """Dispatch mode for probes that raises NotMergeableError if a model's operations depend on the values of its batch.
+    """Torch dispatch mode that raises NotMergeableError if the shape of a result depends on the values in a batch.
 
-    For example, a mixture of experts selects samples by a mask, after which their rows are unknown.
+    The batches of several workers cannot be merged for such a model. For example, a mixture of experts selects samples
+    by a mask, and it is then unknown to which worker a sample belongs.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if depends_on_values(function, args, (torch.ops.aten.index.Tensor,)):
-            raise NotMergeableError(f"{function} depends on values of the merged batch")
+            raise NotMergeableError(f"{function} depends on the values in the batch")
         return function(*args, **kwargs or {})
 
 
 class MergedBatch(PreparedDropout):
-    """Function mode for a forward pass on a merged batch, which calls `OPERATIONS` for stacked parameters.
+    """Torch function mode for a forward pass of k models on the merged batch of their samples.
 
-    Raises NotMergeableError for a function of `VALUE_READS`, and for a function with stacked parameters that is not in
-    `OPERATIONS`.
+    Functions that use stacked parameters are replaced by the functions in `OPERATIONS`. The mode raises
+    NotMergeableError for a function with stacked parameters that is not in `OPERATIONS`, and for functions that read
+    values on the host (`VALUE_READS`).
 
     Args:
-        factors: factors [rows, batch, ...] of each dropout call, in call order.
-        stacks: parameters and buffers, a stack [k, ...] each.
-        size: number of samples, rows * batch.
-        products: for each of `stacks`, a list that receives its gradient as an OuterProductGrad; None to compute the
-            gradient.
+        factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
+        stacks: parameters and buffers of the k models, [k, ...] each.
+        size: number of samples in the merged batch, k * batch.
+        products: for each tensor in `stacks`, a list that receives its gradient as an OuterProductGrad, or None to
+            compute the gradient.
     """
 
     def __init__(
@@ -290,7 +313,7 @@ class MergedBatch(PreparedDropout):
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in VALUE_READS:
-            raise NotMergeableError("reads values of the merged batch")
+            raise NotMergeableError("the model reads values of a batch on the host")
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function not in OPERATIONS:
@@ -298,22 +321,22 @@ class MergedBatch(PreparedDropout):
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
-        """Whether `value` is one of the stacked parameters or buffers."""
+        """Whether `value` is one of the stacked parameters or buffers of this forward pass."""
         return id(value) in self._places
 
     def require(self, holds: bool) -> None:
-        """Raise NotMergeableError if `holds` is false (arguments that the stacked implementation does not support)."""
+        """Raise NotMergeableError if `holds` is false, because a stacked operation does not support its arguments."""
         if not holds:
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless `stacks` are stacked parameters and `input` contains all samples."""
+        """Raise NotMergeableError unless `stacks` are stacked parameters and `input` has the samples of all models."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list that receives the weight's gradient as an OuterProductGrad; None to compute the gradient."""
+        """Return the list for the gradient of `weight` as an OuterProductGrad; None to compute the gradient."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:
@@ -367,7 +390,16 @@ def _normalized(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalise by `norm(input, groups)`, then multiply by weight [k, ...] and add bias [k, ...] of each row."""
+    """Normalise the samples of k models by `norm(input, groups)`, then apply each model's weight and bias.
+
+    Args:
+        norm: F.layer_norm or F.group_norm.
+        batch: merged batch of the models.
+        input: samples of all models.
+        groups: second argument of `norm`.
+        weight, bias: parameters of the k models, [k, ...]; None to omit them.
+        eps: number that is added to the variance.
+    """
     normal = norm(input, groups, eps=eps)
     for stack, combine in ((weight, torch.mul), (bias, torch.add)):
         if stack is not None:

@@ -33,12 +33,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the larges
 
 @dataclass(frozen=True)
 class StackingProbe:
-    """Properties of a model in training mode, measured on a few samples.
+    """Result of a trial run: properties of a model in training mode that decide how a stack of such models is computed.
 
     Attributes:
         dropouts: dropout calls of a forward pass, in call order.
         coupled: whether a sample's output depends on the other samples of the batch, as with BatchNorm.
-        merged: whether the batches of several rows can be merged to one batch [rows * batch, ...]; otherwise
+        merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
         sample_bytes: memory of the activations that the forward pass saves for the backward pass, per sample.
     """
@@ -50,7 +50,10 @@ class StackingProbe:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
-        """Probe the model of a task. Raises ExperimentError with the reason if its rows cannot be stacked."""
+        """Run the model of a task on a few samples, and return its properties.
+
+        Raises ExperimentError, with the reason, if several such models cannot be computed as a stack.
+        """
         if isinstance(task.algorithm, TrainFunction):
             name = show(task.algorithm.name)
             raise ExperimentError(
@@ -75,7 +78,10 @@ class StackingProbe:
 
 
 def _require_finite(shared: SharedState) -> None:
-    """Raise ExperimentError if the first samples contain NaN or infinity, which makes comparisons impossible."""
+    """Raise ExperimentError if the samples of the trial run contain NaN or infinity.
+
+    The outputs on such samples cannot be compared.
+    """
     inputs, _ = shared.data.train.gather(torch.arange(min(MAX_COMPARED_BATCH, len(shared.data.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
@@ -92,7 +98,7 @@ class ProbeResult(NamedTuple):
         outputs: outputs of the model.
         buffers: buffers of the model after the pass, [b].
         dropouts: dropout calls of the pass.
-        sample_bytes: memory of the activations that are saved for the backward pass, per sample.
+        sample_bytes: bytes of the activations per sample that are saved for the backward pass.
     """
 
     outputs: Tensor
@@ -102,17 +108,17 @@ class ProbeResult(NamedTuple):
 
 
 class Trials:
-    """Trial runs of the model on the first training samples."""
+    """Trial runs of a task's model on the first training samples, which find out whether it can be stacked."""
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the first `count` training samples as a batch; repeat samples if the data set is smaller."""
+        """Return the first `count` training samples as a batch. If the data set is smaller, samples are repeated."""
         return self._train.gather(torch.arange(count) % len(self._train))
 
     def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
-        """Run the model in training mode.
+        """Run the model on a batch in training mode without dropout, and return the result.
 
         Raises ExperimentError if the model has state or random draws that stacks do not support.
         """
@@ -137,7 +143,7 @@ class Trials:
             Objective(precision, task.learning_task).loss(outputs, targets)
         if differ(start, module):
             raise not_stackable(
-                "a forward pass changes attributes or non-persistent buffers, which are not part of a row"
+                "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
             )
         if global_states(task.device) != generators:
             raise not_stackable("the model draws random numbers outside of torch.nn.functional.dropout")
@@ -147,9 +153,13 @@ class Trials:
         return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
 
     def is_coupled(self, together: ProbeResult) -> bool:
-        """Whether a sample's outputs, or the buffers, depend on the other samples of the batch or on the batch size.
+        """Whether a sample's output depends on the rest of its batch, as with BatchNorm.
 
-        The method compares batches that begin with the same samples and end with different samples.
+        The result is also true if the model's buffers change with the batch. The method compares batches that begin
+        with the same samples and end with different samples.
+
+        Args:
+            together: result of `run` on the first `count` samples.
         """
         inputs, targets = self.samples(self.count)
         try:
@@ -175,13 +185,16 @@ class Trials:
         )
 
     def depends_on_position(self, together: ProbeResult) -> bool:
-        """Whether a sample's output depends on its position in the batch, which merging changes."""
+        """Whether a sample's output depends on its position in the batch, so that batches cannot be merged.
+
+        `together` is the result of `run` on the first `count` samples.
+        """
         inputs, targets = self.samples(self.count)
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
         return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
 
     def can_be_merged(self, dropouts: tuple[Dropout, ...]) -> bool:
-        """Whether stacks can run the model on the merged batch of all rows."""
+        """Whether several models can be computed on the merged batch of their samples, with correct gradients."""
         try:
             self.compare_gradients(dropouts, merged=True)
         except Exception:  # the model may fail in any way on a merged batch
@@ -189,10 +202,15 @@ class Trials:
         return True
 
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
-        """Raise ExperimentError if gradients or buffers of two stacked rows differ from those of each row alone.
+        """Raise ExperimentError if a stack of two models has other gradients or buffers than each model alone.
 
-        The rows use different samples if the data set is large enough. In reduced precision, the stack is run, but
+        The models use different samples if the data set is large enough. In reduced precision, the stack is run, but
         nothing is compared.
+
+        Args:
+            dropouts: dropout calls of a forward pass.
+            precision: precision of the forward pass.
+            merged: whether to merge the batches of the two models instead of using `torch.func.vmap`.
         """
         task, count = self._task, self.count
         module = task.new_module()
@@ -228,14 +246,17 @@ class Trials:
             expected = _plain_gradients(task.learning_task, module.train(), inputs[k], targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference):
-                    raise not_stackable(f"the gradient of {entry.name} changes when rows are stacked")
+                    raise not_stackable(f"the gradient of {entry.name} changes if workers are stacked")
             read = layout.read_buffers(module, out=buffers[k])
             for entry in layout.buffers:
                 if not self._agree(buffers_after[k, entry.span], read[entry.span]):
-                    raise not_stackable(f"the buffer {entry.name} changes when rows are stacked")
+                    raise not_stackable(f"the buffer {entry.name} changes if workers are stacked")
 
     def compare_steps(self) -> None:
-        """Raise ExperimentError if steps on single parameters of two rows differ from steps on the whole rows."""
+        """Raise ExperimentError if the client algorithm's step on each parameter differs from its step on whole rows.
+
+        A row is the flat vector of all parameters of a model. Stacks make the step for one parameter after another.
+        """
         algorithm, module = self._task.algorithm, StackedModule(self._task.new_module)
         if not algorithm.element_wise:  # its steps are always called with whole rows
             return
@@ -256,7 +277,7 @@ class Trials:
             )
 
     def _agree(self, actual: Tensor, reference: Tensor) -> bool:
-        """Whether two tensors agree up to `TOLERANCE`, relative to the largest value."""
+        """Whether two tensors agree up to a tolerance, relative to the largest value of `reference`."""
         if not reference.numel():
             return True
         tolerance = TOLERANCE[self._task.dtype] * max(1.0, float(reference.abs().max()))
@@ -264,7 +285,10 @@ class Trials:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """Return a weight matrix's stacked gradient [2, o, i] as an OuterProductGrad, and other gradients unchanged."""
+    """Return the gradient of a stack of two weight matrices [2, o, i] as an OuterProductGrad.
+
+    Other gradients are returned unchanged.
+    """
     if gradient.ndim != 3:
         return gradient
     return OuterProductGrad(

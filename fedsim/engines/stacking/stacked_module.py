@@ -26,11 +26,12 @@ BATCH_DEPENDENT = "the model's operations depend on the size or the values of a 
 
 
 class FeatureTerm(NamedTuple):
-    """Loss term of a client algorithm on features; see `ClientAlgorithm.feature_loss`.
+    """Loss term that compares a model's features with those of other models; see `ClientAlgorithm.feature_loss`.
 
     Attributes:
-        points: further stacks of rows [k, d] at which features are computed.
-        loss: `loss(features, features_at_points)` returns [k, batch]; features are [k, batch, f].
+        points: parameters of the other models, a tensor [k, d] for each.
+        loss: function that takes the features [k, batch, f] of k models and a list of the features of the other models,
+            and returns the loss of each sample, [k, batch].
     """
 
     points: Sequence[Tensor]
@@ -38,14 +39,15 @@ class FeatureTerm(NamedTuple):
 
 
 class StackedModule:
-    """Module in training mode that computes k parameter vectors (rows) on k batches at once.
+    """Module in training mode that computes k models at once, each on its own batch.
 
-    The results agree with k separate computations up to rounding.
+    The models have the same architecture. The parameters of a model are a flat vector, called a row. The results agree
+    with k separate computations up to rounding.
 
     Args:
         make: function that returns the module in its initial state.
-        objective: loss of a row, and precision of the forward pass.
-        merged: whether to run the module on the merged batch of all rows, which only some modules support (see
+        objective: loss function, and precision of the forward pass.
+        merged: whether to run the module on the merged batch of all k models, which only some modules support (see
             `operations`). Otherwise `torch.func.vmap` is used, which takes about a millisecond more per call.
     """
 
@@ -59,11 +61,11 @@ class StackedModule:
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
 
     def views(self, rows: Tensor) -> list[Tensor]:
-        """Return views of rows [k, d] as a stack [k, ...] for each parameter, without a copy."""
+        """Return a view [k, ...] of `rows` [k, d] for each parameter of the module, without a copy."""
         return [view_of(rows, entry) for entry in self.layout.parameters]
 
     def unpack_buffers(self, rows: Tensor) -> list[Tensor]:
-        """Copy buffer rows [k, b] to a stack [k, ...] for each buffer, with the dtypes of the module."""
+        """Return a copy [k, ...] of each buffer, with its dtype in the module, from flat vectors `rows` [k, b]."""
         views = [view_of(rows, entry) for entry in self.layout.buffers]
         return [
             (view if dtype.is_floating_point else view.round()).to(dtype, copy=True)
@@ -71,7 +73,7 @@ class StackedModule:
         ]
 
     def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Copy stacks of buffers to `rows` [k, b], the inverse of `unpack_buffers`; return `rows`."""
+        """Copy buffers [k, ...] to the flat vectors `rows` [k, b], and return `rows`. Inverse of `unpack_buffers`."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             view_of(rows, entry).copy_(buffer)
         return rows
@@ -88,18 +90,18 @@ class StackedModule:
         leave_products: int | None = None,
         term: FeatureTerm | None = None,
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
-        """Return each row's loss [k] on its batch, and the gradients as a stack [k, ...] for each parameter.
+        """Return each model's loss [k] on its batch, and a gradient [k, ...] for each parameter.
 
-        The gradients share no memory and may be changed. The list `buffers` is updated with the new buffers.
+        The gradients share no memory and may be changed. The list `buffers` receives the new buffers.
 
         Args:
             parameters, buffers: results of `views` and `unpack_buffers`.
-            inputs, targets: [k, batch, ...] each.
+            inputs, targets: batches of the k models, [k, batch, ...] each.
             weights: weight of each sample in the loss, [k, batch]: 1 / (number of samples in the batch), or 0 for
                 padding.
-            factors: dropout factors in call order, [k, batch, ...] each.
-            leave_products: minimum bytes of stacked weights whose gradient is returned as an OuterProductGrad; None to
-                compute all gradients.
+            factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
+            leave_products: size in bytes of a parameter [k, ...] from which its gradient is returned as an
+                OuterProductGrad, if possible; None to compute all gradients.
             term: loss term that is added to the per-sample losses.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
@@ -127,7 +129,10 @@ class StackedModule:
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
-        """Return the features [k, batch, f] at other rows on the same batches, without changing buffers."""
+        """Return the features [k, batch, f] of k models with other `parameters` on the same batches.
+
+        The buffers do not change.
+        """
         stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
@@ -135,7 +140,7 @@ class StackedModule:
     def _forward(
         self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
     ) -> list[Any]:
-        """Return the outputs [k, batch, ...], the new buffers, and the features if `records` is true."""
+        """Run the k models. Return a list: outputs [k, batch, ...], new buffers, and features if `records` is true."""
         parameters, buffers, inputs, factors = stacks
         with self._precision.forward(inputs.device):
             if not self._merged:
@@ -161,7 +166,7 @@ class StackedModule:
         return [outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], *features]
 
     def _outputs(self, inputs: Tensor, records: bool) -> list[Tensor]:
-        """Return the outputs of the module, and its features if `records` is true."""
+        """Run the module, and return a list: its outputs, and its features if `records` is true."""
         if not records:
             return [self._module(inputs)]
         with recorded_features(self._module) as recorded:
@@ -169,7 +174,7 @@ class StackedModule:
         return [outputs, recorded.of(len(inputs))]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Replace the module's parameters and buffers."""
+        """Replace the module's parameters and buffers by these tensors."""
         for places, tensor in zip(self._parameters, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = tensor  # type: ignore[assignment]  # setattr would require an nn.Parameter
@@ -179,7 +184,10 @@ class StackedModule:
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:
-    """Return all (module, name) pairs that register a parameter or buffer; several pairs if it is shared."""
+    """Return all (submodule, name) pairs under which `module` registers a parameter or buffer.
+
+    A tensor that several submodules share has several pairs.
+    """
     return [
         (part, name)
         for part in module.modules()
@@ -190,12 +198,15 @@ def _places(module: nn.Module, tensor: Tensor) -> Places:
 
 
 def view_of(rows: Tensor, entry: Entry) -> Tensor:
-    """Return a view of one parameter's (or buffer's) columns in rows [k, d] as a stack [k, ...], without a copy."""
+    """Return a view [k, ...] of the columns of one parameter or buffer in `rows` [k, d], without a copy."""
     return rows[:, entry.span].unflatten(1, entry.shape) if entry.shape else rows[:, entry.offset]
 
 
 def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProductGrad]) -> Tensor | OuterProductGrad:
-    """Return the sum of the parts of a parameter's gradient."""
+    """Return the gradient of a parameter: the sum of `gradient` (if any) and `products`.
+
+    A single product without `gradient` is returned as it is. Without any part, the gradient is zero.
+    """
     if gradient is None and len(products) == 1:
         return products[0]
     parts = [product.computed() for product in products] + ([] if gradient is None else [gradient])
@@ -203,7 +214,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Return the gradients, with copies of those that share memory with another gradient or are expanded views."""
+    """Return the gradients. A gradient that shares memory with another one, or is not contiguous, is copied."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

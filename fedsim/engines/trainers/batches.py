@@ -28,15 +28,15 @@ Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, 
 
 
 class WorkItem(NamedTuple):
-    """Work item: a worker, and the part of its round to train.
+    """Work item for a trainer: a worker, and the part of its round to train.
 
     Attributes:
-        slot: number of the worker's row.
+        slot: number of the worker's row, which contains its parameters.
         worker: worker ID.
         round: number of the worker's round.
         steps: number of steps to train, from the first step of the round; None for all steps of the schedule.
         step: number of the step (from 0) to train only this step; None to train several steps.
-        ends: whether the client algorithm's `finish` is called at the end.
+        ends: whether the worker's round ends, so that the client algorithm's `finish` is called.
     """
 
     slot: int
@@ -48,17 +48,17 @@ class WorkItem(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """Random key: (round,), or (round, step) for a single step."""
+        """(round,), or (round, step) if the item is a single step. Random draws depend on this tuple."""
         return (self.round,) if self.step is None else (self.round, self.step)
 
 
 class RoundIterator:
-    """Iterator over the batches of a worker's round, as indices into the dataset.
+    """Iterator over the batches of a worker's round. Each batch is a tensor of indices into the dataset.
 
     Attributes:
         round: number of the round.
         steps_done: number of batches that have been returned.
-        alter: function that augments or poisons the gathered batches; None to leave them unchanged.
+        alter: function that augments or poisons the samples of a batch; None to leave them unchanged.
     """
 
     def __init__(self, round: int, positions: Iterator[Tensor], alter: Alteration | None) -> None:
@@ -74,7 +74,7 @@ class RoundIterator:
 
 
 class BatchSource:
-    """Source of all workers' batches, which are shuffled per epoch, and augmented or poisoned.
+    """Source of all workers' batches. The samples are shuffled in each epoch, and augmented or poisoned.
 
     Attributes:
         root: worker ID that stands for the server's own samples; None if the rule does not use such samples.
@@ -95,7 +95,10 @@ class BatchSource:
         return len(self._shared.data.root) if worker == self.root else self._shared.data.shards.size(worker)
 
     def steps(self, worker: int, round: int) -> int:
-        """Return the number of steps of a worker in `round`. For the server in synchronous SGD, there is no limit."""
+        """Return the number of steps of a worker in `round`.
+
+        For the server's own samples in synchronous SGD, which trains as long as any worker, it is `sys.maxsize`.
+        """
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.of(worker, round).steps_for(self.size(worker))
@@ -105,7 +108,7 @@ class BatchSource:
         return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
-        """Return the number of steps of a work item."""
+        """Return the number of steps that a work item has."""
         if member.step is not None:
             return 1
         return self.steps(member.worker, member.round) if member.steps is None else member.steps
@@ -116,13 +119,13 @@ class BatchSource:
         return CustomSubset(self._shared.data.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
-        """Yield an infinite sequence of a worker's training batches, reshuffled in each epoch."""
+        """Yield training batches (inputs, targets) of a worker without end, reshuffled in each epoch."""
         train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
     def batches_of(self, member: WorkItem) -> Batches:
-        """Yield the training batches of a work item."""
+        """Yield the training batches (inputs, targets) of a work item."""
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather only this batch; the next one may never be needed
@@ -130,7 +133,10 @@ class BatchSource:
             yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
-        """Return an iterator that continues at the work item's first step. It is cached for work items of one step."""
+        """Return an iterator over the batches of a work item's round, which begins at the item's first step.
+
+        If the item is a single step, the iterator is kept for the worker's next step.
+        """
         worker, round = member.worker, member.round
         iterator = self._iterators.get(worker) if member.step is not None else None
         if iterator is None or iterator.round != round or iterator.steps_done != member.step:
@@ -142,14 +148,15 @@ class BatchSource:
         return iterator
 
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield an infinite sequence of a worker's batches, as indices into the dataset, int64 [batch]."""
+        """Yield a worker's batches without end, each as a tensor of indices into the dataset, int64 [batch]."""
         for positions in self.epochs(worker, round):
             yield from positions.split(self._task.schedule.batch_size)
 
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield the shuffled sample indices of each epoch of a worker's round, int64 [samples], on the task's device.
+        """Yield a worker's shuffled sample indices, int64 [samples], for one epoch of the round after another.
 
-        With `drop_last`, samples that do not fill the last batch are left out.
+        The tensors are on the task's device. The sequence does not end. With `drop_last`, samples that do not fill the
+        last batch are left out.
         """
         epoch = 0
         while True:
@@ -159,21 +166,21 @@ class BatchSource:
             epoch += len(orders)
 
     def announce(self, members: Sequence[WorkItem]) -> None:
-        """Announce the work items that are trained next, so that the samples of many workers are shuffled at once."""
+        """Say which work items are trained next, so that the samples of many workers can be shuffled at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
-        """Return the shuffled sample indices of the `wanted` epochs; see `epochs`.
+        """Return the shuffled sample indices of each epoch in `wanted`, a list of (worker, round, epoch).
 
-        If any epoch has to be shuffled first, epochs of announced rounds are shuffled with it and cached.
+        If an epoch must be shuffled first, epochs of the announced work items are shuffled with it and cached.
         """
         if not all(epoch in self._drawn for epoch in wanted):
             self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
         return [self._drawn.pop(epoch) for epoch in wanted]
 
     def _take_coming(self) -> Iterator[Epoch]:
-        """Yield epochs of announced rounds, as many as may be shuffled at once."""
+        """Yield epochs of the announced work items as (worker, round, epoch), as many as may be shuffled at once."""
         room = SAMPLES_AT_ONCE
         while self._coming:
             worker, round = self._coming[0]
@@ -185,13 +192,13 @@ class BatchSource:
             yield from ((worker, round, epoch) for epoch in range(epochs))
 
     def _epochs_of(self, worker: int, round: int) -> int:
-        """Return the number of epochs that a worker begins in a round."""
+        """Return the number of epochs that a worker begins in a round, including an unfinished last epoch."""
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
     def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """Return the shuffled sample indices of the `wanted` epochs.
+        """Shuffle the `wanted` epochs, given as (worker, round, epoch), and return their sample indices by epoch.
 
-        Each is a random permutation with the key (seed, "batches", round, worker) and the epoch as step; see
+        Each order is a random permutation with the key (seed, "batches", round, worker) and the epoch as step; see
         `fedsim.core.philox`. All are drawn at once on the task's device, without waiting for it.
         """
         task = self._task
@@ -208,7 +215,10 @@ class BatchSource:
         return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the sample indices of all `workers` in one tensor on the device, and each worker's start in it."""
+        """Return the sample indices of all `workers`, concatenated in one tensor on the device.
+
+        Also return a list with the position in the tensor where the indices of each worker begin.
+        """
         of_workers = [worker for worker in workers if worker != self.root]
         root = self._shared.data.root.to(self._task.device)
         if not of_workers:
@@ -222,30 +232,39 @@ class BatchSource:
         return torch.cat([self._shards, root]), [of_worker.get(worker, len(self._shards)) for worker in workers]
 
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
-        """Yield each training sample of a worker once, transformed by the partition and poisoned, but not augmented."""
+        """Yield batches that contain each training sample of a worker once, without augmentation.
+
+        The samples are transformed by the partition, and poisoned if the worker is Byzantine. `purpose` is part of the
+        random key.
+        """
         return _altered(self.shard(worker).batches(batch_size), self.alteration_of_view(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
-        """Yield the local test samples of a worker, altered like the samples of `samples_seen`."""
+        """Yield batches of a worker's local test samples, transformed and poisoned like those of `samples_seen`."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "local_test_fraction"))
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
-        """Return the function that augments or poisons a worker's training batches; None if they stay unchanged."""
+        """Return the function that augments and poisons a worker's batches in training; None if they do not change."""
         return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
 
     def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
-        """Return the function that alters batches without augmentation. `purpose` is part of the random key."""
+        """Return the function that transforms and poisons a worker's batches, without augmentation.
+
+        If the batches do not change, return None. `purpose` is part of the random key.
+        """
         return self._alteration(worker, round, (), (f"{purpose}_view", f"{purpose}_poison"))
 
     def _alteration(
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
-        """Return a function that applies partition transform, augmentation and poisoning; None if there are none.
+        """Return a function that applies the partition's transform, augmentations and poisoning; None without any.
 
         Args:
-            augment: augmentations.
-            purposes: parts of the random keys for transforms and for poisoning.
+            worker: worker ID.
+            round: number of the round.
+            augment: augmentations to apply.
+            purposes: names that become part of the random keys, for transforms and for poisoning.
         """
         task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
@@ -272,7 +291,14 @@ class BatchSource:
         return alter
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
-        """Return the random sources named in `taken`, each a function of the step in the worker's round."""
+        """Return the sources of random numbers that a transform or an attack takes, by argument name.
+
+        Args:
+            taken: names of the arguments, of "draws", "generator" and "rng"; other names are ignored.
+            purpose, round, worker: parts of the random key.
+
+        Each source is a function that takes the number of the step in the round, and returns the argument.
+        """
         drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
             sources["draws"] = Draws.of(*drawn, device=self._task.device).steps()
@@ -284,6 +310,9 @@ class BatchSource:
 
 
 def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
-    """Yield the batches after `alter`, which receives the number of the step, counted from `first`."""
+    """Yield the batches, each altered by `alter` (unchanged if None).
+
+    `alter` takes inputs, targets and the number of the step. The first batch has the number `first`.
+    """
     for step, (inputs, targets) in enumerate(batches, first):
         yield alter(inputs, targets, step) if alter else (inputs, targets)

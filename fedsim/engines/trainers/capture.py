@@ -31,30 +31,30 @@ def can_capture(device: torch.device) -> bool:
 
 
 class GraphPool:
-    """CUDA graphs on one device that share a memory pool and a stream.
+    """Captures CUDA graphs on one device that share a memory pool and a stream.
 
-    Graphs of one pool never run at the same time, so they may reuse each other's memory for intermediate results.
-    Values that must survive until the next replay belong in tensors that were allocated before the capture.
+    Graphs of one pool never run at the same time, so they may use the same memory for intermediate results. Results
+    that must remain until the next replay have to be written to tensors that were allocated before the capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def capture(self, run: Run) -> Run:
-        """Capture a call of `run` and return a function that replays it.
+        """Check that `run` can be captured, capture a call as a CUDA graph, and return a function that replays it.
 
         `run` is called several times before the capture, and must use tensors at the same addresses each time.
 
-        Raises ExperimentError if `run` uses an operation that a graph does not support, and passes on CUDA errors of a
-        failed capture. After an error, the random generators and the allocator work as before.
+        Raises ExperimentError if `run` uses an operation that a graph does not support. If the capture fails, its CUDA
+        error is raised. After an error, the random generators and the allocator work as before.
         """
         require_capturable(run, self.device)
         return self.record(run)
 
     def record(self, run: Run) -> Run:
-        """Capture a call of `run` without a trial run before, and return a function that replays it.
+        """Capture a call of `run` as a CUDA graph without a check, and return a function that replays it.
 
-        Requires a CUDA device.
+        The device must be a CUDA device.
         """
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -93,9 +93,10 @@ class GraphPool:
 
 
 def require_capturable(run: Run, device: torch.device) -> None:
-    """Call `run` twice; raise ExperimentError with the reason if a CUDA graph does not support the second call.
+    """Raise ExperimentError, with the reason, if a CUDA graph does not support the operations of `run`.
 
-    The first call may do one-time work, such as uploading a constant. The global random state is restored afterwards.
+    `run` is called twice, and its second call is checked. The first call may do one-time work, such as copying a
+    constant to the device. The global random state is restored afterwards.
     """
     with preserve_random_state(device):
         run()
@@ -107,7 +108,7 @@ def require_capturable(run: Run, device: torch.device) -> None:
 
 
 class OperationCheck(TorchDispatchMode):
-    """Dispatch mode that does not import PyTorch's compiler, because that import takes more than a second."""
+    """Base class of dispatch modes that do not import PyTorch's compiler, because the import takes over a second."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -115,10 +116,13 @@ class OperationCheck(TorchDispatchMode):
 
 
 def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> bool:
-    """Whether an operation copies tensor values to the host, or derives shapes from tensor values.
+    """Whether an operation copies tensor values to the host, or the shape of its result depends on tensor values.
 
     Args:
-        indexing: operations whose second argument is a list of indices. Result shapes depend on masks among them.
+        function: operation.
+        args: arguments of the call.
+        indexing: operations whose second argument is a list of indices. If an index is a mask, the shape of the result
+            depends on its values.
     """
     if function in indexing:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -126,11 +130,11 @@ def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> 
 
 
 class CaptureCheck(OperationCheck):
-    """Dispatch mode that raises ExperimentError for operations that a CUDA graph does not support.
+    """Torch dispatch mode that raises ExperimentError for operations that a CUDA graph does not support.
 
     These are operations that copy values from the device to the host, or that use tensors on another device. CUDA
-    reports device-to-host copies only by a failed capture. It does not report CPU tensors at all: a replay would use
-    their values at the time of the capture.
+    reports copies to the host only by a failed capture. It does not report CPU tensors at all, but a replay would use
+    the values that they had during the capture.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,13 +17,19 @@ Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or 
 
 
 class ClientRounds:
-    """Start and end of local training, for one worker's row [d] or for a stack of rows [k, d]."""
+    """Start and end of the workers' local training, for one worker's row [d] or for the rows [k, d] of k workers."""
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
-        """Load personal buffers, and return the client algorithm's initial state for the received `rows`."""
+        """Begin local training: load personal buffers, and return the client algorithm's initial state.
+
+        Args:
+            rows: parameters that the workers have received, [d] or [k, d].
+            index: index that selects the workers' rows in the shared tensors.
+            members: work items of the workers.
+        """
         shared, columns = self._shared, self._algorithm.personal_buffers
         if columns.width:
             buffers = shared.cohort.buffers[index]
@@ -32,9 +38,15 @@ class ClientRounds:
         return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
-        """Store the workers' messages and worker states after training. The buffers must be stored before.
+        """End local training: store the workers' messages and worker states. The buffers must be stored before.
 
         The client algorithm may change `rows`.
+
+        Args:
+            rows: parameters after training, [d] or [k, d].
+            state: state of the client algorithm.
+            index: index that selects the workers' rows in the shared tensors.
+            members: work items of the workers.
         """
         if not members[0].ends:
             return
@@ -50,11 +62,14 @@ class ClientRounds:
         self._keep(worker.kept, index)
 
     def buffers_beside(self) -> Tensor | None:
-        """Return buffers [cohort, b] of personal models that are trained in addition to the rows; None without them."""
+        """Return the buffers [cohort, b] of personal models that are trained in addition to the global model.
+
+        Returns None if the client algorithm has no such models.
+        """
         return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def send_gradients(self, index: Index) -> None:
-        """Replace the gradients in the rows by the gradients that the client algorithm sends instead."""
+        """Replace the gradients in the rows that `index` selects by the gradients that the client algorithm sends."""
         if not self._algorithm.alters_gradients:
             return
         rows, worker_state = self._shared.cohort.rows[index], self._kept(index)

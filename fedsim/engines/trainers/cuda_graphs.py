@@ -34,11 +34,11 @@ MOST_SAMPLES = 2**22  # maximum number of samples in these batches: 48 MB of pos
 
 
 def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
-    """Return the reason why the steps of a task cannot be captured; None if they can."""
+    """Return the reason why a task's training steps cannot be captured as CUDA graphs; None if they can."""
     if not can_capture(task.device):
         return f"CUDA graphs need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
-        return "gradients are aggregated, so every step is a synchronisation"
+        return "gradients are aggregated after every step"
     if task.experiment.sends_gradients:
         return "each worker sends the gradient of a single step"
     if not task.algorithm.element_wise:
@@ -56,12 +56,12 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
 
 
 class Graph(NamedTuple):
-    """Key of a captured graph.
+    """Properties of a captured CUDA graph, which runs a few training steps of a stack.
 
     Attributes:
-        rows: number of rows; a smaller stack is padded with unused rows.
-        steps: number of steps.
-        masked: whether a mask keeps rows without a batch unchanged.
+        rows: number of workers in the stack; a smaller stack is padded with unused rows.
+        steps: number of steps that one replay runs.
+        masked: whether a mask keeps the parameters of workers without a batch unchanged.
     """
 
     rows: int
@@ -70,7 +70,13 @@ class Graph(NamedTuple):
 
 
 def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
-    """Yield the graphs that together take `steps` steps, of which the first `unmasked` need no mask."""
+    """Yield graphs that run `steps` training steps when they are replayed one after another.
+
+    Args:
+        rows: number of workers in each graph.
+        steps: total number of steps.
+        unmasked: number of steps at the beginning in which all workers have a batch, so that no mask is needed.
+    """
     for masked, count in ((False, unmasked), (True, steps - unmasked)):
         for length in STEPS_OF_GRAPHS:
             for _ in range(count // length):
@@ -79,20 +85,30 @@ def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
 
 
 def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
-    """Return the row counts for which graphs may be captured, ascending: `usual`, powers of two, and `width`."""
+    """Return the stack sizes for which graphs may be captured, ascending.
+
+    Args:
+        width: maximum number of workers in a stack, which is the last size.
+        usual: further sizes. All powers of two below `width` are added.
+    """
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
 
 
 class CapturedSteps:
-    """CUDA graphs of local steps of a stack, with the memory that the graphs use.
+    """CUDA graphs of the training steps of a stack, with the memory that the graphs use.
 
-    A stack uses the first rows of this memory. A row has no batch in a step if its member has finished or if the stack
-    is smaller than the graph. Its samples then have weight 0, and a mask keeps the row unchanged.
+    A stack uses the first rows of this memory. A row has no batch in a step if its worker has finished, or if the stack
+    is smaller than the graph. The samples of this row then have weight 0, and a mask keeps its parameters unchanged.
 
     Args:
+        task, shared: run and its tensors.
+        module: module that computes all models of a stack at once.
         dropouts: dropout calls in a forward pass of the model.
-        sizes: row counts for which graphs may be captured, ascending.
-        usual: stack sizes for which one step is captured at construction. Raises what `GraphPool.capture` raises.
+        sizes: stack sizes for which graphs may be captured, ascending.
+        usual: stack sizes for which a graph of one step is captured at construction.
+        client_rounds: start and end of local training.
+
+    Raises the same errors as `GraphPool.capture`.
     """
 
     def __init__(
@@ -131,12 +147,18 @@ class CapturedSteps:
             self._capture(Graph(self._size_for(size), 1, masked=False))
 
     def prepare_for(self, stack: Stack) -> None:
-        """Capture the graphs that a stack needs, before its round begins, because capturing runs steps."""
+        """Capture the graphs that a stack needs and that do not exist yet.
+
+        This must be done before the stack's round begins, because a capture runs training steps.
+        """
         for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
             self._capture(graph)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> None:
-        """Train the workers of a stack for a round by replaying graphs. Call `prepare_for` before."""
+        """Train the workers of a stack for a round by replaying graphs. Call `prepare_for` before.
+
+        `heartbeat` is called before each replay.
+        """
         self._start(stack)
         for graphs, block in zip(self._plan(stack), stack.blocks(self._steps), strict=True):
             stack.count_samples(block)
@@ -152,7 +174,7 @@ class CapturedSteps:
         shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
-        """Return a list of graphs for each block of steps."""
+        """Return which graphs to replay in the stack's round: a list of graphs for each block of steps."""
         rows = self._size_for(len(stack))
         unmasked = stack.steps[-1] if rows == len(stack) else 0
         plan = []
@@ -169,7 +191,7 @@ class CapturedSteps:
             self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph))
 
     def _start(self, stack: Stack) -> None:
-        """Copy rows, states and buffers to the graphs' tensors, and reset the loss sums, at the start of a round."""
+        """Begin a round: copy the workers' rows, states and buffers to the graphs' tensors, and reset the losses."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
         state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
@@ -196,7 +218,7 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the steps that `graph` captures, starting with step `_step_number` of the round."""
+        """Run the training steps of `graph`, starting with step `_step_number` of the round, to be captured."""
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
@@ -222,11 +244,11 @@ class CapturedSteps:
 
 
 class CUDAGraphCache:
-    """CUDA graphs of a trainer's steps, or the reason why steps run without CUDA graphs.
+    """CUDA graphs of a trainer's steps, or the reason (`refusal`) why the trainer uses none.
 
     Args:
-        make: function that captures the steps.
-        refusal: reason why no steps are captured; None to capture steps.
+        make: function that captures the first graphs and returns them.
+        refusal: reason why CUDA graphs must not be used; None to use them.
         warns: whether to warn if a capture fails.
     """
 
@@ -238,7 +260,7 @@ class CUDAGraphCache:
                 self._steps = make()
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> bool:
-        """Train a stack by captured steps and return True; return False without training if steps are not captured."""
+        """Train a stack by CUDA graphs, and return True. If no graphs are used, do nothing and return False."""
         if self._steps is not None:
             with self._refusing_after_failures():
                 self._steps.prepare_for(stack)
@@ -249,7 +271,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context in which an error is suppressed, and stops the use of CUDA graphs with a warning."""
+        """Return a context that suppresses errors. After an error, no CUDA graphs are used any more, with a warning."""
         try:
             yield
         except Exception as error:

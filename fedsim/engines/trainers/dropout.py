@@ -41,7 +41,7 @@ class Dropout:
     """One dropout call in a forward pass.
 
     Attributes:
-        function: one of `DROPOUTS`.
+        function: dropout function, such as torch.nn.functional.dropout; one of `DROPOUTS`.
         p: probability that an element (or a channel) is zeroed.
         shape: shape of the mask for one sample.
     """
@@ -61,12 +61,14 @@ class Dropout:
 
 
 class DropoutMode(TorchFunctionMode):
-    """Function mode that replaces dropout calls by multiplication with precomputed factors.
+    """Torch function mode that replaces each dropout call by a multiplication with factors.
 
-    Subclasses override `call_function` to change calls other than dropout.
+    The factors are a scaled dropout mask, with the values 0 and 1 / (1 - p). Subclasses override `call_function` to
+    change calls of other functions.
 
     Args:
-        factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...]; None skips this dropout.
+        factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...] of a dropout call, or None to
+            omit its dropout.
     """
 
     def __init__(self, factors_of: Callable[[Dropout, int], Tensor | None]) -> None:
@@ -86,12 +88,12 @@ class DropoutMode(TorchFunctionMode):
         return inputs if factors is None else multiplied(inputs, factors, inplace)
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call a function other than dropout."""
+        """Call a function that is not dropout, and return its result. Subclasses may replace it."""
         return function(*args, **kwargs)
 
 
 class Recording(DropoutMode):
-    """Function mode that skips dropout, and records each dropout call and its number of samples."""
+    """Torch function mode that omits dropout, and records each dropout call and its number of samples."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -117,7 +119,7 @@ def _dropout_arguments(
 
 
 def layer_key(seed: int, round: int, worker: int) -> int:
-    """Return the random key for dropout of a worker in a round."""
+    """Return the key (an integer) from which a worker's dropout masks in a round are drawn."""
     return draw_key(seed, "layers", round, worker)
 
 
@@ -130,19 +132,19 @@ def dropout_factors(
     dtype: torch.dtype,
     first_layer: int = 0,
 ) -> list[Tensor]:
-    """Return the factors, 0 or 1 / (1 - p), of each dropout call: [steps, k, batch, ...] each.
+    """Return the scaled mask of each dropout call, with the values 0 and 1 / (1 - p), as [steps, k, batch, ...].
 
     The factors are on the device of `keys`. No values are copied between host and device, so that a CUDA graph can
     capture this call.
 
     Args:
-        keys: `layer_key` of each row's worker, int64 [k].
-        first_step: first step, as number in the worker's round; int, or int64 [] or [k] on the same device.
+        keys: random key of each of k workers, int64 [k]; see `layer_key`.
+        first_step: number of the first step in the worker's round; int, or int64 [] or [k] on the same device.
         steps: number of steps.
         batch: number of samples; a smaller batch uses the first factors.
         dropouts: dropout calls of a forward pass, in call order.
         dtype: dtype of the factors.
-        first_layer: layer number of the first dropout call.
+        first_layer: number of the first dropout call among all dropout calls of a forward pass.
     """
     if not dropouts:
         return []
@@ -157,16 +159,16 @@ def dropout_factors(
 
 @dataclass
 class FactorsAhead:
-    """Dropout factors of k rows, generated several steps ahead.
+    """Dropout factors (scaled masks) of k workers, generated for several steps at once.
 
     Args:
-        keys: `layer_key` of each row's worker, int64 [k].
+        keys: random key of each worker, int64 [k]; see `layer_key`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
         dropouts: dropout calls of a forward pass, in call order.
         dtype: dtype of the factors.
-        first_step: first step of each row, as number in its worker's round, int64 [k]; None for 0.
-        blocks: approximate number of Philox blocks to generate at once on a CPU.
+        first_step: number of the first step in each worker's round, int64 [k]; None for 0.
+        blocks: approximate number of Philox blocks (of four 32-bit random words) to generate at once on a CPU.
     """
 
     keys: Tensor
@@ -184,7 +186,10 @@ class FactorsAhead:
         self._begin = self._end = self._rows = 0
 
     def of(self, step: int, rows: int) -> list[Tensor]:
-        """Return the factors [rows, batch, ...] of each dropout call in a step (from 0), for the first `rows` rows."""
+        """Return the factors [rows, batch, ...] of each dropout call in step number `step` (from 0).
+
+        Only the factors of the first `rows` workers are returned.
+        """
         if not self.dropouts:
             return []
         if not self._begin <= step < self._end or rows > self._rows:
@@ -199,10 +204,10 @@ class FactorsAhead:
 
 
 class RowDropout:
-    """Dropout for rows that are trained one after another in one process.
+    """Dropout of workers that are trained one after another in one process.
 
     Attributes:
-        round: dropout masks of the round whose forward pass is running; None outside of a forward pass.
+        round: dropout of the worker whose forward pass is running; None outside of a forward pass.
         module_calls: number of dropout calls made by dropout modules (nn.Dropout and similar).
         by_modules: whether dropout modules make all dropout calls of the model; set when `calls` is computed.
     """
@@ -213,10 +218,10 @@ class RowDropout:
         self.round: RoundDropout | None = None
 
     def new_module(self) -> nn.Module:
-        """Return a new module of the task, whose dropout modules take their factors from this object.
+        """Return a new module of the task whose dropout layers (such as nn.Dropout) take their masks from this object.
 
-        A function mode would handle all dropout calls, but also intercepts every other call of the forward pass. This
-        takes about a tenth of a small model's step, so the mode is used only if `by_modules` is false.
+        A torch function mode would handle all dropout calls, but it also intercepts all other calls of the forward
+        pass. This takes about a tenth of a small model's step, so the mode is used only if `by_modules` is false.
         """
         model = self._task.new_module()
         for module in model.modules():
@@ -229,9 +234,9 @@ class RowDropout:
     def calls(self) -> tuple[Dropout, ...]:
         """Dropout calls of a training forward pass, recorded on the first samples of the dataset.
 
-        Empty if the model fails on these samples, because training then reports the error. Also empty if the backward
-        pass calls dropout again, as in activation checkpointing. Checkpointing restores the state of PyTorch's
-        generator, so dropout must use this generator.
+        The tuple is empty if the model fails on these samples, because training then reports the error. It is also
+        empty if the backward pass calls dropout again, as in activation checkpointing. Checkpointing restores the state
+        of PyTorch's generator, so dropout must use this generator.
         """
         train, self.module_calls = self._shared.data.train, 0
         inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
@@ -249,7 +254,7 @@ class RowDropout:
         return calls if len(recording.dropouts) == len(calls) else ()
 
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
-        """Return the dropout masks of a worker in a round of `steps` steps (default: as many as in the schedule)."""
+        """Return the dropout of a worker in a round of `steps` steps (by default, the number of its schedule)."""
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
         key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
@@ -257,12 +262,12 @@ class RowDropout:
 
 
 class RoundDropout:
-    """Dropout of one worker in one round, for rows that are trained one after another.
+    """Dropout of one worker in one round, for workers that are trained one after another.
 
     Args:
-        of_rows: dropout of the process, with the known dropout calls, whose factors are generated several steps ahead.
-            Factors of unknown dropout calls are generated at the call.
-        key: `layer_key` of the worker in the round, int64 [1].
+        of_rows: dropout of the process, with the recorded dropout calls. The masks of these calls are generated for
+            several steps at once. The mask of any other dropout call is generated at the call.
+        key: random key of the worker in the round, int64 [1]; see `layer_key`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
         round: number of the round.
@@ -273,11 +278,14 @@ class RoundDropout:
         self._ahead = FactorsAhead(key, steps, batch, of_rows.calls, of_rows.dtype, blocks=BLOCKS_PER_ROW)
 
     def factors(self, step: int, samples: int) -> list[Tensor]:
-        """Return the factors [samples, ...] of each known dropout call in a step."""
+        """Return the factors (scaled masks) [samples, ...] of each recorded dropout call in step number `step`."""
         return [factors[0, :samples] for factors in self._ahead.of(step, 1)]
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
-        """Return a context in which forward passes use the dropout masks of `step`; a null context without dropout."""
+        """Return a context in which forward passes use the dropout masks of step number `step`.
+
+        If the model has no dropout, the context does nothing.
+        """
         return self._at(step, samples) if self._of_rows.calls else nullcontext()
 
     @contextmanager
@@ -294,7 +302,7 @@ class RoundDropout:
             self._of_rows.round = None
 
     def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
-        """Return the factors [samples, ...] of the next dropout call."""
+        """Return the factors (scaled mask) [samples, ...] of the next dropout call in the forward pass, `dropout`."""
         layer, calls = self._layer, self._of_rows.calls
         self._layer += 1
         if layer < len(calls) and dropout == calls[layer] and len(self._factors[layer]) == samples:
@@ -303,7 +311,7 @@ class RoundDropout:
 
 
 class _DropoutModule(nn.modules.dropout._DropoutNd):
-    """Dropout module that multiplies by the factors of the current step."""
+    """Dropout layer that multiplies its inputs by the scaled mask of the current worker and step."""
 
     of_rows: RowDropout
     function: Callable[..., Tensor]
@@ -327,6 +335,6 @@ DROPOUT_MODULES = {
 
 
 def _backward_under_modes(loss: Tensor) -> None:
-    """Run `loss.backward()` so that function modes intercept the functions it calls."""
+    """Run `loss.backward()` so that active torch function modes also intercept functions of the backward pass."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)

@@ -20,10 +20,10 @@ SKIPPED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}  # attr
 
 
 class RowModule:
-    """Module whose parameters become views of one row [d] after another, as if each row had a new module.
+    """Module that is used for one worker after another, as if each worker had a new module.
 
-    Parameters and saved buffers are loaded with the row. Attributes and non-persistent buffers are reset before every
-    row, because the next row may belong to another worker: if training has changed them, a new module is created.
+    Its parameters become views of the worker's row, a flat vector [d], and persistent buffers are loaded. If training
+    has changed attributes or non-persistent buffers, a new module is created for the next worker.
 
     Args:
         make: function that returns the module in its initial state, which must be the same at every call.
@@ -38,7 +38,10 @@ class RowModule:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
-        """Make the parameters views of `row` [d] and their gradients views of `gradient` [d]. Load the buffers [b]."""
+        """Load a worker: make the parameters views of `row` [d], and their gradients views of `gradient` [d].
+
+        The flat vector `buffers` [b] is copied to the module's buffers.
+        """
         if self.changed():
             self.module, self._rows = self._make(), None
         if self._rows is None or row is not self._rows[0] or gradient is not self._rows[1]:
@@ -48,10 +51,10 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context that provides the module for user code, which may replace the parameters' data.
+        """Return a context that provides the module for user code, which may also replace the data of parameters.
 
         The gradients are None at the start. At the end, the parameters are copied to the row. Raises ExperimentError if
-        their names or shapes have changed.
+        names or shapes of parameters have changed.
         """
         assert self._rows is not None
         (row, gradient), self._rows = self._rows, None  # so that the module counts as unbound after an error
@@ -69,7 +72,7 @@ class RowModule:
         self._rows = row, gradient
 
     def store(self, buffers: Tensor) -> None:
-        """Copy the buffers of the module to `buffers` [b]. The parameters are views of the row and need no copy.
+        """Copy the module's buffers to the flat vector `buffers` [b]. The parameters are views of the row, not copied.
 
         Raises ExperimentError if a parameter is no longer a view of the row, or a frozen parameter has changed.
         """
@@ -77,9 +80,8 @@ class RowModule:
         loose = self.layout.unbound(self.module, *self._rows)
         if loose is not None:
             raise ExperimentError(
-                f"model: replaces the data of {loose} during training, so it is not a view of its row; "
-                "change it in place (p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() "
-                "in forward)"
+                f"model: replaces the data of {loose} during training; change the data in place "
+                "(p.data.clamp_() instead of p.data = p.data.clamp(), no flatten_parameters() in forward)"
             )
         start, now = dict(self._start.named_parameters()), dict(self.module.named_parameters())
         moved = [
@@ -109,7 +111,7 @@ def differ(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _equal_attributes(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two attribute dictionaries are equal. Identical and empty values are checked first, for speed."""
+    """Whether two dictionaries of module attributes are equal."""
     if a.keys() != b.keys():
         return False
     for name, value in a.items():
@@ -128,7 +130,7 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal; False if the comparison fails."""
+    """Whether two values are equal, including tensors and nested containers; False if the comparison fails."""
     if a is b:  # the most common case
         return True
     if isinstance(a, dict) and isinstance(b, dict):

@@ -29,35 +29,39 @@ from fedsim.system.devices import wide_dtype
 
 
 class Trainer(Protocol):
-    """Interface of trainers. Rows, buffers and losses are stored in the `SharedState`.
+    """Interface of trainers, which train the workers of one process.
 
-    Every process constructs its own trainer with the arguments (process, task, shared, batch_source).
+    A worker's row is the flat vector of its parameters or gradients. Rows, buffers and losses are stored in the
+    `SharedState`. Every process creates its own trainer with the arguments (process, task, shared, batch_source).
     """
 
     @property
     def width(self) -> int | None:
-        """Maximum number of rows in a stack; None if rows are trained one by one."""
+        """Maximum number of workers that are trained together in a stack; None if workers are trained one by one."""
 
     @property
     def replays(self) -> Any:
-        """Steps captured as CUDA graphs; None if this trainer never captures steps."""
+        """CUDA graphs of the training steps, as a CUDAGraphCache; None if this trainer never uses CUDA graphs."""
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train each work item on its worker's samples, starting from the worker's row, which receives the result."""
+        """Train each worker of `members` on its own samples.
+
+        Training starts from the parameters in the worker's row, which also receives the result.
+        """
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Write each worker's mean gradient over all its samples to `CohortRows.full_gradients`.
+        """Compute each worker's mean gradient over all its samples, at the parameters in the worker's row.
 
-        The gradient is taken at the parameters in the worker's row.
+        The gradients are written to `CohortRows.full_gradients`.
         """
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD, in which the workers' rows contain gradients."""
+        """Begin a round of synchronous SGD for the workers of `members`. Their rows will contain gradients."""
 
     def gradients(self, step: int) -> None:
-        """Write each worker's gradient of the global model on its next batch to its row.
+        """Compute the gradient of the global model on each worker's next batch, and write it to the worker's row.
 
-        Workers whose round has fewer steps are skipped.
+        Workers whose round has no step number `step` are skipped.
         """
 
     def end_gradient_round(self) -> None:
@@ -72,7 +76,7 @@ class SyncParticipant:
         member: work item of the worker.
         module: module bound to the worker's gradient.
         batches: remaining batches of the round.
-        dropout: dropout masks of the round.
+        dropout: dropout masks of the worker in the round.
         loss_sum: sum of the losses of all samples so far.
         samples: number of samples so far.
         batch: batch of the current step.
@@ -89,7 +93,7 @@ class SyncParticipant:
     draws: bool = True
 
     def count(self, loss: Tensor) -> None:
-        """Add the mean loss of the current batch to the sums."""
+        """Add the current batch, with the mean loss `loss`, to the loss sum and the number of samples."""
         self.loss_sum.add_(loss, alpha=self.batch_size)
         self.samples += self.batch_size
 
@@ -147,7 +151,7 @@ class RowTrainer:
         return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, self._points, beside)
 
     def _call(self, function: TrainFunction, member: WorkItem, module: RowModule, data: Batches) -> float:
-        """Train a worker's model by a user's training function, and return the mean loss."""
+        """Train a worker's model by calling the user's training function, and return the mean loss."""
         batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
         precision = self._objective.precision
         with module.lent() as model, precision.forwards_of(model, self._task.device), closing(batches):
@@ -156,7 +160,7 @@ class RowTrainer:
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`.
 
-        Dropout uses the masks of the steps that follow the last step of the round.
+        Dropout masks are drawn as if the batches were further steps after the last step of the round.
         """
         task, shared, module = self._task, self._shared, self._modules[0]
         for member in members:
@@ -210,7 +214,10 @@ class RowTrainer:
         return SyncParticipant(member, module, batches, dropout, loss_sum)
 
     def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Compute the loss on the participant's batch of step number `step`, without a backward pass."""
+        """Return the mean loss on the participant's current batch, without a backward pass.
+
+        `step` is the number of the step in the round, on which random draws depend.
+        """
         assert participant.batch is not None
         if participant.draws:
             self.seed_layers(participant.member, participant.member.round, step)
@@ -219,7 +226,7 @@ class RowTrainer:
             return self._objective(participant.module.module, inputs, targets)
 
     def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Write the gradient on the participant's next batch to the worker's row, and return the loss."""
+        """Compute the gradient on the participant's next batch, write it to its row, and return the mean loss."""
         slot = participant.member.slot
         participant.batch = next(participant.batches)
         loss = self._loss_of(participant, step)
@@ -230,15 +237,15 @@ class RowTrainer:
         return loss.detach()
 
     def seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
-        """Seed PyTorch's global generators, which layers other than dropout use.
+        """Seed PyTorch's global generators for a worker's forward passes, because layers other than dropout use them.
 
-        The seed differs from the random key of dropout, because PyTorch's GPU generator is also Philox: equal keys
-        would produce equal random numbers.
+        The seed must differ from the random key of dropout. PyTorch's GPU generator is also Philox, so equal keys would
+        produce equal random numbers.
         """
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """Return the dropout masks of a work item's round. They are cached if the worker trains step by step."""
+        """Return the dropout of a work item's round. If the item is a single step, it is kept for the next step."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
@@ -248,7 +255,7 @@ class RowTrainer:
 
 
 class PointModules:
-    """Modules that evaluate gradients and features at parameters [d] other than a worker's row.
+    """Modules that compute gradients and features at other parameters than those of the trained model.
 
     Args:
         make: function that returns a new module.
@@ -260,16 +267,23 @@ class PointModules:
 
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Preallocated tensors for parameters and gradient, [d] each."""
+        """Preallocated tensors [d] for the parameters and the gradient of one of the modules."""
         return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
-        """Preallocated tensor for module buffers, [b]."""
+        """Preallocated tensor [b] for the buffers of one of the modules."""
         return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
-        """Return module number `number`, with parameters `point` [d], gradients `gradient` [d], and `buffers` [b]."""
+        """Return one of the modules, with its parameters, gradients and buffers set to these flat vectors.
+
+        Args:
+            number: number of the module, from 0. Missing modules are created.
+            point: parameters [d], of which the module's parameters become views.
+            gradient: gradients [d], of which the module's gradients become views.
+            buffers: buffers [b], which are copied.
+        """
         while len(self._made) <= number:
             self._made.append(RowModule(self._make))
         self._made[number].load(point, gradient, buffers)
@@ -279,10 +293,10 @@ class PointModules:
 
 @dataclass
 class LocalSteps:
-    """Local steps of one worker, with the optimizer interface that `train_epoch` expects.
+    """Local training steps of one worker, with the optimizer interface that `train_epoch` expects.
 
-    The class accumulates and clips gradients. It supports losses on features of other models
-    (`ClientAlgorithm.feature_loss`) and steps that request further gradients on their batch
+    The class accumulates and clips gradients. It supports loss terms that compare features with those of other models
+    (`ClientAlgorithm.feature_loss`), and steps that need the gradient on their batch at other parameters
     (`ClientAlgorithm.step_rows`).
 
     Attributes:
@@ -291,7 +305,7 @@ class LocalSteps:
         batches: number of batches that remain to be trained.
         module: module whose parameters are views of `row` [d] and whose gradients are views of `gradient` [d].
         state: state of the client algorithm.
-        dropout: dropout masks of the round.
+        dropout: dropout masks of the worker in the round.
         points: modules for gradients and features at other parameters.
         buffers_beside: buffers [b] of a personal model that is trained in addition to the row; None without one.
         steps: number of client algorithm steps so far.
@@ -320,7 +334,10 @@ class LocalSteps:
             self.gradient.zero_()
 
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
-        """Add the gradient of the loss to the parameters' `.grad`, and return the detached loss."""
+        """Compute the mean loss of a batch, add its gradient to the parameters' `.grad`, and return the detached loss.
+
+        `loss` is ignored, because the loss of the experiment's task is used.
+        """
         self._batch = inputs, targets
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
         if self._feature_points:
@@ -351,7 +368,14 @@ class LocalSteps:
 
     @torch.no_grad()
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-        """Return the features of the current batch at feature point number `place`, without changing buffers."""
+        """Return another model's features of the current batch, for the algorithm's loss term on features.
+
+        The worker's buffers do not change.
+
+        Args:
+            place: number of the other model, from 0.
+            masks: function that returns a context with the dropout masks of the batch.
+        """
         inputs, precision = self._batch[0], self._objective.precision
         point, gradient = self._feature_points[place], self.points.room[1]
         model = self.points.at(1 + place, point, gradient, self._buffers_of_row()).module
@@ -360,7 +384,10 @@ class LocalSteps:
         return precision.widened(recorded.of(len(inputs)))
 
     def _gradient_at(self, point: Tensor) -> Tensor:
-        """Return the current batch's gradient [d] at parameters `point` [d], without changing the row's buffers."""
+        """Return the gradient [d] on the current batch at the parameters `point` [d].
+
+        The buffers of the trained model do not change.
+        """
         buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
         row, gradient = self.points.room
         module = self.points.at(0, row, gradient, buffers)
@@ -378,13 +405,15 @@ class LocalSteps:
 
 
 class RoundBatches:
-    """Iterable over the (inputs, targets) batches of a round, which can be read only once.
+    """Iterable over the batches (inputs, targets) of a round for a user's training function. It can be read only once.
 
-    `close` exits the dropout context of the last batch.
+    While the function uses a batch, its forward passes use the dropout masks of this batch. `close` ends this for the
+    last batch.
 
     Args:
+        batches: batches of the round.
         count: number of batches.
-        masks: `masks(step, samples)` returns the dropout context for a batch.
+        masks: `masks(step, samples)` returns a context with the dropout masks of a batch.
     """
 
     def __init__(self, batches: Batches, count: int, masks: Callable[[int, int], AbstractContextManager[Any]]) -> None:

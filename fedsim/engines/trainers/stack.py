@@ -19,15 +19,16 @@ STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to th
 
 
 class StepBatch(NamedTuple):
-    """Batches of one step or of several steps, for m workers of a stack.
+    """Batches of m workers of a stack, for one training step or several steps.
 
-    With several steps, all tensors have a leading dimension [steps, ...], and workers that have finished have size 0.
+    With several steps, all tensors have a leading dimension [steps, ...], and a worker that has finished has batches of
+    size 0.
 
     Attributes:
-        step: number of the first step, counted from 0 at the start of the workers' training.
+        step: number of the (first) step, counted from 0 at the start of the workers' training.
         members: positions of the m workers in the stack: a range, or a list if they are not consecutive.
         sizes: number of samples in each worker's batch, [m], on the host.
-        counts: `sizes` as floating-point numbers on the device.
+        counts: the same numbers as `sizes`, in floating point on the device.
         positions: positions of the samples in the data set, int64 [m, batch]. Padding repeats the first sample of the
             batch, because NaN would reach the loss even with weight 0.
         weights: weight of each sample in the loss, [m, batch]: 1 / size, or 0 for padding.
@@ -42,21 +43,27 @@ class StepBatch(NamedTuple):
 
     @property
     def places(self) -> slice | list[int]:
-        """Index that selects the workers from a stacked tensor: a slice if they are consecutive, otherwise a list."""
+        """Index that selects these workers from a tensor of the stack: a slice if they are consecutive, else a list."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
     def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
-        """Return the batches that `index` selects from all tensors, with new values of `step` and `members`."""
+        """Index every tensor of this object with `index`, and return the selected batches.
+
+        Args:
+            index: index of the selected steps, workers, or both.
+            step: number of the first selected step.
+            members: positions of the selected workers in the stack.
+        """
         parts = self.sizes[index], self.counts[index], self.positions[index], self.weights[index]
         return StepBatch(step, members, *parts)
 
     def by_step(self) -> Iterator[StepBatch]:
-        """Split batches of several steps: yield one StepBatch per step, of the workers that have not finished."""
+        """Split batches of several steps: for each step, yield a StepBatch of the workers that have not finished."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
             yield self.part((step, slice(active)), self.step + step, range(active))
 
     def by_size(self) -> Iterator[StepBatch]:
-        """Split by batch size: yield one StepBatch per size, without padding."""
+        """Split the batches of one step by their size: for each size, yield a StepBatch without padding."""
         for size in np.unique(self.sizes).tolist():
             places = np.flatnonzero(self.sizes == size).tolist()
             cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
@@ -69,8 +76,9 @@ class Stack:
 
     Attributes:
         members: work items of the workers, sorted by descending number of steps.
-        slots: row numbers of the workers, int64 [k], on the host.
-        index: index that selects the workers' rows on the device; a slice gives a view (see `core.rows.index_of`).
+        slots: number of each worker's row, int64 [k], on the host.
+        index: index that selects the workers' rows from a tensor on the device. It is a slice if the rows are
+            consecutive; see `core.rows.index_of`.
         steps: number of steps of each worker, descending.
     """
 
@@ -88,17 +96,17 @@ class Stack:
         return len(self.members)
 
     def index_of(self, step_batch: StepBatch) -> slice | Tensor:
-        """Return the index that selects the rows of the workers in `step_batch`, on the device."""
+        """Return the index that selects the rows of the workers in `step_batch` from a tensor on the device."""
         if isinstance(self.index, Tensor):
             return self.index[step_batch.places]
         return index_of([self.members[place].slot for place in step_batch.members], self._task.device)
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield one StepBatch per step, of the workers that have not finished."""
+        """Yield the batches of one step after another, for the workers that have not finished."""
         return (step_batch for block in self.blocks(STEPS_AT_A_TIME) for step_batch in block.by_step())
 
     def blocks(self, at_a_time: int) -> Iterator[StepBatch]:
-        """Yield the batches of all steps, `at_a_time` steps at a time."""
+        """Yield the batches of all steps, in blocks of at most `at_a_time` steps."""
         if all(member.step is not None for member in self.members):
             batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
@@ -106,11 +114,13 @@ class Stack:
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
     def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[StepBatch]:
-        """Yield the `blocks` of workers that train whole rounds, computed by a few array operations.
+        """Yield the batches of all steps in blocks, for workers that train more than a single step.
+
+        A few array operations compute the batches of many steps at once.
 
         Args:
             steps: number of steps of each worker, descending.
-            at_a_time: number of steps per block.
+            at_a_time: maximum number of steps per block.
         """
         schedule, members = self._task.schedule, self.members
         shards = np.array([self._batch_source.size(member.worker) for member in members])
@@ -139,7 +149,7 @@ class Stack:
                 yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
 
     def full_pass(self) -> Iterator[StepBatch]:
-        """Yield batches that contain each training sample of each worker once, in the order of the dataset."""
+        """Yield batches that contain each training sample of each worker exactly once, in the order of the dataset."""
         workers, size = [member.worker for member in self.members], self._task.schedule.batch_size
         positions, starts = self._batch_source.shards_of(workers)
         samples = np.array([self._batch_source.size(worker) for worker in workers])
@@ -153,11 +163,17 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """Random key of dropout for each worker; see `layer_key`."""
+        """List of each worker's random key for dropout; see `layer_key`."""
         return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
-        """Return the dropout factors of the workers' steps, or of the steps after their last one if `after` is true."""
+        """Return the workers' dropout factors (scaled masks).
+
+        Args:
+            dropouts: dropout calls of a forward pass, in call order.
+            after: whether to return the factors of further steps after the last step of each worker, instead of the
+                factors of its own steps.
+        """
         task = self._task
         first_steps = self.steps if after else [member.step or 0 for member in self.members]
         on_host = [self.layer_keys, first_steps] if dropouts else [[], []]
@@ -167,12 +183,13 @@ class Stack:
     def alter(
         self, step_batch: StepBatch, inputs: Tensor, targets: Tensor, alterations: Sequence[Alteration | None] = ()
     ) -> None:
-        """Augment or poison the batches of a step, inputs and targets [m, batch, ...], in place.
+        """Augment or poison the batches of m workers in one step, in place.
 
         Args:
-            step_batch: batches of m workers.
-            alterations: for each worker of the stack, a function or None to keep its batch; by default the functions
-                that are used in training.
+            step_batch: positions and sizes of the batches.
+            inputs, targets: samples of the batches, [m, batch, ...] each.
+            alterations: for each worker of the stack, a function that alters its batch, or None to keep it. By default,
+                the functions of training are used.
         """
         for place, member in enumerate(step_batch.members):
             if alter := alterations[member] if alterations else self._iterators[member].alter:
@@ -180,7 +197,7 @@ class Stack:
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
-        """Return a function for each worker that poisons its batches without augmentation; None to keep them.
+        """Return, for each worker, a function that transforms and poisons its batches without augmentation, or None.
 
         `purpose` is part of the random key.
         """
@@ -188,7 +205,10 @@ class Stack:
         return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
-        """Add the mean losses [m] of `step_batch` to the workers' totals, without waiting for the device."""
+        """Add the batches of `step_batch`, with the mean losses [m], to the workers' loss sums and numbers of samples.
+
+        The method does not wait for the device.
+        """
         sums = self._loss_sum[step_batch.places]
         sums.addcmul_(losses, step_batch.counts)
         if isinstance(step_batch.places, list):  # `sums` is a copy
@@ -196,11 +216,11 @@ class Stack:
         self._samples[step_batch.places] += step_batch.sizes
 
     def count_samples(self, block: StepBatch) -> None:
-        """Count the samples of a block whose losses are added by `add_losses`."""
+        """Add the batch sizes in a block of steps to the workers' numbers of samples. `add_losses` adds the losses."""
         self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
     def add_losses(self, sums: Tensor) -> None:
-        """Add one loss sum per worker, [k], over several StepBatches."""
+        """Add `sums` [k], the sum of the losses of several batches of each worker, to the workers' loss sums."""
         self._loss_sum += sums
 
     def mean_losses(self) -> Tensor:
@@ -208,10 +228,11 @@ class Stack:
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
     def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
-        """Return the batches of several steps, beginning with step `start`.
+        """Return the batches of m workers for several steps, beginning with step number `start`.
 
         Args:
-            positions: sample positions in the data set, int64 [n], on the device.
+            start: number of the first step.
+            positions: positions of samples in the data set, int64 [n], on the device.
             begins: first index into `positions` of each batch, int64 [steps, m].
             sizes: number of samples of each batch, int64 [steps, m]; 0 if the worker has finished.
         """

@@ -27,12 +27,12 @@ Part = tuple[Entry, Tensor | OuterProductGrad]  # (columns of the rows, gradient
 
 
 class Batch(NamedTuple):
-    """Training data of m workers for one step.
+    """Training data of m workers for one training step.
 
     Attributes:
-        inputs, targets: [m, batch, ...] each.
+        inputs, targets: samples, [m, batch, ...] each.
         weights: weight of each sample in the loss, [m, batch].
-        factors: dropout factors in call order, [m, batch, ...] each.
+        factors: scaled dropout masks [m, batch, ...], one for each dropout call, in call order.
     """
 
     inputs: Tensor
@@ -43,16 +43,16 @@ class Batch(NamedTuple):
 
 @dataclass
 class StackState:
-    """Parameters (rows), client algorithm state and buffers of k stacked workers, which a step changes in place.
+    """Parameters, client algorithm state and buffers of k workers in a stack, which a training step changes in place.
 
     Args:
-        module: module that computes all rows at once.
-        rows: [k, d], parameters of the workers.
-        algorithm_state: result of `algorithm.start(rows)`, [k, d] each.
-        buffers: buffers of the workers, [k, ...] each.
-        buffers_beside: buffers of personal models that are trained in addition to the rows, [k, ...] each.
-        places: positions of these rows in the whole stack: a slice, or an index tensor on the device if the rows are
-            not consecutive.
+        module: module that computes all k models at once.
+        rows: [k, d], parameters of each worker as a flat vector.
+        algorithm_state: state of the client algorithm by name, as returned by `algorithm.start(rows)`, [k, d] each.
+        buffers: buffers of the workers' models, [k, ...] each.
+        buffers_beside: buffers of personal models that are trained in addition, [k, ...] each.
+        places: positions of the k workers in the whole stack: a slice, or an index tensor on the device if the workers
+            are not consecutive.
     """
 
     module: StackedModule
@@ -68,7 +68,7 @@ class StackState:
         self._of_some: StackState | None = None
 
     def of(self, places: slice | list[int]) -> StackState:
-        """Return the state of the workers at positions `places`: cached views for a slice, copies for a list."""
+        """Return the state of the workers at positions `places`. It has views for a slice, and copies for a list."""
         if places == slice(0, len(self.rows)):
             return self
         if isinstance(places, list):
@@ -83,11 +83,11 @@ class StackState:
         return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
-        """Copy a part of this state, returned by `of`, back after a step. Views need no copy.
+        """Copy the state of some workers, which `of` returned, back to this state after a step. Views need no copy.
 
         Args:
-            theirs: part of this state.
-            moved: whether to copy rows and algorithm state too, not only buffers.
+            theirs: state of some workers, as returned by `of`.
+            moved: whether to copy parameters and algorithm state too, not only buffers.
         """
         copied = isinstance(theirs.places, Tensor)
         if copied:
@@ -103,7 +103,10 @@ class StackState:
                 self.state_of(name)[theirs.places] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
-        """Return views of one parameter's columns in rows and algorithm state. The caller may change the dictionary."""
+        """Return views of one parameter in `rows`, and in each tensor of the algorithm state by name.
+
+        The caller may change the returned dict.
+        """
         if entry not in self._parts:
             state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.algorithm_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
@@ -111,7 +114,7 @@ class StackState:
         return rows, dict(state)
 
     def state_of(self, name: str) -> Tensor:
-        """Return the client algorithm's state tensor `name`, [k, d]. It is created with zeros if it does not exist."""
+        """Return the state tensor [k, d] of the client algorithm called `name`. If it does not exist, create zeros."""
         if name not in self.algorithm_state:
             self.algorithm_state[name] = torch.zeros_like(self.rows)
             self._parts.clear()
@@ -119,19 +122,27 @@ class StackState:
 
 
 def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
-    """Return one parameter's columns of a state tensor [k, d]. A tensor [k, 1] is reshaped to broadcast instead."""
+    """Return a view of one parameter's columns in a state tensor [k, d].
+
+    A state tensor [k, 1] has one number per worker. It is reshaped so that it broadcasts with the parameter.
+
+    Args:
+        tensor: state tensor.
+        entry: position and shape of the parameter.
+        rows: parameters of the workers, [k, d].
+    """
     is_number = tensor.shape[1] == 1 and rows.shape[1] > 1
     return tensor.view(-1, *[1] * len(entry.shape)) if is_number else view_of(tensor, entry)
 
 
 def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets [m, batch, ...] at `positions` [m, batch] in the data."""
+    """Return the inputs and targets, [m, batch, ...] each, of the samples at `positions` [m, batch] in the data set."""
     inputs, targets = train.gather(positions.flatten())
     return inputs.unflatten(0, positions.shape), targets.unflatten(0, positions.shape)
 
 
 class StackStep:
-    """Callable that makes one step of the client algorithm for the workers of a stack."""
+    """Callable that trains the workers of a stack for one step: gradients and the client algorithm's update."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
@@ -141,12 +152,13 @@ class StackStep:
     def __call__(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, moment: tuple[int, int] = (1, 0)
     ) -> Tensor:
-        """Update the rows of a state by one step, in place, and return the losses [m].
+        """Train m workers for one step, in place, and return the mean loss of each, [m].
 
         Args:
-            state: state of m workers.
+            state: state of the workers.
             batch: data of the step.
-            active: bool [m], rows whose parameters, algorithm state and buffers may change; None for all rows.
+            active: bool [m], true for the workers that may change; None for all. The other workers keep their
+                parameters, algorithm state and buffers.
             moment: (round, step), which determines the learning rate.
         """
         algorithm = self._task.algorithm_at(*moment)
@@ -164,9 +176,9 @@ class StackStep:
         return losses
 
     def _whole_rows(self, algorithm: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
-        """Make a step on whole rows, with gradients at further points on request; see `ClientAlgorithm.step_rows`.
+        """Make a step of a client algorithm that needs whole rows; see `ClientAlgorithm.step_rows`.
 
-        Return the losses [m].
+        The algorithm may request gradients on the batch at other parameters. Returns the mean loss of each worker, [m].
         """
 
         def gradient_at(points: Tensor) -> Tensor:
@@ -186,18 +198,18 @@ class StackStep:
         return losses
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return losses [m] and gradients [m, d] clipped to `local.clip_norm`. Updates buffers in place."""
+        """Return the losses [m] and the gradients [m, d], clipped to `local.clip_norm`. Update buffers in place."""
         losses, gradients = self.whole_gradients(state, batch, active)
         clip_rows(gradients, self._task.experiment.local.clip_norm)
         return losses, gradients
 
     def whole_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return losses [m] and gradients [m, d]. Updates buffers in place."""
+        """Return the losses [m] and the gradients [m, d] of m workers. Buffers are updated in place."""
         losses, gradients = self.gradients(state, batch, active, leave_products=self._left_of_rows)
         return losses, self._as_rows(gradients)
 
     def sum_gradients(self, state: StackState, batch: Batch) -> None:
-        """Add the gradients to the state tensor "sum" [m, d]. Updates buffers in place."""
+        """Add the gradients of m workers to the state tensor "sum" [m, d]. Buffers are updated in place."""
         _, gradients = self.gradients(state, batch, leave_products=self._left_of_rows)
         for entry, gradient in self._parts(gradients):
             total = state.part(entry)[1]["sum"]
@@ -207,12 +219,15 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Pair each gradient with its columns. On a GPU, concatenate neighbouring gradients to launch fewer kernels."""
+        """Return pairs (columns in the rows, gradient of these columns), as `move` takes them.
+
+        On a GPU, neighbouring gradients are concatenated to launch fewer kernels.
+        """
         entries = self._module.layout.parameters
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
     def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
-        """Copy the gradients of all parameters to a tensor [m, d]. On a GPU, this is a single kernel."""
+        """Return the gradients of all parameters as one tensor [m, d]. On a GPU, they are copied by a single kernel."""
         if not self._on_cpu:
             return side_by_side(cast(list[Tensor], gradients))
         first = gradients[0]
@@ -229,9 +244,13 @@ class StackStep:
     def gradients(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
-        """Return the losses [m], and the gradients as a stack [m, ...] for each parameter.
+        """Return the losses [m] of m workers, and a gradient [m, ...] for each parameter.
 
-        The buffers of the active rows are updated in place. For `leave_products` see `StackedModule.gradients`.
+        Args:
+            state: state of the workers. The buffers of active workers are updated in place.
+            batch: data of the step.
+            active: bool [m], true for the active workers; None for all.
+            leave_products: as for `StackedModule.gradients`.
         """
         buffers = list(state.buffers)
         term = self._feature_term(state)
@@ -250,9 +269,13 @@ class StackStep:
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """Pair each gradient with its columns, and concatenate neighbouring tensors so that a step launches fewer kernels.
+    """Return pairs (columns in the rows, gradient of these columns), with neighbouring gradients concatenated.
 
-    Gradients that are outer products stay separate.
+    A step on fewer and larger tensors launches fewer kernels. Gradients that are outer products stay separate.
+
+    Args:
+        entries: position and shape of each parameter.
+        gradients: gradient [m, ...] of each parameter.
     """
     parts = list[Part]()
     for are_products, pairs in groupby(
@@ -268,18 +291,18 @@ def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGr
 
 
 def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
-    """Concatenate stacks [m, ...] to one matrix [m, columns]."""
+    """Concatenate tensors [m, ...] to one matrix [m, columns]."""
     return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1)
 
 
 def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step to the rows of a state, in place.
+    """Apply the client algorithm's step to the parameters of m workers, in place.
 
     Args:
         algorithm: client algorithm.
-        state: state of m workers.
-        parts: gradients with their columns.
-        moving: bool [m], rows that may change; None for all rows.
+        state: state of the workers.
+        parts: pairs (columns in the rows, gradient of these columns).
+        moving: bool [m], true for the workers that may change; None for all.
     """
     step = partial(step_along, algorithm) if moving is None else partial(step_where, moving, algorithm)
     new = list[tuple[str, Entry, Tensor]]()
@@ -294,12 +317,18 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
 
 
 def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step with gradients [m, d] of whole rows, in place; see `move`."""
+    """Apply the client algorithm's step to the parameters of m workers, in place, with gradients [m, d].
+
+    See `move` for the other arguments.
+    """
     move(algorithm, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
 
 
 def step_where(moving: Tensor, algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor, state: State) -> None:
-    """Apply a client algorithm's step, in place, only to the rows for which the mask `moving` [m] is true."""
+    """Apply a client algorithm's step, in place, only to the workers for which the mask `moving` [m] is true.
+
+    `rows`, `gradients` and the tensors in `state` have one entry for each of m workers.
+    """
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows_before = rows.clone()
     algorithm.step(rows, gradients, state)
@@ -310,5 +339,5 @@ def step_where(moving: Tensor, algorithm: ClientAlgorithm, rows: Tensor, gradien
 
 
 def _like(values: Tensor, tensor: Tensor) -> Tensor:
-    """Reshape values [m] to [m, 1, ...], to broadcast with a tensor [m, ...]."""
+    """Reshape `values` [m] to [m, 1, ..., 1], so that they broadcast with `tensor` [m, ...]."""
     return values.view(-1, *[1] * (tensor.ndim - 1))

@@ -29,11 +29,12 @@ StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch
 
 
 class StackTrainer:
-    """Trainer that trains the workers of one process in stacks of at most `width` workers.
+    """Trainer that trains the workers of one process in stacks of at most `width` workers, which are computed together.
 
-    Workers are sorted by descending number of steps, so the workers that still train are the first rows of a stack, and
-    finished rows stay unchanged. Short batches are padded with samples of weight 0. If samples of a batch influence
-    each other (BatchNorm), only workers with equal batch sizes are computed together instead.
+    Workers are sorted by descending number of steps, so the workers that still train are the first ones of a stack, and
+    finished workers stay unchanged. Short batches are padded with samples of weight 0. If the samples of a batch
+    influence each other (BatchNorm), batches are not padded, and only workers with equal batch sizes are computed
+    together.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StackTrainer:
         self.width, self._probe = width, probe
         self._module = StackedModule(task.new_module, task.objective, merged=probe.merged)
         self._step = StackStep(task, self._module)
-        refusal = "they are off" if task.experiment.cuda_graphs is False else unsafe(task, probe)
+        refusal = "cuda_graphs = false" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
         sizes = sizes_of_stacks(min(width, max(1, len(shared.cohort.rows))), usual)
@@ -67,9 +68,9 @@ class StackTrainer:
         self._record_losses(stacks)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Compute each member's gradient over all its samples, without local steps.
+        """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`.
 
-        Dropout uses the masks of the steps that follow the last step of the round.
+        Dropout masks are drawn as if the batches were further steps after the last step of the round.
         """
         shared = self._shared
         for stack in self._stacks(members):
@@ -119,7 +120,10 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """Split workers into as few stacks as `width` allows, of similar size, sorted by descending number of steps."""
+        """Split workers into stacks of at most `width` workers: as few as possible, and of similar size.
+
+        The workers are sorted by descending number of steps before they are split.
+        """
         if not members:
             return []
         members = sorted(members, key=lambda member: -self._batch_source.steps_of(member))
@@ -157,9 +161,9 @@ class StackTrainer:
                 stack.count(part, self._step(theirs, batch, moment=moment))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
-        """Train a stack with gradient accumulation: one step per `local.accumulate` batches, with their mean gradient.
+        """Train a stack with gradient accumulation: one update per `local.accumulate` batches.
 
-        The last step of a round may have fewer batches.
+        The last update of a round may use fewer batches.
         """
         ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
         total = torch.zeros_like(state.rows)
@@ -189,16 +193,18 @@ class StackTrainer:
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
-        """Yield groups of batches that are computed together, each with its workers' state and data.
+        """Split the batches of one step into groups that are computed together. Yield each with its state and data.
 
-        After each group, the buffers are copied back to the stack. If `moves` is true, also rows and state.
+        After each group, the buffers of its workers are copied back to `state`.
 
         Args:
             stack: stack of workers.
             state: state of the whole stack.
-            whole: batches of all workers of the stack for one step.
-            factors: dropout factors for the whole stack, [k, batch, ...] for each dropout call.
-            alterations: functions that augment or poison each worker's batch; by default those of training.
+            whole: batches of all workers of the stack that have not finished.
+            factors: scaled dropout masks for these workers, [k, batch, ...] for each dropout call.
+            alterations: for each worker of the stack, a function that alters its batch, or None to keep it. By default,
+                the functions of training are used.
+            moves: whether to copy parameters and algorithm state back too.
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
@@ -210,13 +216,13 @@ class StackTrainer:
             state.take_back(theirs, moved=moves)
 
     def _usual_sizes(self) -> list[int]:
-        """Return the stack sizes of a round in which all workers make equally many steps, largest first."""
+        """Return the sizes of the stacks in a round in which all workers make equally many steps, largest first."""
         members = -(-len(self._shared.cohort.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
-        """Copy the rows of a stack to consecutive memory, because rows that are not consecutive cannot be a view."""
+        """Return a copy of a stack's rows in consecutive memory, for rows that a slice cannot select."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
@@ -240,16 +246,17 @@ STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do
 
 
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
-    """Return the number of workers per stack: a process's share of the cohort, limited by memory (on a CPU, by caches).
+    """Return the maximum number of workers per stack.
 
-    Each row and its client algorithm state exist twice: in the cohort and in the stack. A step allocates a gradient and
-    activations. On a GPU, a step also allocates the concatenated gradients, and backups of rows and state that a mask
-    keeps unchanged. If steps are captured as CUDA graphs, this step memory exists twice: in the graphs, and for
-    uncaptured steps.
+    This is a process's share of the cohort, limited by the memory of the device, or by the caches of a CPU. Each
+    worker's parameters and client algorithm state exist twice: in the cohort and in the stack. A step allocates a
+    gradient and activations. On a GPU, it also allocates the concatenated gradients, and copies of the parameters and
+    states that a mask keeps unchanged. If CUDA graphs are used, this memory exists twice: in the graphs, and for steps
+    without a graph.
 
     Args:
         task, shared: run and its tensors.
-        probe: result of a trial of the model.
+        probe: result of a trial run of the model.
         processes: number of processes that share the device.
         threads: PyTorch threads of each process.
     """

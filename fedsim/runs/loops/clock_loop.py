@@ -85,11 +85,11 @@ class ClockLoop:
 
 
 def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:
-    """Return the record fields that describe the work of a round: cohort, samples, excluded workers and bytes sent.
+    """Return fields of a `RoundRecord` for an asynchronous round: workers, samples, excluded workers and bytes sent.
 
     Args:
         stats: counts of the round.
-        bytes_up, bytes_down: bytes of one update that a worker sends, and of one model that a worker receives.
+        bytes_up, bytes_down: bytes of one update that a worker sends, and bytes of one model that a worker receives.
     """
     cohort = sorted(stats.samples)
     return {
@@ -102,13 +102,13 @@ def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]
 
 
 def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) -> AsyncRecord:
-    """Return the asynchronous part of a round's record.
+    """Return the part of a round's record that only asynchronous rounds have.
 
     Args:
         stats: counts of the round.
-        updates: number of updates of the global model so far.
-        arrivals: number of results that have arrived at the server so far.
-        buffered: number of results that wait in the policy's buffer.
+        updates: number of updates of the global model since the start of the run.
+        arrivals: number of worker results that have arrived at the server since the start of the run.
+        buffered: number of worker results that wait in the policy's buffer.
     """
     staleness = {str(tau): count for tau, count in sorted(stats.staleness.items())}
     return AsyncRecord(
@@ -130,7 +130,10 @@ def _source_of(
     bytes_up: int,
     bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
-    """Return what determines the order of events: simulated delays, or the recorded log of a race."""
+    """Return the object that determines the order in which workers finish.
+
+    This is a virtual clock with simulated delays, or the order in the log of a race that is replayed.
+    """
     clock = experiment.clock
     if clock.replay_log is not None:
         return LoggedOrder(

@@ -16,10 +16,10 @@ from fedsim.runs.loops.synchronous import SynchronousLoop
 
 
 class Loop(Protocol):
-    """Loop over the rounds of a run, on an engine that has begun the run's task.
+    """Interface of loops, which run the rounds of a run on an engine that has begun the run's task.
 
-    A round depends on earlier rounds only through `state`. A loop that resumes from a state continues bit-identically.
-    Races are an exception, because they are not reproducible.
+    A round depends on earlier rounds only through `state`. A loop that resumes from a state continues with
+    bit-identical results. Races are an exception, because they are not reproducible.
     """
 
     def run_round(self, round: int) -> RoundRecord:
@@ -29,7 +29,7 @@ class Loop(Protocol):
         """Return a snapshot of all state that the next round depends on."""
 
     def resume(self, state: Snapshot) -> None:
-        """Restore a state that `state` returned in a loop of the same experiment."""
+        """Restore a snapshot that the method `state` of a loop of the same experiment has returned."""
 
     def test_workers(self, round: int) -> dict[str, float]:
         """Test the models of single workers after `round`, and return the metrics by name.
@@ -38,7 +38,7 @@ class Loop(Protocol):
         """
 
     def finish(self) -> None:
-        """Complete the run after its last round, for example by writing a race's log."""
+        """Complete the run after its last round. For example, a race writes its log."""
 
 
 def loop_of(
@@ -48,11 +48,14 @@ def loop_of(
     keep_log: Callable[[bytes], object] | None = None,
     keep_results: Callable[[WorkerResults], object] | None = None,
 ) -> Loop:
-    """Return the loop over the rounds of a run, according to the experiment's mode.
+    """Return the loop that runs the rounds of an experiment, according to its mode.
 
     Args:
-        keep_log: function that receives the log of a race as a file's content.
-        keep_results: function that receives the results of tests of single workers.
+        experiment: experiment to run.
+        task: task of the run.
+        engine: engine that has begun the task.
+        keep_log: function that is called with the log of a race, as the content of a file; None to keep no log.
+        keep_results: function that is called with the results of tests of single workers; None to keep none.
     """
     if isinstance(engine, SpawnEngine) and experiment.mode == "race":
         return RaceLoop(experiment, task, engine, keep_log)

@@ -40,11 +40,11 @@ KeepLog = Callable[[bytes], object]
 
 @dataclass(frozen=True)
 class RaceRoundResult:
-    """Result of one round in one of a race's runs.
+    """Result of one round of a race. A race is run several times, and each repetition has its own results.
 
     Attributes:
         work: losses, times and counts, summed over the processes.
-        lost: estimated number of updates that other processes have overwritten.
+        lost: estimated number of updates that were lost because other processes have overwritten them.
         asynchronous: asynchronous part of the round's record.
         test: test result of the global model.
     """
@@ -58,14 +58,15 @@ class RaceRoundResult:
 class RaceLoop:
     """Loop over the rounds of a race; see `Loop` for the methods.
 
-    The shared tensors contain the state of one of the race's runs at a time.
+    A race is repeated `race.runs` times. Each round runs for all repetitions, one after another. The shared tensors
+    contain the state of one repetition at a time.
 
     Args:
         experiment: experiment with `mode = "race"`.
         task: task of the run.
         engine: engine that has begun the task.
-        keep_log: function that receives the log as a CSV file's content after the last round. It is used only if the
-            policy locks the server.
+        keep_log: function that is called with the log, as the content of a CSV file, after the last round. It is called
+            only if the policy locks the server; None to keep no log.
     """
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
@@ -129,13 +130,13 @@ class RaceLoop:
         return {}
 
     def finish(self) -> None:
-        """Load the state of the first run into the shared tensors, and pass the log to `keep_log`."""
+        """Load the state of the race's first repetition into the shared tensors, and pass the log to `keep_log`."""
         self._switch_to(0)
         if self._keep_log:
             self._keep_log(to_csv(self._experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
-        """Execute one round of run number `run` (from 0)."""
+        """Run one round of the race's repetition number `run` (from 0), and return its result."""
         self._switch_to(run)
         server, timer, work = self._server, self._timer, ProcessResult()
         self._race_state.clear()
@@ -158,11 +159,14 @@ class RaceLoop:
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a method of `RaceWorker` in every process, and return the results in the order of the processes."""
+        """Call a method of each process's `RaceWorker`, and return the results in the order of the processes."""
         return self._engine.backend.run(_call_worker, method, *arguments)
 
     def _switch_to(self, run: int) -> None:
-        """Save the state of the current run, and load the state of another run into the shared tensors."""
+        """Load the state of the race's repetition number `run` into the shared tensors.
+
+        The state of the current repetition is saved before.
+        """
         if run == self._current:
             return
         tensors = self._tensors().values()
@@ -201,7 +205,13 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
 
 
 def _set_up(executor: Executor, server: ServerState, race_state: RaceState) -> None:
-    """Create the `RaceWorker` of this process. Every process calls this function."""
+    """Create the `RaceWorker` of this process. Every process calls this function before the race.
+
+    Args:
+        executor: executor of this process.
+        server: state of the server, in shared memory.
+        race_state: counters and locks of the race, in shared memory.
+    """
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
     steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]

@@ -22,7 +22,7 @@ class SynchronousLoop:
     Args:
         task: task of the run.
         engine: engine that has begun the task.
-        keep_results: function that receives the results of tests of single workers.
+        keep_results: function that is called with the results of tests of single workers; None to keep none.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SynchronousLoop:
         self._warned = False
 
     def run_round(self, round: int) -> RoundRecord:
-        """Run one round, counted from 1."""
+        """Run one round, counted from 1, and return its record."""
         finished = self._engine.backend.run(Simulation.run_round, round)[0]
         assert finished is not None
         record, results = finished
@@ -42,7 +42,10 @@ class SynchronousLoop:
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after `round`, and return the metrics. Overwrites the cohort's rows."""
+        """Test the models of single workers after `round`, and return the metrics by name.
+
+        The tests overwrite the cohort's rows.
+        """
         return self._keep(self._engine.backend.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
@@ -62,7 +65,7 @@ class SynchronousLoop:
         engine, facts = self._engine, state.facts
         known = facts["syncs"] in (list(engine.shared.server.states), ["gradients"])
         if type(facts["has_last"]) is not bool or not known:
-            raise ValueError("it belongs to another run")
+            raise ValueError("the checkpoint belongs to another run")
         if self._task.experiment.mode == "clock":
             RoundClockState.model_validate(facts["clock"])  # validated here, because an error would close a pool
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
