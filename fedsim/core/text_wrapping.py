@@ -35,5 +35,5 @@ def hang(head: str, text: str, columns: int | None) -> str:
 
 
 def note(text: str) -> str:
-    """Wrap the text of a note that is printed below a table, with all lines except the first indented."""
+    """Return the text of a note below a table, wrapped to NOTE_COLUMNS, with all lines except the first indented."""
     return textwrap.fill(text, NOTE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
