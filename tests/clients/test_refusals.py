@@ -64,7 +64,7 @@ REFUSED = [
     (of_local(epochs={"uniform": [5, 1]}), "with low <= high"),
     (of_local(steps={"choice": []}), "must be an integer, a list of integers"),
     ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server also trains, but is not in the list"),
-    ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "workers send each gradient and have no rounds; use one number"),
+    ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "because workers send every gradient; use one number"),
     ({**of_local(accumulate=2), "sync": "gradients"}, "the gradients of each batch are averaged; use a larger"),
     ({**of_local(accumulate=2), **CLOCK, "policy": "fedasync"}, "only works with synchronous rounds; use a larger"),
     (of_local(accumulate=2, algorithm="fedsam"), "computes several gradients per batch; use a larger"),
