@@ -252,13 +252,13 @@ class AdaptiveStep(ServerStep):
 
     @property
     def decays(self) -> dict[str, float]:
-        """Decay rate of each running mean that `bias_correction` corrects, by the name of the mean."""
+        """Decay rates of the running means that `bias_correction` corrects, by the name of the mean ("m" or "v")."""
         return {"m": self.beta1}
 
 
 @dataclass(frozen=True)
 class DecayingStep(AdaptiveStep):
-    """Base class of `adam` and `yogi`, in which v decays, so that steps do not become shorter and shorter."""
+    """Base class of `adam` and `yogi`, which forget old squared updates (unlike `adagrad`, whose steps only shrink)."""
 
     lr: NonNegative = 0.03
     beta2: Decay = 0.99
