@@ -254,7 +254,7 @@ def _is_table(name: str) -> bool:
 
 
 def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
-    """Return the annotated fields of classes by name; fields of later classes replace those of earlier ones."""
+    """Return the annotated fields of classes by name. A field of a later class replaces one of an earlier class."""
     annotated = (field for definition in definitions for field in definition.body if isinstance(field, ast.AnnAssign))
     return {_name(field.target): field for field in annotated}
 

@@ -87,7 +87,7 @@ class ComponentTable(Table):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys and values of `table` with defaults added; by default, `table` itself.
+        """Return the keys and values of `table` with defaults added. The base class returns `table` itself.
 
         Subclasses override this method if the default of a key depends on other keys.
         """

@@ -64,7 +64,7 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """Create the metric from validated parameters. The default label is its name; `settings` are not used."""
+        """Create the metric from validated parameters. The default label is its name. `settings` are not used."""
         return super().of(
             registration,
             params,

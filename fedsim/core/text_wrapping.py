@@ -19,7 +19,7 @@ def terminal_columns() -> int | None:
 def hang(head: str, text: str, columns: int | None) -> str:
     """Join `head` and `text` on one line, or, if it exceeds `columns`, wrap the text to the right of the head.
 
-    No line is broken before an opening bracket. `columns` is the terminal's width; None: no limit.
+    No line is broken before an opening bracket. `columns` is the terminal's width, or None for no limit.
 
     >>> print(hang("name: ", "one two three (3)", 26))
     name: one two three (3)
