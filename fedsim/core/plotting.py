@@ -91,12 +91,14 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
 
 
 def far_apart(values: Collection[float]) -> bool:
-    """Whether an axis with these values should be logarithmic."""
+    """Whether the values are > 0 and differ by a factor of 10 or more, so that a logarithmic axis suits them."""
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Put a tick on the x axis at each value in `places` (label to value). Use a log scale for distant values.
+    """Put ticks with these labels on the x axis, at the value of each label in `places`.
+
+    The axis becomes logarithmic if the values are far apart (see `far_apart`).
 
     >>> from matplotlib.figure import Figure
     >>> axes = Figure().subplots()

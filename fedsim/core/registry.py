@@ -84,7 +84,7 @@ class Registration:
         Args:
             values: parameters by name.
             place: table of the experiment that contains the parameters, for error messages.
-            beside: other keys of that table, for suggestions.
+            beside: other keys of that table, which an error message may suggest.
 
         Raises ExperimentError with one line per unknown name, missing parameter or invalid value.
         """

@@ -144,24 +144,27 @@ def has_words(search: str, *texts: str) -> bool:
 
 
 def normalized(name: str) -> str:
-    """Return a name in lower case with underscores, for comparisons."""
+    """Return a name in lower case, with underscores as separators, to compare spellings."""
     return re.sub(r"[\s-]", "_", name.strip().lower())
 
 
 def _initials(name: str) -> str | None:
-    """Return `bs` for `batch_size`, and None for a single word."""
+    """Return the initials of a name of several words, `bs` for `batch_size`, or None for a single word."""
     return "".join(word[:1] for word in name.split("_")) if "_" in name else None
 
 
 def as_range(text: str) -> str | None:
-    """Return `0,1,2` for `0..2`, and None for other texts or more than MOST_IN_RANGE numbers."""
+    """Return a range such as `0..2` written as a list, `0,1,2`.
+
+    Returns None for other texts, and for more than MOST_IN_RANGE numbers.
+    """
     ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
     return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
 
 
 def as_list(text: str) -> str:
-    """Return `[0,1]` for `0,1`. Names are quoted."""
+    """Return a comma-separated text as a TOML list: `[0,1]` for `0,1`. Names are quoted."""
     pieces = (piece.strip() for piece in text.split(","))
     return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 

@@ -73,7 +73,10 @@ class ServerSGD(ServerStep):
 
 
 class MomentumStep(ServerStep):
-    """Base class of `momentum` and `diloco`: v = beta v + D, w += lr v, or w += lr (D + beta v) with Nesterov."""
+    """Base class of `momentum` and `diloco`: v = beta v + D, w += lr v, or w += lr (D + beta v) with Nesterov.
+
+    D is the aggregated update, and w the global model.
+    """
 
     lr: float
     beta: float

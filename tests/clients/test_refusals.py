@@ -76,9 +76,9 @@ REFUSED = [
     (scheduled({"warmup": 6}), "local.schedule.warmup = 6: must be less than 6, the number of rounds"),
     (scheduled(BY_STEP), "local.schedule.T_max: is required"),
     ({"server": {"name": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a learning rate "),
-    ({**scheduled("cosine"), **CLOCK, "policy": "fedasync"}, "local.schedule: asynchronous"),
+    ({**scheduled("cosine"), **CLOCK, "policy": "fedasync"}, "local.schedule: does not apply to asynchronous"),
     ({**scheduled(BY_STEP, steps=2), "aggregate": "qfedavg"}, 'per = "step": "qfedavg" needs one learning rate'),
-    (scheduled({"name": f"{__name__}:no_scheduler"}), "local.schedule.name: must return a scheduler"),
+    (scheduled({"name": f"{__name__}:no_scheduler"}), "local.schedule.name: the function must return a scheduler"),
     (
         scheduled("cosine", algorithm=f"{__name__}:Rateless"),
         "local.schedule: needs a learning rate `lr`, which",

@@ -28,7 +28,7 @@ def even_sizes(n_samples: int, parts: int) -> np.ndarray:
 def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
     """Divide n_samples in proportion to `shares`, and return the integer counts [parts], which sum to n_samples.
 
-    `shares` sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share above zero gets
+    The `shares` [parts] sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share above zero gets
     the samples that remain after rounding.
     """
     ends = np.floor(np.cumsum(shares) * n_samples).astype(np.int64)
