@@ -28,8 +28,8 @@ def even_sizes(n_samples: int, parts: int) -> np.ndarray:
 def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
     """Divide n_samples in proportion to `shares`, and return the integer counts [parts], which sum to n_samples.
 
-    The `shares` [parts] sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share above zero gets
-    the samples that remain after rounding.
+    The `shares` [parts] sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share
+    above zero gets the samples that remain after rounding.
     """
     ends = np.floor(np.cumsum(shares) * n_samples).astype(np.int64)
     ends[np.flatnonzero(shares)[-1] :] = n_samples  # otherwise rounding could give a sample to a share of zero
