@@ -60,8 +60,8 @@ class DivergedError(ExperimentError):
 
     Args:
         problem: sentence that says what contains NaN or infinity.
-        remedy: what to change; "" if unknown.
-        round: round in which the problem occurred; None if unknown.
+        remedy: what to change. "" if unknown.
+        round: round in which the problem occurred. None if unknown.
 
     >>> str(DivergedError("an update contains NaN", "reduce local.lr", 3))
     'round 3: an update contains NaN; reduce local.lr'
@@ -122,7 +122,7 @@ class ProcessLostError(WorkerError):
     Attributes:
         why: what happened to the process, such as "was killed by SIGKILL".
         process: number of the process.
-        worker: ID of the worker that the process was training; None if it was training no worker or several at once.
+        worker: ID of the worker that the process was training. None if it was training no worker or several at once.
     """
 
     def __init__(self, line: str, why: str, process: int, worker: int | None) -> None:

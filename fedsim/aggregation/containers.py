@@ -29,7 +29,7 @@ class MatrixForm:
         self._is_array = is_array
 
     def row(self, update: Any, place: str) -> Any:
-        """Return an array, or a dict or list of tensors, as a row [d]. Return any other object unchanged.
+        """Return one update, an array or a dict or list of tensors, as a row [d]. Return any other object unchanged.
 
         `place` is the name of the update in error messages.
         """
@@ -67,7 +67,7 @@ class NestedForm:
         return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
 
     def row(self, update: Any, place: str) -> Any:
-        """Return one update as a row [d]. Return a row [d], and objects without tensors, unchanged.
+        """Return one update as a row [d]. Return an update that is a row already, or has no tensors, unchanged.
 
         `place` is the name of the update in error messages.
         """
@@ -224,7 +224,7 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
 
 
 def _shared(all_entries: list[Entries]) -> dict[str, str]:
-    """Map each entry that shares memory with an earlier entry in all updates to the earlier entry, by key path."""
+    """Return a dict from each entry to an earlier entry with which it shares memory in all updates, by key path."""
     seen: dict[Any, str] = {}
     pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in all_entries[0].items()}
     return {

@@ -100,7 +100,7 @@ def _registered(rule: str, /, **params: Any) -> Pipeline:
 
 
 def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:
-    """Screen the updates for NaN and infinity, and apply a pipeline to them.
+    """Return the result of a pipeline, after updates with NaN or infinity were treated as `nonfinite` says.
 
     Raises ExperimentError if the pipeline cannot be applied, or if the result is not finite (unless `nonfinite` is
     "keep").
@@ -127,7 +127,7 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:
     """Return `nonfinite` if it is "error", "exclude" or "keep".
 
-    Raises ExperimentError, which suggests the most similar allowed value, otherwise.
+    Otherwise raises ExperimentError, which suggests the most similar of these values.
     """
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")

@@ -42,7 +42,8 @@ class AggregationInputs:
         local_lr: learning rate of the client algorithm, or None if it has none. 0.1 in `fedsim.aggregate`.
         excluded: number of rows that were excluded because they are not finite. Excluded rows count as Byzantine.
         gram: `Gram` of the updates if it has been computed before.
-        reduce: sums or maximizes tensors over processes that each have some columns of the updates (see `Gram`).
+        reduce: function that sums or maximizes a tensor over all processes, of which each has some columns of the
+            updates (see `Gram`).
         metrics: dict to which the pre-aggregators and the rule add numbers.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
@@ -81,16 +82,19 @@ class AggregationInputs:
         return Draws.of(self.seed, "aggregate", *self.moment, device=self.updates.device)
 
     def rows(self) -> LazyRows:
-        """Return the updates as LazyRows."""
+        """Return the updates as `LazyRows`, the form in which a pipeline passes rows from stage to stage."""
         known = self.gram
         return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: RuleStage) -> int | None:
-        """Return the stage's f minus the number of excluded rows, at least 0."""
+        """Return the number of Byzantine rows that a stage must still tolerate: its f minus `excluded`, at least 0.
+
+        Returns None if the stage has no parameter f.
+        """
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
     def value_of(self, name: str, rows: LazyRows, stage: RuleStage) -> Any:
-        """Return the value of the input `name` for a stage that is applied to `rows`."""
+        """Return the value of the input called `name`, such as "weights", for a stage that is applied to `rows`."""
         if name == "updates":
             return rows.block()
         if name == "gram":
@@ -105,12 +109,14 @@ class AggregationInputs:
         return value
 
     def values_of_columns(self, rows: LazyRows, part: Tensor, stage: RuleStage) -> Callable[[str], Any]:
-        """Return a function from input names to values, for a columnwise rule applied to a block of columns.
+        """Return a function from the name of an input (such as "weights") to its value, for one block of columns.
+
+        The inputs `rng` and `draws` start anew for each block, so a rule draws the same numbers for every block.
 
         Args:
             rows: all rows that are aggregated, [n, d].
-            part: block of `rows`, [n, columns]. The rule draws the same random numbers for every block.
-            stage: the columnwise rule.
+            part: block of columns of `rows`, to which the rule is applied, [n, columns].
+            stage: columnwise rule.
         """
 
         def value_of(name: str) -> Any:

@@ -81,7 +81,7 @@ class Pipeline:
 
     @property
     def by_parts(self) -> bool:
-        """Whether processes that each hold some columns can apply the pipeline by exchanging only inner products."""
+        """Whether each process can aggregate some of the columns if the processes exchange only inner products."""
         of_rule = self.rule.accepts.keys() - ({"updates"} if self.rule.columnwise else set())
         return not any(WHOLE & accepts for accepts in (*(stage.accepts.keys() for stage in self.pre), of_rule))
 
@@ -154,7 +154,7 @@ class Pipeline:
         return check_result(result, self.rule, part, part.shape[1:])
 
     def shares(self, inputs: AggregationInputs) -> Tensor | None:
-        """Return the coefficient of each row [n], or None unless the rule is columnwise and linear."""
+        """Return the coefficient of each row in the result, [n], or None unless the rule is columnwise and linear."""
         return self._linear_shares(inputs.rows(), inputs) if self.columnwise else None
 
     def _linear_shares(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor | None:

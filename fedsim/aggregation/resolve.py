@@ -31,7 +31,7 @@ def resolve(
         params: parameters by name. Every stage that has a parameter of this name receives the value.
         place: table of the experiment that contains `params`, for error messages.
         beside: other keys of this table, for hints.
-        background: further parameters, which stages may lack. A value of zero keeps a stage's default.
+        background: parameters that need not belong to any stage. A parameter of value zero keeps a stage's default.
 
     Returns a list of (component, checked parameters), in which the rule is last.
 

@@ -102,7 +102,7 @@ class RuleStage(Component):
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> RuleStage:
-        """Return a stage of a registered rule or pre-aggregator with checked parameters.
+        """Return the stage for a registered rule or pre-aggregator and its validated parameters.
 
         Raises ExperimentError for a columnwise rule that accepts `metrics`, which would be recorded once per block of
         columns, or `last` or `root`, which are whole rows.
@@ -132,7 +132,10 @@ def average_of(chosen: Tensor, n: int) -> LinearCombination:
 
 
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:
-    """Raise ExperimentError, which states the constraint and the values of its variables, unless `holds` is true."""
+    """Raise ExperimentError unless `holds` is true.
+
+    The message states the name of the rule, the violated constraint (such as "2f < n") and the values of its variables.
+    """
     if not holds:
         values = ", ".join(f"{name} = {value}" for name, value in numbers.items())
         raise ExperimentError(f"{rule}: needs {constraint}; here {values}")

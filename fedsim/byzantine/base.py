@@ -81,7 +81,7 @@ class AttackStrategy(Component):
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> AttackStrategy:
-        """Return the attack of a registration with checked parameters.
+        """Return the attack for a registered component and its validated parameters.
 
         Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
         """
@@ -174,7 +174,9 @@ class AttackStrategy(Component):
         shape = tuple(getattr(result, "shape", ()))
         if shape not in (own_updates.shape, own_updates.shape[1:]):
             b, d = own_updates.shape
-            raise ExperimentError(f"attack {self.name}: must return shape ({b}, {d}) or ({d},), not {shape}")
+            raise ExperimentError(
+                f"attack {self.name}: must return a tensor of shape ({b}, {d}) or ({d},), not {shape}"
+            )
         return rows.copy_(result), state
 
 

@@ -108,18 +108,19 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
 
 @attack_strategy("min_max")
 def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
-    """Return the honest mean minus g dev, with the largest g that keeps the maximum distance within bounds.
+    """Return mean - g * dev with the largest g >= 0 that keeps the result near every honest update (min-max attack).
 
-    The distance of the result from every honest update x_i must not exceed the largest distance between two honest
-    updates (Shejwalkar and Houmansadr 2021). g >= 0 is computed exactly: for every i, |x_i - mean + g dev|^2 equals the
-    allowed squared distance at two values of g, and g is the minimum over i of the larger one.
+    The distance of the result from each honest update x_i must not exceed the distance that `bound` allows (Shejwalkar
+    and Houmansadr 2021). g is computed exactly: for every i, |x_i - mean + g dev|^2 equals the allowed squared distance
+    at two values of g, and g is the minimum over i of the larger one.
 
     Args:
         honest: updates of the honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
-        bound: which distance is allowed: the "max" or the "min" over the honest updates of the largest distance from
-            another honest update. If the mean itself exceeds the "min", the result is the mean.
+        bound: allowed distance. For each honest update, take its distance to the farthest other honest update. "max",
+            as in the paper, allows the largest of these distances, and "min" the smallest. If the mean itself is
+            farther from an honest update than "min" allows, the result is the mean.
 
     Returns the update [d] that all attackers send. Cost: one matrix product [h, d] x [d, h] in float64.
 
@@ -146,19 +147,19 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
 @attack_strategy("min_sum")
 def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
-    """Return the honest mean minus g dev, with the largest g that keeps the sum of squared distances within bounds.
+    """Return mean - g * dev with the largest g that keeps the result near the honest updates (min-sum attack).
 
-    The sum of squared distances from the honest updates x_i must not exceed the same sum for an honest update
-    (Shejwalkar and Houmansadr 2021). The sum is sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and
-    sum_i |x_i - mean|^2 + h |x_k - mean|^2 for the honest update x_k. Hence g = |x_k - mean| / |dev| for the update x_k
-    that `bound` chooses.
+    The sum of squared distances from the result to all honest updates x_i must not exceed the same sum for the honest
+    update that `bound` chooses (Shejwalkar and Houmansadr 2021). The sum is
+    sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and sum_i |x_i - mean|^2 + h |x_k - mean|^2 for the honest
+    update x_k. Hence g = |x_k - mean| / |dev| for the update x_k that `bound` chooses.
 
     Args:
         honest: updates of the honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
-        bound: which sum is allowed: the "max" over the honest updates, as in the paper, or their "min", as in the
-            paper's published code.
+        bound: allowed sum. For each honest update, take its sum of squared distances to all honest updates. "max", as
+            in the paper, allows the largest of these sums, and "min", as in the paper's code, the smallest.
 
     Returns the update [d] that all attackers send. Cost: two passes over the honest updates.
 

@@ -90,7 +90,7 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) 
 
 
 def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
-    """Return a function from the Byzantine updates to `aggregate` of the honest and the Byzantine updates."""
+    """Return a function from the update(s) of the Byzantine workers to the result of `aggregate` for all workers."""
     h, d = honest.shape
     matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
 
@@ -98,7 +98,7 @@ def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor],
         matrix[h:] = byzantine
         result = aggregate(matrix)
         if tuple(result.shape) != (d,):
-            raise ExperimentError(f"aggregate: must return shape ({d},), not {tuple(result.shape)}")
+            raise ExperimentError(f"aggregate: must return a tensor of shape ({d},), not {tuple(result.shape)}")
         return result
 
     return of_byzantine

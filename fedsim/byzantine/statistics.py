@@ -16,7 +16,7 @@ from fedsim.system.devices import wide_dtype
 
 
 def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of columns of the honest updates [h, d], as slices and tensors [h, columns].
+    """Yield all blocks of columns of the honest updates [h, d]: a slice of columns, and the block [h, columns].
 
     `centre` [d] is subtracted from each update unless it is None. Blocks are float64 if the device supports it.
 

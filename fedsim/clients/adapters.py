@@ -19,7 +19,7 @@ from fedsim.errors import ExperimentError, show
 
 
 class AlgorithmOnly(ClientAlgorithm):
-    """Adapter for an object that has only the methods `start` and `step`, and optionally `step_fused`."""
+    """Client algorithm made from an object with only the methods `start` and `step`, and optionally `step_fused`."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm

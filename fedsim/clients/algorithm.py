@@ -141,7 +141,7 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """Key and value of [local] that require local steps, for error messages. "" means `local.algorithm`."""
+        """Setting, for error messages, because of which local steps are required. "" stands for `local.algorithm`."""
         return ""
 
     @property
@@ -164,9 +164,9 @@ class ClientAlgorithm:
         return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
-        """Raise ExperimentError if rounds are too short for the algorithm.
+        """Raise ExperimentError if rounds can be too short for the algorithm.
 
-        Either `epochs` is the minimum number of epochs in a round, or `steps` is the minimum number of local steps.
+        One argument is None. The other is the minimum number of epochs, or of local steps, in a round.
         """
 
     def check_steps(self, worker: int, steps: int) -> None:
@@ -177,7 +177,7 @@ class ClientAlgorithm:
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """Return which of the `b` columns of the buffers each worker keeps for its personal model."""
+        """Return the columns, of the `b` columns of a buffer row, that each worker keeps for its personal model."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
@@ -228,7 +228,7 @@ class ClientAlgorithm:
         raise NotImplementedError(f"{type(self).__name__} must define `step`")
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        """Take the same step as `step` for stacked weights [k, o, i], whose gradient is given by its factors."""
+        """Move stacked weights `rows` [k, o, i] by one step, in place, as `step` does, with the gradient `product`."""
         self.step(rows, product.computed(), state)
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
@@ -323,20 +323,23 @@ class ClientAlgorithm:
         return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        """Return how many numbers a worker receives and sends in a round, in addition to the model and its update."""
+        """Return how many numbers a worker receives in addition to the model, and sends in addition to its update.
+
+        Both counts are for one round, and `d` is the number of parameters.
+        """
         row = torch.empty(d, device="meta")
         received, sent = self.send(self.server_state(row)), self.message(row)
         return sum(tensor.numel() for tensor in received.values()), sum(tensor.numel() for tensor in sent.values())
 
 
 def exchanges(algorithm: ClientAlgorithm) -> bool:
-    """Whether workers keep a state, or exchange more than models and updates with the server."""
+    """Whether workers keep a state between rounds, or exchange more than models and updates with the server."""
     row = torch.zeros(2)
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm requires rounds of local steps, and does not work with `sync = "gradients"`."""
+    """Whether an algorithm requires local steps between communications, unlike `sync = "gradients"`."""
     row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
@@ -344,7 +347,7 @@ def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
 
 
 def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """Take a step of a client algorithm along gradients [..., d], or along gradients given by their factors."""
+    """Move `rows` by one step of a client algorithm, in place, along gradients [..., d] or their factors."""
     if isinstance(gradients, Tensor):
         algorithm.step(rows, gradients, state)
     else:

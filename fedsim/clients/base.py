@@ -29,7 +29,7 @@ class ClientAlgorithmRegistry(Registry):
     def _registration(self, name: str, target: Any) -> Registration:
         if isinstance(target, type) and issubclass(target, Optimizer):
             hint = nearest(target.__name__.lower(), self.names())
-            raise TypeError(f"is a PyTorch optimizer, not a client algorithm, which moves many rows at once; {hint}")
+            raise TypeError(f"is a PyTorch optimizer, but a client algorithm must move many rows at once; {hint}")
         registration = super()._registration(name, target)
         if is_dataclass(target):
             return registration
@@ -53,10 +53,12 @@ State = dict[str, Tensor]
 
 
 class OuterProductGrad(NamedTuple):
-    """Gradients of the stacked weights [k, o, i] of k linear layers, given as factors of the product left^T right.
+    """Gradients of the stacked weights of one linear layer in k models, given by the factors of left^T right.
+
+    The weights are [k, o, i] for i input and o output features.
 
     Attributes:
-        left: gradients of the loss with respect to the layer's outputs, [k, m, o].
+        left: gradients of the loss with respect to the layer's outputs for m samples per model, [k, m, o].
         right: inputs of the layer, [k, m, i].
     """
 
@@ -72,9 +74,9 @@ class OuterProductGrad(NamedTuple):
 
 
 class Stepper(Protocol):
-    """Interface with the methods that every client algorithm has.
+    """Interface of the smallest possible client algorithm.
 
-    `fedsim.clients.ClientAlgorithm` has the optional methods too.
+    The base class `fedsim.clients.ClientAlgorithm` also has the optional methods.
     """
 
     def start(self, rows: Tensor) -> State:
@@ -85,7 +87,7 @@ class Stepper(Protocol):
 
 
 class RowOptimizer:
-    """Client algorithm for one row, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
+    """Client algorithm that trains one model, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
 
     The module must be bound to `row` and `gradient` (see `fedsim.core.rows.bind`).
 

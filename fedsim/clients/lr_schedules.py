@@ -133,7 +133,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """Return the length of a schedule. Raises ExperimentError, which names the parameter `key`, if it is None."""
+    """Return `length`, the length of a schedule. Raise ExperimentError, which requires the key `key`, if it is None."""
     if length is None:
         raise ExperimentError(f"{key}: is required, because the number of steps differs between rounds")
     return length
@@ -168,7 +168,13 @@ class LRSchedule:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> LRSchedule:
-        """Return a schedule for a registered component with the given parameters."""
+        """Return a learning-rate schedule.
+
+        Args:
+            registration: component that creates the PyTorch scheduler.
+            params: parameters of the component.
+            settings: `length`, `warmup`, `per` and `place` of the schedule.
+        """
         return cls(registration.bind(params), tuple(registration.takes), **settings)
 
     def rate(self, lr: float, round: int, step: int = 0) -> float:
@@ -176,7 +182,7 @@ class LRSchedule:
 
         `lr` is the initial learning rate, to which the schedule is relative.
 
-        Raises ExperimentError if the scheduler cannot be created, or has fewer steps.
+        Raises ExperimentError if the PyTorch scheduler cannot be created, or ends before this round or step.
         """
         position = round - 1 if self.per == "round" else step
         known, further = _known_rates(self, lr)
@@ -186,7 +192,7 @@ class LRSchedule:
                 rate = next(further)
                 if not abs(rate) <= LARGEST_RATE:
                     limit = f"must be at most {LARGEST_RATE:.1e}"
-                    raise ExperimentError(f"name: the rate of {self.per} {number} is {rate:g}; {limit}")
+                    raise ExperimentError(f"name: the learning rate of {self.per} {number} is {rate:g}; {limit}")
             except ExperimentError as error:
                 raise ExperimentError(*(f"{self.place}.{line}" for line in error.lines)) from None
             except Exception as error:
@@ -213,7 +219,7 @@ class LRSchedule:
         scheduler = self.make(**{name: inputs[name] for name in self.takes})
         if not isinstance(scheduler, LRScheduler):
             kind = type(scheduler).__name__
-            raise ExperimentError(f"name: must return a scheduler of torch.optim.lr_scheduler, not {kind}")
+            raise ExperimentError(f"name: the function must return a scheduler of torch.optim.lr_scheduler, not {kind}")
         if first is None:
             return scheduler
         if isinstance(scheduler, lr_scheduler.OneCycleLR):
@@ -225,5 +231,5 @@ class LRSchedule:
 
 @lru_cache(maxsize=64)
 def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
-    """Return the cached list of learning rates computed so far, and the iterator that yields the next ones."""
+    """Return the list of learning rates computed so far, and an iterator over the next ones. Both are cached."""
     return [], schedule.rates(lr)

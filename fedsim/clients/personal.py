@@ -261,7 +261,7 @@ def _layer(name: str) -> str:
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """Return a hint with the most similar parameter or module names, for a pattern that matches no parameter."""
+    """Return a hint with the parameter or module names that are most similar to a pattern without matches."""
     if closest(pattern, names):
         return nearest(pattern, names)
     modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)

@@ -130,7 +130,7 @@ class Ditto(LocalSGD):
         self.step(rows, gradients, state)
 
     def _moves_personal(self, state: State) -> bool:
-        """Whether the personal models take this step, which is the same for all rows of a stack. Counts the step."""
+        """Whether this step also trains the personal models. Each call adds 1 to the step counter in `state`."""
         if self.personal_steps is None:
             return True
         taken = state["taken"].add_(1)

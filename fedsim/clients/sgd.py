@@ -34,7 +34,7 @@ class LocalSGD(ClientAlgorithm):
 
     @property
     def decay(self) -> float:
-        """Factor of the row that each step adds to the gradient: the weight decay, and other terms of subclasses."""
+        """Factor c of the term c w that each step adds to the gradient at w: by default, the weight decay."""
         return self.weight_decay
 
     def start(self, rows: Tensor) -> State:

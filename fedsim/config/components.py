@@ -143,10 +143,10 @@ def _configuration(registration: Registration) -> inspect.Signature:
 
 
 def list_components(kinds: Iterable[str], columns: int | None = None, search: str = "") -> str:
-    """List the components of these kinds with their parameters, wrapped to `columns`.
+    """Return a list of the components of these kinds with their parameters, as text wrapped to `columns`.
 
-    The list contains only components with all words of `search` in their name or documentation. It is "" if there are
-    none.
+    The list contains only components with all words of `search` in their name or documentation. The text is "" if there
+    are none.
     """
     blocks = []
     for kind in kinds:
@@ -172,7 +172,7 @@ def list_components(kinds: Iterable[str], columns: int | None = None, search: st
 
 
 def list_module(path: Path, columns: int | None = None) -> str:
-    """List the functions and classes in a Python file by import path, without running the file.
+    """Return the import paths of the functions and classes in a Python file as text, without running the file.
 
     Raises ExperimentError if the file is not valid Python.
     """
@@ -192,10 +192,10 @@ def list_module(path: Path, columns: int | None = None) -> str:
 
 
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
-    """Describe all components with this name, or the component at this import path: parameters and docstring.
+    """Return the parameters and docstrings, as text, of all components with this name or at this import path.
 
-    `kinds` are further names for suggestions. Raises ExperimentError if the component does not exist or cannot be
-    imported.
+    `kinds` are names that the error for an unknown `name` may suggest too. Raises ExperimentError if the component does
+    not exist or cannot be imported.
     """
     prefix, _, member = name.partition(":")
     families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
@@ -225,7 +225,7 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
 
 
 def _imported(path: str) -> tuple[str, Any]:
-    """Import a component. Return its import path with parameters, and the component."""
+    """Return the import path and parameters of the component at `path` as text, and the imported component."""
     from fedsim.core.import_policy import import_object
 
     try:
@@ -243,7 +243,7 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """Return `name = default` for each parameter, and the line of traits."""
+    """Return a line of text for each parameter, `name = default`, and a line for the traits of the component."""
     lines = []
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)

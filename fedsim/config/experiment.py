@@ -39,7 +39,7 @@ Processes = Annotated[int, Field(gt=0, le=1024)]  # also for threads; more could
 
 
 class Experiment(Table):
-    """A checked experiment. Every key has a default. Tables are passed as dicts.
+    """All settings of a run, checked on construction. Every key has a default. Tables are passed as dicts.
 
     Raises ExperimentError with one line per problem.
 
@@ -163,7 +163,10 @@ class Experiment(Table):
 
     @property
     def byzantine(self) -> list[int]:
-        """Byzantine workers in ascending order. Empty with `attack.resample` or `attack.by_class`."""
+        """IDs of the workers that are Byzantine in all rounds, ascending.
+
+        The list is empty with `attack.resample` or `attack.by_class`.
+        """
         attack, count = self.attack, self.attack.count(self.workers)
         if attack.workers is not None:
             return sorted(attack.workers)
@@ -173,7 +176,7 @@ class Experiment(Table):
 
     @property
     def f(self) -> int:
-        """Number of Byzantine rows that the rule must tolerate. Default: the maximum number in a cohort."""
+        """Number of Byzantine updates that the rule must tolerate: `aggregate.f`, or the maximum number in a cohort."""
         most = min(self.attack.count(self.workers), self.cohort_size)
         return most if self.aggregate.f is None else self.aggregate.f
 
@@ -189,12 +192,12 @@ class Experiment(Table):
 
     @property
     def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:
-        """Weights of the workers: `aggregate.weights`, or the default for the rule."""
+        """Aggregation weights of the workers: `aggregate.weights`, or the rule's default ("samples" or "uniform")."""
         return self.aggregate.weights or ("samples" if self.rule.needs_weights else "uniform")
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
-        """How a round treats rows with NaN or infinity. `stop` is "error" here. The run ends after the failed round."""
+        """How a round treats rows with NaN or infinity: `aggregate.nonfinite`, but "error" if the setting is "stop"."""
         return "error" if self.aggregate.nonfinite == "stop" else self.aggregate.nonfinite
 
     @property
@@ -209,7 +212,7 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """Setting that makes ranks exchange the gradient of each worker, or None if ranks may average gradients."""
+        """Setting for which ranks must exchange the gradient of each worker, or None if they may average gradients."""
         return what_needs_rows(self)
 
     @property
@@ -243,7 +246,7 @@ class Experiment(Table):
 
     @property
     def rounds_of_gradients(self) -> int:
-        """Number of initial rounds in which the gradients of every step are aggregated."""
+        """Number of initial rounds in which workers send the gradient of every step, instead of training locally."""
         if not self.in_rounds:
             return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
@@ -254,7 +257,7 @@ class Experiment(Table):
         return self.cohort or self.workers
 
     def own(self) -> Experiment:
-        """Return a copy for the processes of one run, without data set and loggers. Objects are copied too.
+        """Return a copy for the processes of one run, without data set and loggers. Components are copied too.
 
         Raises ExperimentError if an object cannot be copied.
         """
@@ -267,12 +270,12 @@ class Experiment(Table):
         return own_copy(copied)
 
     def resolved(self) -> dict[str, Any]:
-        """Return all keys with their values as nested tables. Defaults are included, unset keys are not."""
+        """Return the values of all keys as nested tables, including defaults, without keys whose value is None."""
         return _without_unset(self.model_dump(mode="json"))
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:
-    """Return the number of workers that the partition of an experiment decides, or None if it decides none."""
+    """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none."""
     if "partition" not in tables:
         return None
     partition = schema.Partition.model_validate(tables["partition"])
@@ -289,14 +292,14 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
 
 def _without_unset(value: Any) -> Any:
-    """Remove keys whose value is None from nested tables, including tables in lists, which `exclude_none` skips."""
+    """Return nested tables without keys whose value is None, also in tables in lists, which `exclude_none` skips."""
     if isinstance(value, dict):
         return {key: _without_unset(item) for key, item in value.items() if item is not None}
     return [_without_unset(item) for item in value] if isinstance(value, list) else value
 
 
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
-    """Return the default name of an experiment: `net-mnist5k-weighted_mean`, `net-mnist5k-hogwild-race`.
+    """Return the default name of an experiment, such as `net-mnist5k-weighted_mean` or `net-mnist5k-hogwild-race`.
 
     The parts of the name are the model, the data, the client algorithm (except sgd), the rule or asynchronous policy,
     and `race` for a race.

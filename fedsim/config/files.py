@@ -56,9 +56,9 @@ def find_experiment(source: str | Path) -> Path:
 
 
 def list_experiments(columns: int | None = None, search: str = "") -> str:
-    """List the name, the command and the first line of each built-in experiment, wrapped to `columns`.
+    """Return the name, the command and the first line of each built-in experiment as text, wrapped to `columns`.
 
-    The list contains only experiments with all words of `search` in their name or file. It is "" if there are none.
+    Only experiments with all words of `search` in their name or file are listed. The text is "" if there are none.
     """
     lines = ["experiments (fedsim run NAME, fedsim compare NAME)"]
     for name, path in experiments().items():
@@ -80,7 +80,7 @@ def describe_file(source: str | Path) -> dict[str, Any]:
 
 
 def nested(tables: dict[str, Any]) -> dict[str, Any]:
-    """Convert tables with dotted keys to nested tables.
+    """Return tables that may have dotted keys, such as "local.lr", as nested tables.
 
     The axes of a comparison stay flat, {"comparison": {dotted key: values}}, because both `attack` and
     `attack.fraction` may be axes. Raises ExperimentError if a key occurs twice.

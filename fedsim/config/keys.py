@@ -44,7 +44,7 @@ class Key:
 class KeyTable:
     """A table of an experiment: dotted path ("" for top-level keys), description and keys.
 
-    `components` is the kind of component that the table names. The parameters of the component are further keys.
+    If the table selects a component, `components` is its kind, and the component's parameters are further keys.
     """
 
     path: str
@@ -101,9 +101,9 @@ def _default(value: Any) -> str:
 
 
 def list_keys(columns: int | None = None, search: str = "") -> str:
-    """List the keys of an experiment as text, wrapped to `columns`.
+    """Return a list of the keys of an experiment as text, wrapped to `columns`.
 
-    The list contains only keys with all words of `search` in their path or description. It is "" if there are none.
+    Only keys with all words of `search` in their path or description are listed. The text is "" if there are none.
     """
     width = columns or COLUMNS
     blocks = ["keys of an experiment (key=value on the command line)"]
@@ -169,7 +169,9 @@ def _with_limits(text: str, metadata: Any) -> str:
 
 
 def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Return the string below each annotated field of a class and of its base classes, joined to one line.
+    """Return the description of each annotated field of a class: the string literal below the field, on one line.
+
+    Fields of base classes are included.
 
     The source is read on demand, so descriptions do not slow down the import of fedsim.
 

@@ -28,12 +28,12 @@ def load_experiment(
 ) -> Experiment:
     """Load an experiment, apply changes, and check the result.
 
-    If `source` contains the default name, as saved experiments do, the name is derived again after changes.
+    A default name in `source`, as in saved experiments, is replaced by the default name of the changed experiment.
 
     Args:
         source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the name
             of a built-in experiment (`fedsim list experiments`), or None for the default experiment.
-        overrides: words `key=value` with dotted keys. Values are read as TOML. Any other text is a string.
+        overrides: texts such as "local.lr=0.1". Values are read as TOML, or as strings if they are not TOML.
         allow_imports: whether a file may import any Python code. See `fedsim.core.import_policy`. Import paths in
             `overrides`, tables and Experiments are always imported.
         changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
@@ -65,7 +65,7 @@ def load_experiment(
 
 
 def file_of(source: object) -> Path | None:
-    """Return the experiment file that `source` refers to, or None for other sources, which are trusted."""
+    """Return the experiment file that `source` names, or None if the settings come from the user's own code."""
     return find_experiment(source) if isinstance(source, (str, Path)) else None
 
 
@@ -81,7 +81,7 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
 
 
 def drop_default_name(description: dict[str, Any]) -> None:
-    """Remove a default name from nested tables, so that the name is derived again after changes."""
+    """Remove the key `name` if it has the default name, so that a changed experiment gets a new default name."""
     if "name" in description and COMPARISON not in description:
         unnamed = {key: value for key, value in description.items() if key != "name"}
         with contextlib.suppress(ExperimentError):  # later changes may correct the problem
@@ -90,7 +90,7 @@ def drop_default_name(description: dict[str, Any]) -> None:
 
 
 def experiment_of(description: Mapping[str, Any]) -> Experiment:
-    """Return the experiment that nested tables describe. Raise ExperimentError with one line per problem."""
+    """Create the experiment with the settings in nested tables. Raise ExperimentError with one line per problem."""
     experiment = Experiment(**{str(key): value for key, value in description.items()})
     _refuse_untrusted_places(experiment)
     return experiment

@@ -23,13 +23,13 @@ Change = tuple[list[str], Any]  # parts of a dotted key, and the new value
 
 
 def parse_word(word: str) -> Change:
-    """Return the key and the value of a word `a.b=value`."""
+    """Return the parts of the key and the parsed value of an override `a.b=value`, such as "local.lr=0.1"."""
     keys, text = split_word(word)
     return keys, parse_value(text, ".".join(keys))
 
 
 def split_word(word: str) -> tuple[list[str], str]:
-    """Return the key parts and the value text of a word `a.b=value`."""
+    """Return the parts of the key and the text of the value of an override `a.b=value`."""
     key, equals, text = word.partition("=")
     keys = [part.strip() for part in key.split(".")]
     if not equals or not all(keys):
@@ -43,7 +43,7 @@ def split_word(word: str) -> tuple[list[str], str]:
 
 
 def parse_value(text: str, place: str) -> Any:
-    """Parse a value as TOML. Any other text is a string, including `nan` and `inf`, which are names of attacks.
+    """Return the TOML value of a text, or the text itself if it is not TOML, or is the name of an attack (nan, inf).
 
     `place` is the key, for error messages. Raises ExperimentError for a list or table that is not valid TOML.
     """
@@ -102,7 +102,10 @@ def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
 
 
 def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
-    """Return the component table of a key (or None), and the key parts inside it, or [] for the table itself."""
+    """Return the table of a component that contains a key, and the parts of the key inside this table.
+
+    Returns [] as the parts if the key is the table itself, and (None, []) if no such table contains the key.
+    """
     for depth in range(len(keys), 0, -1):
         if table := component_tables().get(".".join(keys[:depth])):
             return table, list(keys[depth:])
@@ -110,13 +113,13 @@ def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """Replace the key `name` of a component table by the key that names the component, such as `rule`."""
+    """Return the key, with a final `name` replaced by the key that selects the component: aggregate.rule for .name."""
     table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 
 
 def key_changed(keys: Sequence[str], value: Any) -> str:
-    """Return the dotted key that a change sets: `partition=iid` and `partition.name=iid` set `partition.name`."""
+    """Return the dotted key that a change sets, such as `partition.name` for `partition=iid`."""
     keys = naming_key(keys)
     table, within = component_table(keys)
     if table and not within and not isinstance(value, dict):
@@ -139,7 +142,11 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
 
 
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set one key of nested tables, and remove contradicting values."""
+    """Set one key of nested tables in place, and remove the values that contradict it.
+
+    These are the parameters of a component that is replaced, and mutually exclusive keys such as `local.epochs` and
+    `local.steps`.
+    """
     of_component, within = component_table(keys)
     if (
         of_component and len(within) == 2 and within[0] in of_component.alternatives

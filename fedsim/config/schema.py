@@ -47,7 +47,7 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
 
 
 def matching(pattern: str, requirement: str) -> AfterValidator:
-    """Return a validator for texts that match a pattern completely. `requirement` completes "must be ..." in errors."""
+    """Return a pydantic validator for texts that match `pattern` as a whole. Errors say "must be {requirement}"."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -58,7 +58,7 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
 
 
 class Task(ComponentTable):
-    """The learning task, which defines the loss in training and tests and which answers are correct.
+    """The learning task, which defines the loss and the correct answers in training and tests.
 
     A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
     """
@@ -114,7 +114,7 @@ class EvaluationMetric(ComponentTable):
 
 
 class LoRA(Table):
-    """Low-rank adapters: the linear layers of the model are frozen, and a low-rank term of each is trained.
+    """Low-rank adapters: linear layers of the model are frozen, and a low-rank term that is added to each is trained.
 
     Hu et al. 2022. All other parameters are frozen too, except those that match `local.train`.
     """
@@ -208,7 +208,10 @@ class Sampling(ComponentTable):
 
 
 def _check_work(value: Any) -> Any:
-    """Check an amount of local work: n, [n, ...], {uniform = [low, high]} or {choice = [n, ...]}."""
+    """Return `value` if it is an amount of local work: n, [n, ...], {uniform = [low, high]} or {choice = [n, ...]}.
+
+    Raises ValueError otherwise.
+    """
     form, values = "one", [value]
     if isinstance(value, list) and value:
         form, values = "list", value
@@ -288,7 +291,7 @@ class Local(ComponentTable):
 
     @cached_property
     def component(self) -> ClientAlgorithm:
-        """Client algorithm, before it is applied to a model."""
+        """Client algorithm with its parameters, not yet adapted to a model by `for_model`."""
         registration = self.registration
         algorithm = (
             TrainFunction(registration, self.params)
@@ -368,7 +371,7 @@ class Aggregate(ComponentTable):
         return {**settings, "rule": stages}
 
     def check_parameters(self) -> None:
-        """Do nothing, because `completed` has already checked the parameters."""
+        """Do nothing, because the method `completed` has already checked the parameters."""
 
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
@@ -430,7 +433,7 @@ class Batched(Table):
 
 
 class Hook(ComponentTable):
-    """How ranks communicate averaged gradients, for `sync = "gradients"` with a mean and without an attack."""
+    """How ranks average gradients, if `sync = "gradients"`, the rule is a mean, and there is no attack."""
 
     place, named_by, registry = "distributed.hook", "name", hook
 
@@ -462,7 +465,7 @@ class Distributed(Table):
 
 
 class AsyncPolicy(ComponentTable):
-    """How the server handles each arriving result, for runs without synchronous rounds."""
+    """How the server handles each result that arrives from a worker, in runs without synchronous rounds."""
 
     place, named_by, registry = "policy", "name", policy
 

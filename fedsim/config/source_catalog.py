@@ -29,7 +29,7 @@ KIND_OF_KEY = {
 
 @dataclass(frozen=True)
 class SourceComponent:
-    """A registered component: name and parameter names."""
+    """Name and parameter names of a registered component, read from the source code without importing it."""
 
     name: str
     parameter_names: tuple[str, ...]
@@ -73,7 +73,7 @@ def experiment_table() -> SourceTable:
 
 @functools.cache
 def component_tables() -> dict[str, SourceTable]:
-    """Return the tables that name a component by dotted key (`local`, `clock.slowdown`, ...), except in lists."""
+    """Return the tables that select a component, by dotted key (such as `clock.slowdown`), except tables in lists."""
 
     def inner(table: SourceTable, prefix: str) -> Iterator[tuple[str, SourceTable]]:
         for key, below in table.tables.items():
@@ -103,7 +103,7 @@ def source_components(kind: str) -> dict[str, SourceComponent]:
 
 @functools.cache
 def title_of(kind: str) -> str:
-    """Return the name of a kind in error messages, such as `aggregation rule`."""
+    """Return what error messages call a component of this kind, such as `aggregation rule` for `rules`."""
     return _declarations().registries[_registry(kind)][0]
 
 
@@ -113,17 +113,17 @@ def keys_of_component(name: str) -> list[str]:
 
 
 def keys_called(name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: the key itself, keys that end with it, or keys with this synonym."""
+    """Return the dotted keys that `name` may mean: `name` itself, keys that end with it, or keys with this synonym."""
     if name.partition(".")[0] in experiment_table().keys:
         return [name]
     return list(KEYS.get(name) or keys_of_tables({}).get(name, []))
 
 
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the dotted keys for each key in a table, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+    """Return the dotted keys that end with each key, for hints: {"lr": ["local.lr", "server.lr"], ...}.
 
-    A parameter of a component that `tables` does not name is included only if no named component has a parameter with
-    this name.
+    The dotted keys of a parameter are those of the components that the experiment `tables` selects, or, if none of them
+    has this parameter, those of all other components.
     """
     with_these: dict[str, list[str]] = {}
     with_others: dict[str, list[str]] = {}
@@ -169,12 +169,15 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def _registry(kind: str) -> str:
-    """Return the name of the registry of a kind, which is also the name of the decorator."""
+    """Return the variable name of the registry for this kind, which is also its decorator, such as `rule`."""
     return COMPONENTS[kind][1].partition(":")[2]
 
 
 def _registrations(statement: ast.stmt, registry: str) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
-    """Yield the components that a statement registers: `@rule("krum")`, or `engine("serial")(SerialEngine)`."""
+    """Yield the name and the definition of each component that a statement registers with the decorator `registry`.
+
+    The statement is a definition below `@rule("krum")`, or a call such as `engine("serial")(SerialEngine)`.
+    """
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         for decorator in statement.decorator_list:
             if isinstance(decorator, ast.Call) and _name(decorator.func) == registry:
@@ -206,7 +209,7 @@ def _is_dataclass(definition: ast.ClassDef) -> bool:
 
 
 def _table(class_name: str, place: str = "") -> SourceTable:
-    """Return the table at a dotted key, which is described by a class of `fedsim.config`."""
+    """Return the table at the dotted key `place`, read from the class `class_name` of `fedsim.config`."""
     definition = _class(class_name)
     all_fields = _fields(_bases(definition))
     fields = {name: field for name, field in all_fields.items() if "ClassVar" not in ast.unparse(field)}
@@ -251,7 +254,7 @@ def _is_table(name: str) -> bool:
 
 
 def _fields(definitions: Iterable[ast.ClassDef]) -> dict[str, ast.AnnAssign]:
-    """Return the annotated fields in classes by name."""
+    """Return the annotated fields of classes by name. A field of a later class replaces one of an earlier class."""
     annotated = (field for definition in definitions for field in definition.body if isinstance(field, ast.AnnAssign))
     return {_name(field.target): field for field in annotated}
 

@@ -42,7 +42,7 @@ TRUE_OF_ANY_ENGINE = {
 
 
 def problems_with(experiment: Experiment) -> list[str]:
-    """Return one error line for each invalid combination of settings. Each table is already valid by itself."""
+    """Return one error line for each invalid combination of settings, after each table has been checked by itself."""
     engine_class, policy = engine.get(experiment.engine).target, experiment.policy.component
     lines = [
         *_check_sizes(experiment),
@@ -99,7 +99,7 @@ def _warning_about_statistics(experiment: Experiment) -> str | None:
 
 
 def settings_without_effect(experiment: Experiment) -> Iterator[str]:
-    """Yield one line for each key that the experiment does not use although it differs from its default."""
+    """Yield one warning line for each key with a value other than its default that has no effect."""
     default = type(experiment)()
     for setting, keys in _unused_keys(experiment):
         for key in sorted(keys):
@@ -109,7 +109,7 @@ def settings_without_effect(experiment: Experiment) -> Iterator[str]:
 
 
 def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield settings of an experiment, each with the keys that have no effect with this setting."""
+    """Yield pairs: a setting of the experiment, and the keys that have no effect because of this setting."""
     mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
     policy, rule, algorithm = experiment.policy.component, experiment.rule, experiment.local.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
@@ -159,7 +159,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting that makes ranks exchange each worker's gradient, or None if ranks may average gradients."""
+    """Return the setting for which ranks must exchange each worker's gradient, or None if averaging is enough."""
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
@@ -176,7 +176,7 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 
 def _client_setting(experiment: Experiment) -> str:
-    """Return the setting that makes workers do more than plain gradient steps, as text for error messages."""
+    """Return the setting, as text for error messages, because of which workers do more than plain gradient steps."""
     return experiment.local.component.setting or experiment.local.setting
 
 
@@ -237,8 +237,9 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
     sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.local.component
     if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
         yield (
-            f"{experiment.local.setting}: sends the mean of all gradients before workers can be excluded, so it does "
-            'not work with aggregate.nonfinite = "exclude"; use "error", or another client algorithm'
+            f"{experiment.local.setting}: averages the gradients of all workers before any worker can be excluded, so "
+            'aggregate.nonfinite = "exclude" is not supported; use aggregate.nonfinite = "error", or another client '
+            "algorithm"
         )
     if sync == "post_local" and count is None:
         yield 'sync = "post_local": needs gradient_rounds, the number of initial rounds that aggregate gradients'
@@ -269,7 +270,7 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if isinstance(amount, list) and rule.accepts("root"):
         yield f"{where}: with the rule {rule.name} the server also trains, but is not in the list; use one number"
     if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
-        yield f"{where}: with {policy_setting} workers send each gradient and have no rounds; use one number"
+        yield f"{where}: {policy_setting} has no rounds, because workers send every gradient; use one number"
     reasons = {
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
@@ -283,11 +284,14 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield f'local.schedule.per = "step": {show(needing)} needs one learning rate per round; use per=round'
     for schedule in (experiment.local_schedule, experiment.server_schedule):
         if schedule is not None and not experiment.in_rounds:
-            yield f"{schedule.place}: asynchronous policies do not have common rounds; omit it"
+            yield f"{schedule.place}: does not apply to asynchronous policies, whose workers share no rounds; omit it"
 
 
 def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
-    """Yield, for each learning-rate schedule, a check whether its component accepts the first learning rate."""
+    """Yield functions without arguments, one for each learning-rate schedule.
+
+    Each raises ExperimentError unless the component whose learning rate changes accepts the first learning rate.
+    """
     local, server = experiment.local, experiment.server
 
     def check(schedule: LRSchedule, with_lr: Callable[..., Any], params: dict[str, Any], owner: str) -> None:
@@ -314,7 +318,8 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield f"{where}: mode=race needs an asynchronous policy, such as policy=hogwild"
     if mode == "race" and experiment.aggregate.nonfinite == "stop":
         yield (
-            'aggregate.nonfinite = "stop": a race has no model of the previous round; use "error", "exclude" or "keep"'
+            'aggregate.nonfinite = "stop": returns the model of the previous round, which a race does not keep; use '
+            '"error", "exclude" or "keep"'
         )
     if mode != "clock":
         return
@@ -323,13 +328,16 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
     elif clock.departures:
         for name in clock.departures:
             if not re.fullmatch("0|[1-9][0-9]*", name) or int(name) >= experiment.workers:
-                yield f"clock.departures.{name}: must be a worker between 0 and {experiment.workers - 1}"
+                yield f"clock.departures.{name}: the key must be a worker ID from 0 to {experiment.workers - 1}"
     if clock.replay_log is not None and (experiment.in_rounds or policy.locking != "server"):
-        yield f"clock.replay_log = {show(clock.replay_log)}: needs a policy with a lock on the server, unlike {where}"
+        yield (
+            f"clock.replay_log = {show(clock.replay_log)}: needs a policy that locks the server's model, which {where} "
+            "does not; omit it, or use another policy"
+        )
 
 
 def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
-    """Check the labels of metrics, and the metric of early stopping."""
+    """Yield an error line for each metric label that is used twice, and for each invalid setting of early stopping."""
     stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
         yield f"metrics: {labels.count(label)} metrics are called {show(label)}; give each a different `label`"
@@ -350,11 +358,11 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
 
 
 def _check_workers(experiment: Experiment) -> Iterator[str]:
-    """Check the Byzantine workers, the weights of workers, and the sampling of cohorts."""
+    """Yield an error line for each invalid setting of Byzantine workers, aggregation weights and cohort sampling."""
     workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
     listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.component
     if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
-        yield f"attack.workers = {show(listed)}: must be different workers between 0 and {workers - 1}"
+        yield f"attack.workers = {show(listed)}: must be distinct worker IDs from 0 to {workers - 1}"
     elif count >= workers:
         yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
     if attack.resample and attack.by_class is not None:
@@ -365,13 +373,16 @@ def _check_workers(experiment: Experiment) -> Iterator[str]:
         yield f"aggregate.weights = {show(weights)}: must be {workers} numbers, one per worker, not {len(weights)}"
     elif isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
         where, cohort = f"aggregate.weights = {show(weights)}", experiment.cohort_size
-        yield f"{where}: has too many zeros, so all weights of a cohort of {cohort} workers can be zero"
+        yield f"{where}: all weights of a cohort of {cohort} workers can be zero; use fewer than {cohort} zeros"
     if "losses" in strategy.accepts and experiment.buffers == "local":
-        yield f"{strategy.place}: needs losses of the global model, but buffers=local does not send its buffers"
+        yield (
+            f"{strategy.place}: needs losses of the global model, but with buffers=local the workers do not receive "
+            "its buffers; use buffers=average, or another strategy"
+        )
 
 
 def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
-    """Check for settings that an asynchronous policy does not support."""
+    """Yield an error line for each setting that the asynchronous `policy` does not support."""
     where, algorithm = experiment.policy.setting, experiment.local.component
     attack, bound = experiment.attack.setting, experiment.attack.component
     attacks = experiment.attack.name != "none" and experiment.attack.count(experiment.workers)

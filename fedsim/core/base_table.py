@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Table(BaseModel):
-    """Base class for tables of an experiment: frozen pydantic models with strict types that reject unknown keys."""
+    """Base class of the tables (sections of settings, as in TOML) of an experiment.
+
+    Tables are frozen pydantic models with strict types, which reject unknown keys.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
@@ -77,14 +80,17 @@ class ComponentTable(Table):
 
     @classmethod
     def is_name(cls, value: Any) -> bool:
-        """Whether `value` can replace the table, because it has the type of the key `named_by`."""
+        """Whether `value` has the type of the key `named_by`, so that it can be given instead of a table."""
         annotation = cls.model_fields[cls.named_by].annotation
         kinds = get_args(annotation) or (annotation,)
         return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the table with defaults. Subclasses override this if defaults depend on other keys."""
+        """Return the keys and values of `table` with defaults added. The base class returns `table` itself.
+
+        Subclasses override this method if the default of a key depends on other keys.
+        """
         return table
 
     @classmethod

@@ -38,7 +38,7 @@ class Estimate:
         return len(self.values)
 
     def includes(self, value: float) -> bool:
-        """Whether the confidence interval contains `value`, or, for a single measurement, whether it equals `value`."""
+        """Whether the confidence interval contains `value`. A single measurement contains only itself."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
@@ -61,7 +61,7 @@ class Estimate:
 
 
 def decimals_of(amount: float) -> int:
-    """Return how many decimals to show for a number of this magnitude: 0 from 1000, 1 from 10, otherwise 2."""
+    """Return the number of decimals to show for `amount`: 0 if |amount| >= 1000, 1 if |amount| >= 10, otherwise 2."""
     return 0 if abs(amount) >= 1000 else 1 if abs(amount) >= 10 else 2
 
 
@@ -89,7 +89,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return means [columns] and interval half-widths [columns] for the columns of `values` [n, columns]."""
+    """Return the mean and the half-width of the 95 % interval of each column of `values` [n, columns]."""
     n = len(values)
     if n == 1:
         return values[0], np.full(values.shape[1], math.inf)

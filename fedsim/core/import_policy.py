@@ -34,12 +34,17 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class ImportRefusedError(ExperimentError):
-    """An experiment file contains an import path that it is not allowed to use."""
+    """Error for an experiment file with an import path that it is not allowed to use."""
 
 
 @dataclass(frozen=True)
 class UntrustedSource:
-    """The experiment file being read, and the strings that the user passed in addition to it."""
+    """Source of settings that may come from somebody else.
+
+    Attributes:
+        file: the experiment file that is being read.
+        trusted: strings that the user passed in addition to the file, which may be imported.
+    """
 
     file: Path
     trusted: frozenset[str]
@@ -50,11 +55,11 @@ _source: ContextVar[UntrustedSource | None] = ContextVar("fedsim_untrusted_sourc
 
 @contextlib.contextmanager
 def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed: bool = False) -> Iterator[None]:
-    """Restrict imports inside the block: treat all values except `trusted` as values from an untrusted experiment file.
+    """Inside the block, let settings from an experiment file import only modules in the working directory.
 
     Args:
-        file: the file that was read. None if all values come from the user.
-        trusted: values that the user passed in addition to the file.
+        file: experiment file, which may come from somebody else. None: there is no file, and nothing is restricted.
+        trusted: settings that the user passed in addition to the file, which may import any module.
         allowed: whether the user allows all imports.
     """
     source = None if file is None or allowed else UntrustedSource(file, frozenset(_strings(trusted)))
@@ -66,7 +71,7 @@ def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed:
 
 
 def is_untrusted(value: str) -> bool:
-    """Whether `value` comes from an untrusted file."""
+    """Whether the setting `value` comes from an experiment file, and not from the user."""
     source = _source.get()
     return source is not None and value not in source.trusted
 

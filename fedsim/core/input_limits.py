@@ -29,10 +29,14 @@ def leaves_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -> str | None:
-    """Return an error line if `value` exceeds a limit, otherwise None.
+    """Return an error line if `value`, read from a file or the command line, exceeds a limit, otherwise None.
 
-    The nesting depth of tables and lists, the size of integers, and the length of keys are limited. Characters that
-    control a terminal are refused unless `any_text` is true, which is for values that are only shown in a report.
+    The nesting depth of tables and lists, the size of integers, and the length of keys are limited.
+
+    Args:
+        value: a setting, or nested tables of settings.
+        place: dotted key of the value, with which the error line starts.
+        any_text: whether to accept characters that control a terminal, for values that are only shown in a report.
     """
     waiting = [(place, value, 0)]
     while waiting:  # not recursive, because the value may be nested too deeply

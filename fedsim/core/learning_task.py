@@ -147,16 +147,18 @@ class Classification:
         self.check_targets(targets)
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(targets):
             raise ExperimentError(
-                f"must return a tensor [batch, classes]; for {len(targets)} inputs it returned {shape_of(outputs)}"
+                f"the model must return a tensor [batch, classes]; for {len(targets)} inputs it returned "
+                f"{shape_of(outputs)}"
             )
         sums = outputs.double().cpu().sum(1)
         if bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
             raise ExperimentError(
-                "returns probabilities; must return logits or log-probabilities (remove the final softmax)"
+                "the model returns probabilities; it must return logits or log-probabilities (remove the final softmax)"
             )
         if classes > outputs.shape[1]:
             raise ExperimentError(
-                f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; needs at least {classes}"
+                f"the model has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; it needs at least "
+                f"{classes} outputs"
             )
 
 
@@ -190,10 +192,12 @@ class Binary:
         self.check_targets(targets)
         shape, samples = shape_of(outputs), len(targets)
         if shape not in ((samples,), (samples, 1)):
-            raise ExperimentError(f"must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}")
+            raise ExperimentError(
+                f"the model must return logits [batch] or [batch, 1]; for {samples} inputs it returned {shape}"
+            )
         if classes > 2:
             raise ExperimentError(
-                f"has two classes, but the labels go up to {classes - 1}; use task=classification for more classes"
+                f"the task binary has two classes, but the labels go up to {classes - 1}; use task=classification"
             )
 
 
@@ -221,7 +225,7 @@ class Regression:
         if shape != wanted and not (targets.ndim == 1 and shape == (*wanted, 1)):
             or_column = " or [batch, 1]" if targets.ndim == 1 else ""
             raise ExperimentError(
-                f"must return a tensor with the shape of the targets, {list(wanted)}{or_column}, not {shape}"
+                f"the model must return a tensor of the targets' shape, {list(wanted)}{or_column}; it returned {shape}"
             )
 
 
@@ -294,10 +298,14 @@ class NextToken:
         shape, wanted = shape_of(outputs), list(targets.shape)
         if not isinstance(outputs, Tensor) or outputs.ndim != 3 or outputs.shape[:2] != targets.shape:
             raise ExperimentError(
-                f"must return logits [batch, length, classes]; for targets of shape {wanted} it returned {shape}"
+                f"the model must return logits [batch, length, classes]; for targets of shape {wanted} it returned "
+                f"{shape}"
             )
         if classes > outputs.shape[2]:
-            raise ExperimentError(f"has {outputs.shape[2]} token classes, but the targets go up to {classes - 1}")
+            raise ExperimentError(
+                f"the model has {outputs.shape[2]} token classes, but the targets go up to {classes - 1}; it needs at "
+                f"least {classes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -344,7 +352,7 @@ class LossTask:
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
         """Raise ExperimentError if the loss fails or does not return one loss per sample."""
         if not isinstance(outputs, Tensor):
-            raise ExperimentError(f"must return a tensor, not {shape_of(outputs)}")
+            raise ExperimentError(f"the model must return a tensor, not {shape_of(outputs)}")
         context = f"for outputs {list(_paired(outputs, targets).shape)} and targets {described(targets)}"
         try:
             losses = self._losses(outputs, targets)
@@ -356,7 +364,10 @@ class LossTask:
                 f'reduction="none" if it has this parameter); {context} it returned {shape_of(losses)}'
             )
         if targets.ndim == 1 and outputs.ndim == 2 and classes > outputs.shape[1]:
-            raise ExperimentError(f"has {outputs.shape[1]} classes, but the labels go up to {classes - 1}")
+            raise ExperimentError(
+                f"the model has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; it needs at least "
+                f"{classes} outputs"
+            )
 
 
 def _paired(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """Create the metric from checked parameters. The default label is the name of the component."""
+        """Create the metric from validated parameters. The default label is its name. `settings` are not used."""
         return super().of(
             registration,
             params,
@@ -74,7 +74,7 @@ class OutputMetric(Component):
         )
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        """Compute the metric over all samples. Raise ExperimentError if it fails or is not a single number."""
+        """Return the metric over all samples. Raise ExperimentError if it fails or does not return one number."""
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         try:
@@ -235,7 +235,10 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """Return the outputs [m, classes] and the targets [m] without ignored targets."""
+    """Return the outputs [m, classes] and the targets [m] of the m targets that differ from `ignore`.
+
+    Raises ExperimentError unless the outputs are [..., classes] for integer targets [...].
+    """
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise ExperimentError(
             f"needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} and targets "
@@ -246,7 +249,7 @@ def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Ten
 
 
 def _differences(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return outputs minus targets, without broadcasting."""
+    """Return outputs minus targets in the shape of the targets. Raise ExperimentError if their sizes differ."""
     if outputs.numel() != targets.numel():
         shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
         raise ExperimentError(f"needs one output per target, not {shapes}")

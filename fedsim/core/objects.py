@@ -36,10 +36,10 @@ NUMBER = re.compile(r" \d+(?=>$)")
 
 
 class ObjectName(str):
-    """Name of an object: a str that has the object as an attribute.
+    """Name that stands for a Python object (such as a model class) among settings: a str with an attribute `target`.
 
     Attributes:
-        target: the object, or a callable that returns it.
+        target: the object, or a callable that returns the object.
     """
 
     target: Any
@@ -68,7 +68,10 @@ Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name,
 
 
 def name_of(target: Any) -> ObjectName:
-    """Return the name of an object. In one process, different objects have different names: `<MyNet>`, `<MyNet 2>`."""
+    """Return a name that stands for `target` among settings: its import path, or else a text such as `<MyNet>`.
+
+    In one process, different objects have different names, such as `<MyNet>` and `<MyNet 2>`.
+    """
     if path := _import_path(target):
         return ObjectName(path, target)
     parts = target if isinstance(target, tuple) else (target,)
@@ -95,8 +98,8 @@ def plain(value: Any) -> Any:
     """Convert a value to types that a file can store: dicts, lists, Python numbers, and names of objects.
 
     NumPy arrays and tensors become numbers or lists of numbers, a Mapping becomes a dict, and a Sequence becomes a
-    list. A tuple of two data sets becomes the name of one object. Each data set is an object that is not callable, a
-    pair (inputs, targets), or a list of samples. Other values are returned unchanged.
+    list. Functions, classes and other objects become names (see `name_of`), and a tuple of two data sets becomes one
+    name. Values of Python's own types are returned unchanged.
 
     >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
     {'seed': 3, 'weights': [1.0, 1.0]}
@@ -117,7 +120,7 @@ def plain(value: Any) -> Any:
 
 
 def names_in(value: Any) -> Iterator[ObjectName]:
-    """Yield the names of objects in nested tables and lists."""
+    """Yield every ObjectName in nested tables and lists."""
     if isinstance(value, ObjectName):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -133,9 +136,10 @@ def holds_objects(value: Any) -> bool:
 
 
 def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
-    """Replace notes such as `<MyNet>` in nested tables from a file by the object names that they stand for.
+    """Return nested tables from a file, with each text such as `<MyNet>` replaced by the ObjectName with this text.
 
-    The number in a note is ignored unless two notes differ only in this number.
+    A file cannot store objects, only their names. The number in `<MyNet 2>` is ignored unless two of the `names` differ
+    only in their numbers.
     """
     named = {str(name): name for name in names}
     unnumbered = [NUMBER.sub("", name) for name in named]
@@ -154,7 +158,7 @@ def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
 
 
 def own_copy(value: Value) -> Value:
-    """Return a deep copy that includes the objects in `value`, so that their state belongs to one run.
+    """Return a deep copy of `value`, such as an experiment, so that runs do not share the state of its components.
 
     Raises ExperimentError if an object cannot be copied.
     """
@@ -168,7 +172,7 @@ def own_copy(value: Value) -> Value:
 
 
 def why_unsendable(names: Iterable[ObjectName]) -> str | None:
-    """Return why one of these objects cannot be sent to another process, or None if all can be sent."""
+    """Return an error message about the first named object that cannot be sent to another process, or None."""
     for name in names:
         try:
             pickle.dumps(name)
@@ -198,7 +202,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _import_path(target: Any) -> str | None:
-    """Return `module:name` if this path leads to the same object in every process, otherwise None."""
+    """Return `module:name` if every process can import `target` at this path, otherwise None."""
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module in ("__main__", "__mp_main__"):
         return None

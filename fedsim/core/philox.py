@@ -31,11 +31,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """Addresses of one or several streams of random 32-bit words. All fields broadcast against each other.
+    """One or several streams of random words (32-bit integers). All fields broadcast against each other.
+
+    Streams with different (key, step, layer) are independent.
 
     Attributes:
         keys: int64 [...], 64 bits each.
-        step, layer: int or int64 [...], from 0 to 2^32 - 1.
+        step, layer: int or int64 [...], from 0 to 2^32 - 1, to derive several streams from one key.
     """
 
     keys: Tensor
@@ -44,9 +46,9 @@ class Stream(NamedTuple):
 
 
 def blocks(counter: Words, keys: Tensor) -> Words:
-    """Compute the four random words of each Philox block, int64 from 0 to 2^32 - 1.
+    """Return the four random words, int64 from 0 to 2^32 - 1, of each block of the generator Philox4x32.
 
-    The four counter words and the 64-bit keys broadcast against each other.
+    `counter` are the four 32-bit words of each block's position. They and the 64-bit keys broadcast against each other.
     """
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, (keys >> 32) & MASK
@@ -59,18 +61,22 @@ def blocks(counter: Words, keys: Tensor) -> Words:
 
 
 def words(stream: Stream, count: int) -> Tensor:
-    """Return the first `count` words of each stream, int64 [..., count], from 0 to 2^32 - 1, on the device of the keys.
+    """Return the first `count` random 32-bit words of each stream, int64 [..., count], on the device of the keys.
 
-    The words do not depend on `count`. Cost: about 5 ns per word on one CPU core, about 100 kernels on a GPU.
+    A larger `count` continues the same words. Cost: about 5 ns per word on one CPU core, about 100 kernels on a GPU.
     """
     return converted(stream, count, lambda words: words)[..., :count]
 
 
 def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `convert` to the first words of each stream: `count` words, rounded up to a multiple of four.
+    """Return the numbers that `convert` computes from the first random words of each stream.
 
-    `convert` maps words [..., 4 m] to numbers [..., m k] with a constant k. Long streams are converted in parts, so
-    their words are never all in memory.
+    The words are converted in parts, so that those of a long stream are never all in memory.
+
+    Args:
+        stream: one or several streams.
+        count: number of words to convert, which is rounded up to a multiple of four.
+        convert: function from words [..., 4 m] to numbers [..., k m], for a constant k and every m.
     """
     numbers = torch.arange(-(-count // 4), device=stream.keys.device)
     parts = [convert(torch.stack(part, -1).flatten(-2)) for _, part in _in_parts(stream, numbers)]
@@ -104,7 +110,7 @@ def words_per_uniform(dtype: torch.dtype) -> int:
 
 
 def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert words to uniform numbers in [0, 1) with all bits that the dtype can hold.
+    """Convert random 32-bit words to uniform numbers in [0, 1) with all bits that the dtype can hold.
 
     In float32, each word gives one multiple of 2^-24. In float64, each pair of words gives one multiple of 2^-53.
     """
@@ -116,7 +122,7 @@ def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert pairs of words to pairs of standard normal numbers (Box-Muller), at most 6.7 in absolute value.
+    """Convert pairs of random words to pairs of standard normal numbers (Box-Muller), at most 6.7 in absolute value.
 
     float64 is computed in float64, every other dtype in float32. Devices differ only in the rounding of logarithm, sine
     and cosine.
@@ -128,13 +134,13 @@ def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_integers(words: Tensor, high: int) -> Tensor:
-    """Convert pairs of words, as 64-bit numbers x, to floor(x high / 2^64) in 0..high - 1, for 1 <= high <= 2^31."""
+    """Convert pairs of random words, read as 64-bit numbers x, to integers floor(x high / 2^64) from 0 to high - 1."""
     first, second = _pairs(words)
     return (first * high + (second * high >> 32)) >> 32
 
 
 def to_keys(words: Tensor) -> Tensor:
-    """Convert pairs of words to 63-bit integers that serve as sort keys."""
+    """Convert pairs of random words to random 63-bit integers, by which numbers are sorted into a random order."""
     first, second = _pairs(words)
     return (first << 31) | (second >> 1)
 
@@ -189,9 +195,12 @@ def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tu
 
 
 def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> Iterator[tuple[slice, Words]]:
-    """Yield the words of the blocks `numbers` [n] of each stream, in parts: a slice of blocks, and their words.
+    """Yield the random words of n blocks of each stream in parts: a slice of range(n), and the words of these blocks.
 
-    `layers` [n] is added to the layer of the stream unless it is None.
+    Args:
+        stream: one or several streams.
+        numbers: block numbers within each stream, int64 [n].
+        layers: number added to the stream's layer for each block, int64 [n]. None: 0.
     """
     keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)

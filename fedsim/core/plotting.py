@@ -55,7 +55,7 @@ class FigureStyle:
             yield
 
     def describe(self, figure: Figure, title: str, remark: str, fontsize: str = "medium") -> None:
-        """Set the title of the figure, and use its label for the caption."""
+        """Show `title` and `remark` above the figure if it has a title, and store both in its label, for a caption."""
         figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
         if self.titled:
             figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
@@ -82,7 +82,7 @@ def line_style(index: int, points: int = 1) -> dict[str, Any]:
 
 
 def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
-    """Set grid and ticks. With `whole_numbers` (rounds, updates), ticks on the x axis are integers."""
+    """Draw the grid and set the ticks. If `whole_numbers` is true (x is rounds or updates), x ticks are integers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.grid(alpha=0.3)
@@ -91,12 +91,14 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
 
 
 def far_apart(values: Collection[float]) -> bool:
-    """Whether an axis with these values should be logarithmic."""
+    """Whether the values are > 0 and differ by a factor of 10 or more, so that a logarithmic axis suits them."""
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Put a tick on the x axis at each value in `places` (label to value). Use a log scale for distant values.
+    """Put ticks with these labels on the x axis, at the value of each label in `places`.
+
+    The axis becomes logarithmic if the values are far apart (see `far_apart`).
 
     >>> from matplotlib.figure import Figure
     >>> axes = Figure().subplots()

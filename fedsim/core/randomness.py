@@ -37,17 +37,17 @@ def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
 
 
 def numpy_generator(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
-    """Return a new NumPy generator for one draw or a short sequence of draws."""
+    """Return a new NumPy generator that is seeded with all arguments (see `draw_key`)."""
     return np.random.default_rng(draw_key(seed, purpose, *coordinates))
 
 
 def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generator:
-    """Return a new PyTorch generator on the CPU."""
+    """Return a new PyTorch generator on the CPU that is seeded with all arguments (see `draw_key`)."""
     return torch.Generator().manual_seed(draw_key(seed, purpose, *coordinates))
 
 
 class Draws:
-    """Source of random tensors on one device, which depend only on (seed, purpose, coordinates), step and call number.
+    """Source of random tensors on one device, determined by (seed, purpose, coordinates), step and call number.
 
         draws = Draws.of(seed, "noise", round, worker, device="cuda")
         noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
@@ -64,7 +64,10 @@ class Draws:
 
     @classmethod
     def of(cls, seed: int, purpose: str, *coordinates: int, device: torch.device | str = "cpu") -> Draws:
-        """Create the Draws for (seed, purpose, coordinates) on `device`, starting with call number 0."""
+        """Return a source of random tensors for (seed, purpose, coordinates) on `device`.
+
+        Different arguments (except `device`) give independent numbers. `coordinates` are, for example, (round, worker).
+        """
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
     def on(self, device: torch.device) -> Draws:
@@ -74,10 +77,10 @@ class Draws:
         return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """Return a function that maps a step number >= 0 to the Draws of this step, starting with call number 0.
+        """Return a function from the number of a training step, >= 0, to a new source of random tensors for this step.
 
-        The Draws of a step do not depend on earlier steps. If few words are needed, words for the next steps are drawn
-        in the same call, because drawing many words takes little longer.
+        The numbers of a step do not depend on earlier steps. If a step draws few numbers, those of the next steps are
+        generated together with them, because generating many numbers takes little longer.
         """
         ahead: dict[int, tuple[int, Tensor]] = {}
         return lambda step: Draws(self._key, step, ahead)
@@ -127,7 +130,7 @@ class Draws:
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values
 
     def _drawn(self, count: int, convert: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Apply `convert` to the first `count` words of the next stream, and return the result in `shape`."""
+        """Return numbers of shape `shape`, which `convert` computes from the next `count` random 32-bit words."""
         layer, self._calls = self._calls, self._calls + 1
         if self._ahead is None or 2 * count > WORDS_AHEAD:
             numbers = philox.converted(philox.Stream(self._key, self._step, layer), count, convert)
@@ -152,9 +155,10 @@ def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Te
 
 
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
-    """Seed all global generators that a model may use: PyTorch's for `device`, NumPy's and Python's.
+    """Seed the global generators that a model may use: PyTorch's for `device`, NumPy's and Python's.
 
-    `torch.manual_seed` seeds every backend and takes about a hundred times longer, too long for each step.
+    This is fast enough for every step, unlike `torch.manual_seed`, which seeds all backends and takes about a hundred
+    times longer.
     """
     key = draw_key(seed, purpose, *coordinates)
     random.seed(key)
@@ -163,7 +167,7 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
 
 
 def global_states(device: torch.device) -> list[object]:
-    """Return the states of Python's, NumPy's and PyTorch's global generators, to detect whether code draws numbers."""
+    """Return the states of Python's, NumPy's and PyTorch's global generators, which change if code draws numbers."""
     numpy_state = np.random.get_state(legacy=False)
     key, position = numpy_state["state"].values()
     generators = torch.default_generator, _default_generator(device)
@@ -214,12 +218,12 @@ def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:
-    """Draw the cohort of a round: `size` of `n_workers` workers without replacement, ascending, int64 [size]."""
+    """Draw the cohort of a round: `size` distinct worker IDs below `n_workers`, ascending, int64 [size]."""
     return sample_workers(numpy_generator(seed, "cohort", round), n_workers, size)
 
 
 def sample_workers(rng: np.random.Generator, n_workers: int, size: int) -> np.ndarray:
-    """Draw `size` of `n_workers` workers without replacement, ascending, int64 [size].
+    """Draw `size` distinct worker IDs below `n_workers`, ascending, int64 [size].
 
     Nothing is drawn if size = n_workers. Cost: O(size log size). If size is at least n_workers / 20, NumPy's `choice`
     also creates an array of all workers.

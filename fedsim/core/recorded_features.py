@@ -12,13 +12,16 @@ from fedsim.errors import ExperimentError
 
 
 class RecordedFeatures:
-    """Features that `recorded_features` recorded in one forward pass, available after the pass."""
+    """Features (inner activations) that `recorded_features` recorded in a forward pass."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def of(self, samples: int) -> Tensor:
-        """Return the features [samples, f]. Raise ExperimentError if there are none, or if their shape is wrong."""
+        """Return the recorded features of a batch of `samples` samples, flattened to [samples, f].
+
+        Raises ExperimentError if no features were recorded, or if their first dimension is not `samples`.
+        """
         if not self.tensors:
             raise ExperimentError(
                 "model: has no features; `forward` must call a method or module `features`, or an nn.Linear"
@@ -34,7 +37,7 @@ class RecordedFeatures:
 
 @contextlib.contextmanager
 def recorded_features(module: nn.Module) -> Iterator[RecordedFeatures]:
-    """Record the features of the forward pass inside the block.
+    """Record the features (inner activations) of the module's forward pass inside the block.
 
     The features are the output of `module.features`, a method or module that `forward` calls. If there is no
     `module.features`, they are the input of the last nn.Linear that `forward` calls.

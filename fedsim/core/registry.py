@@ -84,7 +84,7 @@ class Registration:
         Args:
             values: parameters by name.
             place: table of the experiment that contains the parameters, for error messages.
-            beside: other keys of that table, for suggestions.
+            beside: other keys of that table, which an error message may suggest.
 
         Raises ExperimentError with one line per unknown name, missing parameter or invalid value.
         """
@@ -125,7 +125,7 @@ class Registration:
         return functools.partial(self.target, **params)
 
     def select_inputs(self, **inputs: Any) -> dict[str, Any]:
-        """Return those of the `inputs` that this component accepts, by name."""
+        """Return a dict of those `inputs` that this component accepts."""
         return {name: inputs[name] for name in self.takes}
 
 
@@ -145,11 +145,17 @@ class Component:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> Self:
-        """Create the component from checked parameters. `settings` are further fields of the class."""
+        """Create the component.
+
+        Args:
+            registration: registered or imported component.
+            params: its parameters, which have been validated.
+            settings: values of the fields that a subclass of this class adds.
+        """
         return cls(registration.bind(params), registration.name, registration.takes, **settings)
 
     def on(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the component with those of the `inputs` that it accepts, and return its result."""
+        """Call the component with the inputs that it accepts, taken from `inputs`, and return its result."""
         return self.function(**{name: inputs[name] for name in self.accepts})
 
 
@@ -192,7 +198,8 @@ class Registry:
         traits: attributes of a component that the decorator can set, such as `columnwise` of a rule.
         accepts: objects that can be a component, for error messages.
         base: base class of all components, which must be dataclasses. None: any callable is accepted.
-        component: class of a component with its parameters. None: the result of `Registration.bind`.
+        component: class with a method `of`, such as a subclass of `Component`, whose instances `bind` returns. None:
+            `bind` returns what `Registration.bind` returns.
 
     >>> rule = Registry("aggregation rule", inputs=("updates", "weights"))
     >>> @rule("first")
@@ -282,7 +289,13 @@ class Registry:
             raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
 
     def bind(self, registration: Registration, params: dict[str, Any], **settings: Any) -> Any:
-        """Create a component from checked parameters. `settings` are further fields of the class `component`."""
+        """Return the object that the simulator calls: a component of this registry with its parameters.
+
+        Args:
+            registration: one of this registry's components.
+            params: its parameters, which have been validated.
+            settings: further fields of the returned object, if this registry has a class `component`.
+        """
         return self.component.of(registration, params, **settings) if self.component else registration.bind(params)
 
     def _registration(self, name: str, target: Any) -> Registration:
@@ -302,7 +315,7 @@ class Registry:
 
 
 def _as_json(value: Any) -> Any:
-    """Return the value of an enumeration member, or a path as a string. Raise TypeError for other types."""
+    """Return the JSON value of an enumeration member or a path. Raise TypeError for other types."""
     return value.value if isinstance(value, enum.Enum) else os.fspath(value)
 
 
@@ -331,7 +344,10 @@ def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str
 
 
 def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
-    """Return a pydantic model of all parameters except inputs. An instance of a dataclass has no parameters."""
+    """Return a pydantic model that validates the parameters of `target`, except the `inputs` that the simulator passes.
+
+    An instance of a dataclass has no parameters.
+    """
     fields: dict[str, Any] = {}
     extra: Literal["allow", "forbid"] = "forbid"
     is_dataclass = dataclasses.is_dataclass(target)

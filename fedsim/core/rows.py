@@ -235,7 +235,7 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
 
 
 def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index that selects the rows `slots` of a matrix on `device`.
+    """Return an index that selects the rows with the numbers `slots` from a matrix on `device`.
 
     The index is a slice, which selects a view, if the slots have a constant positive step. Otherwise it is an int64
     tensor [n] on the device, because an index on the host would be copied at each use.

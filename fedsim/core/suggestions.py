@@ -32,11 +32,11 @@ KeyFinder = Callable[[str], list[str]]  # maps a name to dotted keys of an exper
 
 @dataclass
 class Vocabulary:
-    """Keys and components of an experiment, for hints. `fedsim.config.source_catalog` sets both functions.
+    """Functions that look up keys and components for hints. `fedsim.config.source_catalog` sets them.
 
     Attributes:
-        keys_called: returns the dotted keys that a name may mean.
-        keys_of_component: returns the dotted keys whose value may be the component with this name.
+        keys_called: function from a name to the dotted keys that it may mean.
+        keys_of_component: function from the name of a component to the dotted keys that can select it.
     """
 
     keys_called: KeyFinder = lambda name: list(KEYS.get(name, ()))
@@ -88,7 +88,15 @@ def _hint(
     *,
     may_be_component: bool,
 ) -> str:
-    """Return the first hint found among synonyms, notes, components, similar candidates, and all allowed names."""
+    """Return the hint for a name that is not allowed.
+
+    Args:
+        name: the name.
+        known: allowed names of which `name` is a synonym.
+        candidates: names that are suggested if they are similar, each with the texts to suggest.
+        allowed: all allowed names, which are listed if nothing is similar.
+        may_be_component: whether to suggest the settings that select a component called `name`.
+    """
     if "," in name:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
     if not known and normalized(name) in NOTES:
@@ -101,7 +109,7 @@ def _hint(
 
 
 def _settings_of_component(name: str) -> list[str]:
-    """Return the settings that select a component, one for each possible key, such as `local.algorithm=scaffold`."""
+    """Return the settings that select the component `name`, such as `local.algorithm=scaffold`, one for each key."""
     settings: dict[str, str] = {}
     for text in VOCABULARY.keys_of_component(name):
         for key in text.removesuffix(FIRST_STAGE).split(", "):
@@ -136,30 +144,33 @@ def has_words(search: str, *texts: str) -> bool:
 
 
 def normalized(name: str) -> str:
-    """Return a name in lower case with underscores, for comparisons."""
+    """Return a name in lower case, with underscores as separators, to compare spellings."""
     return re.sub(r"[\s-]", "_", name.strip().lower())
 
 
 def _initials(name: str) -> str | None:
-    """Return `bs` for `batch_size`, and None for a single word."""
+    """Return the initials of a name of several words, `bs` for `batch_size`, or None for a single word."""
     return "".join(word[:1] for word in name.split("_")) if "_" in name else None
 
 
 def as_range(text: str) -> str | None:
-    """Return `0,1,2` for `0..2`, and None for other texts or more than MOST_IN_RANGE numbers."""
+    """Return a range such as `0..2` written as a list, `0,1,2`.
+
+    Returns None for other texts, and for more than MOST_IN_RANGE numbers.
+    """
     ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
     return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
 
 
 def as_list(text: str) -> str:
-    """Return `[0,1]` for `0,1`. Names are quoted."""
+    """Return a comma-separated text as a TOML list: `[0,1]` for `0,1`. Names are quoted."""
     pieces = (piece.strip() for piece in text.split(","))
     return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 
 
 class Configurable(Protocol):
-    """Interface of a component whose parameter names are known."""
+    """Interface of a component, as far as error messages about its parameters need it."""
 
     @property
     def name(self) -> str: ...
@@ -255,7 +266,10 @@ def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]
 
 
 def _as_import_path(name: str) -> str | None:
-    """Return the import path that a file path or dotted name stands for, with a remark, or None for other names."""
+    """Return what to write instead of a file path or dotted name: `package.module:name` with a remark.
+
+    Returns None for other names.
+    """
     file, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         file, attribute = name, "NAME"

@@ -19,7 +19,7 @@ def terminal_columns() -> int | None:
 def hang(head: str, text: str, columns: int | None) -> str:
     """Join `head` and `text` on one line, or, if it exceeds `columns`, wrap the text to the right of the head.
 
-    No line is broken before an opening bracket. `columns` is the terminal's width; None: no limit.
+    No line is broken before an opening bracket. `columns` is the terminal's width, or None for no limit.
 
     >>> print(hang("name: ", "one two three (3)", 26))
     name: one two three (3)
@@ -35,5 +35,5 @@ def hang(head: str, text: str, columns: int | None) -> str:
 
 
 def note(text: str) -> str:
-    """Wrap the text of a note that is printed below a table, with all lines except the first indented."""
+    """Return the text of a note below a table, wrapped to NOTE_COLUMNS, with all lines except the first indented."""
     return textwrap.fill(text, NOTE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)

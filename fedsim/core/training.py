@@ -77,9 +77,14 @@ class Objective:
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return losses [k, batch] for k batches, scaled so that sums weighted by `weights` are the mean losses.
+        """Return the losses [k, batch] of the samples in k batches, whose weighted sum is each batch's mean loss.
 
-        `weights` [k, batch] sums to 1 over each batch.
+        The mean loss of each batch is (losses * weights).sum(1), also for tasks with several answers per sample.
+
+        Args:
+            outputs: model outputs of each batch, [k, batch, ...].
+            targets: targets of each batch, [k, batch, ...].
+            weights: weight of each sample, [k, batch], which sums to 1 over each batch.
         """
         targets = targets.flatten(0, 1)
         losses, counts = self.loss(outputs.flatten(0, 1), targets, "none").view(weights.shape), counts_of(self.task)

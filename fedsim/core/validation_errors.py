@@ -59,7 +59,12 @@ def explain(
 
 
 def _hint(value: Any, wanted: Sequence[str]) -> str:
-    """Return what to write instead of a value that was meant as a list or as several values."""
+    """Return the end of an error line that says how to write a list, or several values, or "" if neither is meant.
+
+    Args:
+        value: value of the wrong type.
+        wanted: descriptions of the allowed types, such as "a list".
+    """
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return (
@@ -71,18 +76,18 @@ def _hint(value: Any, wanted: Sequence[str]) -> str:
 
 
 def _is_union_member(part: int | str) -> bool:
-    """Whether a part of a pydantic location is a member type of a union instead of a key."""
+    """Whether `part` of a pydantic error location names a member type of a union, and not a key."""
     return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
 def _dotted(parts: Iterable[int | str]) -> str:
-    """Return `data.augment[0].pixels` for its parts. Empty parts are left out."""
+    """Join the parts of a key: `data.augment[0].pixels` for ("data", "augment", 0, "pixels"). Skip empty parts."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "")
     return text.removeprefix(".")
 
 
 def _requirement(message: str) -> str:
-    """Return the requirement in a pydantic message, in the terms of experiment files and without "must be"."""
+    """Return the text to write after "must be" for a pydantic message, in the terms of experiment files."""
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)

@@ -35,11 +35,11 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class ImageTransform(NamedTuple):
-    """An augmentation or a partition's transform, with the names of the inputs that it accepts.
+    """Function that transforms a batch of images: an augmentation, or the transform that a partition defines.
 
     Attributes:
-        function: the transform; its other parameters are already bound.
-        takes: the inputs that `function` accepts, among images, draws and generator.
+        function: function that transforms a batch, with its parameters bound.
+        takes: names of the inputs that `function` accepts, among images, draws and generator.
     """
 
     function: Callable[..., Tensor]
@@ -47,7 +47,7 @@ class ImageTransform(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """Create an ImageTransform from a partition's transform.
+        """Return the function that a partition defines as its transform as an ImageTransform.
 
         Raises ExperimentError if `function` has parameters other than images, draws and generator.
         """
@@ -57,7 +57,7 @@ class ImageTransform(NamedTuple):
             raise ExperimentError(f"partition.name: the strategy's transform cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the transformed images [batch, ...]. `inputs` contains the values of draws and generator."""
+        """Return the transformed images [batch, ...]. `inputs` has the values of `draws` and `generator` by name."""
         return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 
@@ -67,7 +67,7 @@ def flip(images: Tensor, draws: Draws, *, probability: Probability = 0.5) -> Ten
 
     Args:
         images: [batch, channels, height, width].
-        draws: random number source that selects the mirrored images.
+        draws: source of random numbers, which selects the mirrored images.
         probability: probability that an image is mirrored, 0 <= probability <= 1.
 
     Cost: a copy of the batch.
@@ -88,7 +88,7 @@ def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
 
     Args:
         images: [batch, channels, height, width].
-        draws: random number source for the offsets.
+        draws: source of random numbers, for the offsets.
         pixels: largest offset, >= 1.
 
     Cost: two copies of the batch.

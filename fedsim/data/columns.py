@@ -28,15 +28,15 @@ def train_and_test(
     ids: Sequence[str] | None,
     test_fraction: float,
 ) -> tuple[TensorData, TensorData]:
-    """Return the training and test samples of columns.
+    """Return the training and test samples of data sets that are stored as columns, such as CSV files.
 
     Args:
-        train, test: columns by name, arrays or lists [n, ...] of numbers; also of text for ids and targets. Text
-            targets become class labels in sorted order.
-        places: what error messages call `train` and `test`, such as a file.
-        target: column of the targets. None: the only column called label, labels, target, targets or y.
-        inputs: columns of the inputs, which are concatenated. None: all other columns.
-        ids: columns of the owners of samples. None: none.
+        train, test: columns by name, arrays or lists [n, ...] of numbers. Columns of targets and owners may also
+            contain text. Text targets become class labels in sorted order.
+        places: names of `train` and `test` in error messages, such as a file name.
+        target: name of the column of targets. None: the only column called label, labels, target, targets or y.
+        inputs: names of the columns of inputs, which are concatenated. None: all other columns.
+        ids: names of the columns that contain the owner of each sample, such as a user. None: there are none.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is None.
 
     Raises DataError, with the place and the column, for missing columns, text in inputs, NaN and infinity.
@@ -83,10 +83,18 @@ def _names(table: Any) -> list[str]:
 
 
 def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
-    """Return a data set of arrays [n, ...] and ids [n]. Raises DataError, with the place, if they do not fit."""
+    """Return the data set of n samples with these inputs [n, ...], targets [n, ...] and owners.
+
+    Args:
+        inputs, targets: arrays with one entry per sample.
+        ids: owner of each sample, [n], for each column of owners by name.
+        place: name of the data set in error messages.
+
+    Raises DataError if the arrays cannot be used as a data set, for example if their lengths differ.
+    """
 
     class Samples(tuple):
-        """The pair (inputs, targets) with ids, as `as_tensor_data` reads it."""
+        """Pair (inputs, targets) with an attribute `ids`, which `as_tensor_data` reads."""
 
     pair = Samples((inputs, targets))
     pair.ids = ids  # type: ignore[attr-defined]
@@ -97,7 +105,7 @@ def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.nda
 
 
 def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
-    """Return the training and test samples of one data set: a random draw, the same for every seed."""
+    """Return the data set's (training samples, test samples). The random draw is the same for every seed."""
     order = numpy_generator(0, "test_split").permutation(len(data))
     held_out = round(fraction * len(data))
     return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
@@ -121,7 +129,10 @@ def _only_target(columns: Columns, place: str) -> str:
 
 
 def _numbers(values: Any, place: str) -> np.ndarray:
-    """Return a column as an array of numbers [n, ...]; pictures become uint8 [n, channels, height, width]."""
+    """Return a column as an array of numbers [n, ...]. PIL images become uint8 [n, channels, height, width].
+
+    Raises DataError, which begins with `place`, if the values are not numbers of equal shape, or are not finite.
+    """
     if hasattr(next(iter(values), None), "getbands"):  # PIL pictures
         values = [np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1) for picture in values]
     try:
@@ -142,9 +153,9 @@ def _numbers(values: Any, place: str) -> np.ndarray:
 
 
 def _joined(arrays: list[np.ndarray], place: str) -> np.ndarray:
-    """Return one array alone, or columns [n] and [n, k] side by side as float32 [n, features]."""
+    """Return the inputs as one array: a single array [n, ...] unchanged, or columns joined to float32 [n, features]."""
     if not arrays:
-        raise DataError(f"{place}: has no column of inputs")
+        raise DataError(f"{place}: has no column of inputs, only the target and owners")
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]  # pictures and tokens keep their integers
     return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in arrays], axis=1)

@@ -68,7 +68,7 @@ def label_counts(
     Args:
         labels: class label of every sample, [n], whole numbers >= 0.
         shards: one index array per worker, as returned by `partition`.
-        classes: the number of classes C, for labels 0, ..., C - 1; None: one more than the highest label.
+        classes: the number of classes C, for labels 0, ..., C - 1. None: one more than the highest label.
 
     Returns the counts, int64 [n_workers, C]. Raises ExperimentError if a label is not a whole number from 0 to C - 1.
 
@@ -127,11 +127,11 @@ def _mean_hellinger(roots: np.ndarray) -> float:
 
 
 def draw_partition(counts: np.ndarray, title: str) -> bytes:
-    """Plot label counts [n_workers, C] (see `label_counts`), and return the plot as a PNG file's bytes.
+    """Plot label counts [n_workers, C] (see `label_counts`), and return the content of a PNG file.
 
     With at most 30 workers and 20 classes, each worker is one stacked bar. Larger partitions are drawn as a heat map of
     the workers' label histograms (square-root colour scale from 0 to 1), with the workers' sizes above it. The title
-    contains the statistics computed by `heterogeneity`, and invalid counts raise the same errors.
+    contains the statistics computed by `heterogeneity`. Invalid counts raise the same errors as there.
 
     >>> png = fedsim.draw_partition(np.array([[5, 0], [0, 3]]), "two workers")
     >>> png[1:4]

@@ -49,7 +49,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
 
     Args:
         name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
-        root: folder for downloaded files; None: $FEDSIM_DATA if set, else the user's cache folder.
+        root: folder for downloaded files. None: $FEDSIM_DATA if set, else the user's cache folder.
         params: parameters of the data set.
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
@@ -94,7 +94,10 @@ _loaded: dict[str, tuple[TensorData, TensorData]] = {}  # at most one data set, 
 def load_dataset_once(
     name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
 ) -> tuple[TensorData, TensorData]:
-    """Return a data set as `load_dataset`, and keep it for the run that follows, which takes it with `take=True`."""
+    """Return a data set like `load_dataset`, but do not load it twice for the same run.
+
+    With take=False, the data set is stored in memory. With take=True, the stored data set is returned and forgotten.
+    """
     key = repr((name, root, sorted(params.items())))
     data = _loaded.get(key) or load_dataset(name, root, **params)
     _loaded.clear()
@@ -104,7 +107,7 @@ def load_dataset_once(
 
 
 def _read(data: Any, name: str) -> TensorData:
-    """Convert a training or test set to TensorData. Error messages start with the data set's name."""
+    """Return a training or test set as TensorData. Raise DataError, with the data set's name, if it cannot be used."""
     try:
         return as_tensor_data(data)
     except DataError as error:

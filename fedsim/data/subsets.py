@@ -84,11 +84,11 @@ class CustomSubset(Subset):
         return transformed if isinstance(transformed, Tensor) else torch.stack(list(transformed)), targets
 
     def batches(self, batch_size: int, order: np.ndarray | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all samples once, in (inputs, targets) batches of `batch_size` samples; the last batch may be smaller.
+        """Yield all samples once, in (inputs, targets) batches of `batch_size` samples. The last batch may be smaller.
 
         Args:
             batch_size: number of samples per batch.
-            order: order of the samples, a permutation of range(len(self)); None: the order of `indices`.
+            order: order of the samples, a permutation of range(len(self)). None: the order of `indices`.
         """
         order = torch.arange(len(self), device=self.indices.device) if order is None else torch.as_tensor(order)
         chunk = batch_size * self._batches_at_once(batch_size)
@@ -104,7 +104,7 @@ class CustomSubset(Subset):
         return [transform(x) for x in inputs]
 
     def _batches_at_once(self, batch_size: int) -> int:
-        """Return how many consecutive batches `batches` gathers in one call; 1 unless the data set is a TensorData."""
+        """Return how many batches of size `batch_size` to read at once: 1 unless the data set is a TensorData."""
         if not isinstance(self.dataset, TensorData):
             return 1
         sample = self.dataset.inputs[0]
@@ -113,7 +113,7 @@ class CustomSubset(Subset):
 
 
 class WorkerTransform:
-    """A partition's input transform for one worker, usable as the `subset_transform` of a CustomSubset.
+    """Input transform that a partition defines for one worker, to pass as the `subset_transform` of a CustomSubset.
 
     Random numbers depend on (seed, worker, batch number). Batches are numbered per WorkerTransform object, so each
     process of a DataLoader counts its own batches from 0.
@@ -148,7 +148,7 @@ def dataset_split(
     Args:
         dataset: map-style data set of (input, target) samples.
         n_workers, strategy, seed, ids, params: see `partition`.
-        subset_transform: input transform for all workers (see `CustomSubset`); None: the transforms that the strategy
+        subset_transform: input transform for all workers (see `CustomSubset`). None: the transforms that the strategy
             defines, if any (as `feature_noise` does).
 
     Returns one CustomSubset per worker. Raises ExperimentError like `partition`, and DataError if a target is not
@@ -195,7 +195,7 @@ def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1
 
     Args:
         train: all training samples.
-        share: fraction of the samples to hold out, 0 <= share < 1; rounded to a whole number of samples.
+        share: fraction of the samples to hold out, 0 <= share < 1, rounded to a whole number of samples.
         seed: seed for the random split.
         fewest: minimum number of samples that must remain for training, such as the number of workers.
 

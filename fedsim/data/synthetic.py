@@ -34,7 +34,7 @@ def synthetic(
     argmax(x W_k + b_k). The first argument and the second argument of N are mean and standard deviation for u_k and
     B_k, as in that code. With `iid`, all users share one W, b ~ N(0, 1) and v = 0.
 
-    The first 90 percent of each user's samples are for training, at random; the others are the test set.
+    A random 90 percent of each user's samples are training samples. The other samples are the test set.
 
     Args:
         root: not used.
@@ -42,9 +42,10 @@ def synthetic(
         beta: how much the inputs of users differ, >= 0.
         users: number of users.
         iid: whether all users have the same distribution.
-        seed: of the generation, independent of the seed of the experiment.
+        seed: seed for generating the data set, independent of the experiment's seed.
 
-    Returns inputs float32 [n, 60], labels [n] and the column `user` of owners, for the partition `natural`.
+    Returns inputs float32 [n, 60] and labels [n], with the user of each sample in the column `user`, for the partition
+    `natural`.
 
     >>> train, test = fedsim.load_dataset("synthetic", alpha=0.5, beta=0.5)
     >>> train.inputs.shape[1], len(np.unique(train.ids["user"]))

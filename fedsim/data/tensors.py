@@ -23,15 +23,15 @@ FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_nump
 
 @dataclass(frozen=True)
 class TensorData(Dataset):
-    """A map-style data set that consists of an input tensor and a target tensor; inputs are normalised when read.
+    """Map-style data set that consists of an input tensor and a target tensor. Reading normalises the inputs.
 
     Attributes:
         inputs: raw inputs in their original dtype (images as uint8), [n, ...] or [n, channels, height, width].
-        targets: class labels, int64 [n]; or numbers [n, ...], such as tokens (int64) or measured values (floating).
-        scale, shift: a sample's input is `inputs[i] * scale + shift`; scalars or one value per channel.
+        targets: class labels, int64 [n], or numbers [n, ...], such as tokens (int64) or measured values (floating).
+        scale, shift: a sample's input is `inputs[i] * scale + shift`. Scalars, or one value per channel.
         dtype: dtype of the normalised inputs.
-        ids: owners of the samples for the partition `natural`, such as {"writer": array [n]}. Several columns are
-            possible. Empty: unknown.
+        ids: owner of each sample, for the partition `natural`, such as {"writer": array [n]}. There may be several
+            columns of owners. Empty: the owners are unknown.
         rows: for samples that overlap, such as windows of a text, int64 [n]. Sample i is row rows[i] of `inputs` and
             `targets`, which may be views of one small tensor. Targets may then be of any integer type. None: sample i
             is row i.
@@ -97,7 +97,7 @@ class TensorData(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
-        """Return a list of (input, target) samples at `indices`; class labels are ints. A DataLoader calls this."""
+        """Return a list of (input, target) samples at `indices`. Class labels are ints. A DataLoader calls this."""
         inputs, targets = self.gather(torch.as_tensor(indices))
         return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
 
@@ -114,7 +114,7 @@ class TensorData(Dataset):
         return self._normalised(raw), targets if targets.is_floating_point() else targets.long()
 
     def _normalised(self, raw: Tensor) -> Tensor:
-        """Return raw inputs converted to `dtype` and normalised. On a GPU this takes one kernel."""
+        """Return the raw inputs `raw`, converted to `dtype` and normalised. On a GPU this takes one kernel."""
         plain = self.scale == 1.0 and not self.shift
         scale, shift = self._scale_and_shift
         if raw.device.type == "cpu":
@@ -179,7 +179,7 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
 
 
 def in_order(inputs: Tensor) -> Tensor:
-    """Return inputs [batch, ...] in the memory format that `TensorData.gather` uses; a copy only if it differs."""
+    """Return inputs [batch, ...] in the memory format that `TensorData.gather` uses, without a copy if possible."""
     copy = torch.empty_like(inputs, memory_format=_order_of(inputs))
     return inputs if inputs.stride() == copy.stride() else copy.copy_(inputs)
 
@@ -196,7 +196,7 @@ def as_tensor_data(data: Any) -> TensorData:
     target whose key is label, labels, target or targets.
 
     Inputs may be tensors, arrays, numbers or PIL images of equal shape. uint8 inputs, such as images, are divided by
-    255, as torchvision's ToTensor does; other integers (tokens) are unchanged. Targets may be numbers, tensors or
+    255, as torchvision's ToTensor does. Other integers (tokens) are unchanged. Targets may be numbers, tensors or
     arrays of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute
     `ids` is kept.
 
@@ -231,7 +231,7 @@ def as_tensor_data(data: Any) -> TensorData:
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
     """Return a sample's input and target.
 
-    Raises DataError if the sample is not an (input, target) pair; the message suggests a conversion.
+    Raises DataError if the sample is not an (input, target) pair. The message suggests a conversion.
     """
     if isinstance(sample, Mapping):
         inputs, targets = ([key for key in sample if (key in TARGET_KEYS) == wanted] for wanted in (False, True))
@@ -247,14 +247,14 @@ def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
 
 
 def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Convert `inputs` and `targets` (tensors or arrays) to tensors."""
+    """Return `inputs` and `targets` (tensors or arrays) as two tensors."""
     for place, value in (("inputs", inputs), ("targets", targets)):
         if not isinstance(value, (Tensor, np.ndarray)) or not value.ndim:
             kind = type(value).__name__
             remedy = "; convert the object with .to_numpy()" if hasattr(value, "to_numpy") else ""
             raise DataError(f"{place}: must be a tensor or an array with at least one dimension, not a {kind}{remedy}")
     if len(inputs) != len(targets):
-        raise DataError(f"there are {len(inputs)} inputs, but {len(targets)} targets; both must be equal in number")
+        raise DataError(f"there are {len(inputs)} inputs, but {len(targets)} targets; each input needs one target")
     array = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else targets
     array = _as_int64(array) if array.dtype.kind in "iubf" else as_targets(list(array))
     return _as_tensor(inputs, "an array of inputs"), torch.from_numpy(np.require(array, requirements=["C", "W"]))

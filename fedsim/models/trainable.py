@@ -24,8 +24,8 @@ ADAPTERS = "lora_a", "lora_b"
 class LoRALinear(nn.Linear):
     """Linear layer with a frozen weight W and a trained low-rank term: x (W + (alpha / rank) B A)^T + bias.
 
-    A [rank, inputs] (`lora_a`) starts as in `nn.Linear`, and B [outputs, rank] (`lora_b`) with zeros, so the layer
-    starts as the layer that it replaces. Hu et al. 2022 (LoRA).
+    A [rank, inputs] (`lora_a`) is initialized like the weight of `nn.Linear`, and B [outputs, rank] (`lora_b`) with
+    zeros, so at first the layer computes the same as the layer that it replaces. Hu et al. 2022 (LoRA).
     """
 
     lora_a: nn.Parameter
@@ -59,7 +59,7 @@ def add_adapters(module: nn.Module, rank: int, alpha: float, targets: Sequence[s
 
 
 def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters of a model except adapters and those whose names match one of the patterns.
+    """Freeze all parameters of a model except low-rank adapters and parameters whose names match one of the patterns.
 
     Raises ExperimentError if a pattern matches no parameter.
     """
@@ -70,17 +70,28 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
-    """Replace the frozen parameters of a model by those in `shared`; add those that are missing there."""
+    """Let models share their frozen parameters, so that each exists only once in a process.
+
+    The frozen parameters of `module` are replaced by those of the same name in `shared`. Those that `shared` lacks are
+    added to it.
+    """
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
         part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})
 
 
 def matching(patterns: Sequence[str], names: list[str], key: str, kind: str) -> set[str]:
-    """Return the names that match one of the patterns, with `*` and `?` as in a shell.
+    """Return those `names` that match one of the patterns, with `*` and `?` as in a shell.
 
-    A pattern also matches all names below it: `head` matches `head.weight`. Raises ExperimentError, which begins with
-    the key of the experiment, if a pattern matches nothing.
+    A pattern also matches all names below it: `head` matches `head.weight`.
+
+    Args:
+        patterns: patterns from an experiment.
+        names: names of parameters or layers.
+        key: key of the experiment that contains the patterns, for error messages.
+        kind: what the names are, for error messages, such as "parameter".
+
+    Raises ExperimentError if a pattern matches no name.
     """
     matches = {
         pattern: {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
@@ -96,10 +107,14 @@ def matching(patterns: Sequence[str], names: list[str], key: str, kind: str) -> 
 def load_weights(
     module: nn.Module, path: Path, place: str, error_class: type[FedsimError], *, optional: tuple[str, ...] = ()
 ) -> None:
-    """Load parameters and buffers from a safetensors file. `optional`: endings of names that the file may lack.
+    """Load a model's parameters and buffers from a safetensors file.
 
-    Raises `error_class`, with one line that begins with `place`, if the file does not exist, cannot be read, or does
-    not fit the model.
+    Args:
+        module: model whose parameters and buffers are overwritten.
+        path: the file.
+        place: start of the error message, such as the key that contains the path.
+        error_class: class of the exception that is raised if the file cannot be read or does not fit the model.
+        optional: endings of the names that the file may lack.
     """
     if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
         raise error_class(

@@ -174,7 +174,12 @@ class CohortSampler:
         return self.dropout > 0 and numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
-        """Return the weight of each worker by ID: its fraction of all samples divided by its probability to report."""
+        """Return each worker's weight by ID: its fraction of all samples divided by the probability of an update.
+
+        An update is sent with the probability of being chosen, `probabilities`, times that of not dropping out.
+
+        Raises ExperimentError if `probabilities` is None.
+        """
         if probabilities is None:
             raise ExperimentError(
                 'aggregate.weights = "inverse_probability": needs the probability that a worker is chosen, which '

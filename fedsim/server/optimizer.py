@@ -73,7 +73,10 @@ class ServerSGD(ServerStep):
 
 
 class MomentumStep(ServerStep):
-    """Base class of `momentum` and `diloco`: v = beta v + D, w += lr v, or w += lr (D + beta v) with Nesterov."""
+    """Base class of `momentum` and `diloco`: v = beta v + D, w += lr v, or w += lr (D + beta v) with Nesterov.
+
+    D is the aggregated update, and w the global model.
+    """
 
     lr: float
     beta: float
@@ -252,13 +255,13 @@ class AdaptiveStep(ServerStep):
 
     @property
     def decays(self) -> dict[str, float]:
-        """Decay rate of each running mean that `bias_correction` corrects, by the name of the mean."""
+        """Decay rates of the running means that `bias_correction` corrects, by the name of the mean ("m" or "v")."""
         return {"m": self.beta1}
 
 
 @dataclass(frozen=True)
 class DecayingStep(AdaptiveStep):
-    """Base class of `adam` and `yogi`, in which v decays, so that steps do not become shorter and shorter."""
+    """Base class of `adam` and `yogi`, which forget old squared updates (unlike `adagrad`, whose steps only shrink)."""
 
     lr: NonNegative = 0.03
     beta2: Decay = 0.99

@@ -83,7 +83,7 @@ def init_child_process() -> None:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Describe the unexpected end of a process in words that follow its name, such as "was killed by SIGKILL"."""
+    """Return text that follows the name of a process and says how it ended, such as "was killed by SIGKILL"."""
     if exitcode is None:
         return "closed its pipe"
     if exitcode >= 0:
@@ -93,9 +93,9 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def describe_failed_start(exitcode: int | None, instead: str) -> str:
-    """Describe, in words that follow the process's name, why a process ended before it started to work.
+    """Return text that follows the name of a process and says why it ended before it started to work.
 
-    `instead` is a setting that needs no processes, which the text recommends.
+    The text recommends `instead`, a setting that needs no processes.
 
     The most likely reason for a positive exit code is a script without a main guard, because child processes import
     the script.

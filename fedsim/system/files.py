@@ -86,7 +86,8 @@ def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
         if os.path.samestat(status, os.fstat(file.fileno())) and status.st_size == file.tell():
             return
     raise RecordError(
-        f"{path}: was removed or changed by another program {when}; the run stops, because the file would lack rounds"
+        f"{path}: was removed or changed by another program {when}; the run stops, because rounds would be missing "
+        "from the file"
     )
 
 
@@ -96,7 +97,7 @@ def unwritable_error(path: Path, error: OSError, needed: int | None = None) -> R
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """Return the end of the error line for a write error, which contains a remedy, or "" if none is known."""
+    """Return a remedy for a write error, as the end of an error line, or "" if none is known."""
     if error.errno == errno.ENOSPC:
         asked = "" if needed is None else f", but {show_bytes(needed)} are needed"
         return f": {show_bytes(free_space(path))} are free{asked}; free some space, {ELSEWHERE}"
@@ -149,7 +150,9 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not _take_lock(handle):
-            raise RecordError(f"{folder}: {by_whom} is using this folder")
+            raise RecordError(
+                f"{folder}: {by_whom} is using this folder; wait until it has ended, or use another folder"
+            )
         yield
     finally:
         _release(handle)
@@ -157,7 +160,7 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
-    """Let only one process at a time execute a block for this path.
+    """Let only one process at a time execute the block with this path, by a lock on the file.
 
     A process that has waited for `seconds` enters the block anyway, as do processes on systems without locks.
     """
@@ -181,7 +184,7 @@ def _take_lock(handle: int) -> bool:
 
 
 def _release(handle: int) -> None:
-    """Release the lock of a file, which processes forked meanwhile would otherwise keep, and close the file."""
+    """Release the lock of a file and close it. Closing alone is not enough if a process has been forked meanwhile."""
     if fcntl is not None:
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

@@ -70,7 +70,7 @@ def _raise_once(number: int, frame: object) -> None:
 
 
 def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Send a signal again if its exception was raised in a destructor. Pass other exceptions to `hook`."""
+    """Handle an exception in a destructor, which Python ignores: send its signal again, or else call `hook`."""
     global _first
     if not issubclass(unraisable.exc_type, (KeyboardInterrupt, Terminated)):
         hook(unraisable)

@@ -57,7 +57,7 @@ LIMITS = {
 
 
 def limit_hint(error: OSError) -> str:
-    """Return the end of an error line, which names the resource limit that was reached and how to raise it, or ""."""
+    """Return the end of an error line: the resource limit that was reached and how to raise it. "" if unknown."""
     limit = LIMITS.get(error.errno or 0)
     if limit is None or resource is None:
         return ""

@@ -44,13 +44,16 @@ class Message:
             self.data = _dumps(content)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Return the index of a file. multiprocessing calls this for each pickled file. See `_collecting`."""
+        """Add a file descriptor to the message, and return its index there.
+
+        multiprocessing calls this for each file in a pickled object (see `_collecting`).
+        """
         if descriptor not in self.descriptors:
             self.descriptors.append(descriptor)
         return self.descriptors.index(descriptor)
 
     def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
-        """Return the placeholder for a file in the pickled data."""
+        """Return the placeholder that stands for file number `index` in the pickled data."""
         return _File(index)
 
 
@@ -150,7 +153,7 @@ class _File:
 
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
-    """Let multiprocessing pass the files of objects that are pickled inside the block to `message`.
+    """Inside the block, let multiprocessing pass the files in pickled objects to `message`.
 
     multiprocessing calls `message.duplicate_for_child`, as if `message` were a process being started.
     """

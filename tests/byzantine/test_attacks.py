@@ -357,7 +357,7 @@ def test_half_precision_never_ends_in_infinity(name, honest):
     [
         ({}, "aggregate: is required, because the attack opt_ipm"),
         ({"aggregate": trimmed, "evaluations": 1}, "evaluations = 1: must be greater than or equal to 2"),
-        ({"aggregate": lambda matrix: matrix}, r"aggregate: must return shape \(33,\), not \(10, 33\)"),
+        ({"aggregate": lambda matrix: matrix}, r"aggregate: must return a tensor of shape \(33,\), not \(10, 33\)"),
     ],
 )
 def test_a_rule_and_two_evaluations_are_required(arguments, message, honest):
@@ -559,7 +559,7 @@ def test_without_attackers_or_honest_rows(name, honest, own_updates):
 def test_an_attack_can_be_an_import_path(honest, own_updates):
     rows = attack(honest, 3, "tests.byzantine.test_attacks:backwards", own_updates=own_updates, scale=2.0)
     assert torch.equal(rows, own_updates.flip(1) * 2)
-    with pytest.raises(ExperimentError, match=r"must return shape \(3, 33\) or \(33,\), not \(7, 33\)"):
+    with pytest.raises(ExperimentError, match=r"must return a tensor of shape \(3, 33\) or \(33,\), not \(7, 33\)"):
         attack(honest, 3, "tests.byzantine.test_attacks:misshapen")
 
 

@@ -215,7 +215,7 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be different workers between 0 and 6"),
+        ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be distinct worker IDs from 0 to 6"),
         ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
         ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "set fraction or workers, not both"),
         (

@@ -41,7 +41,7 @@ WRONG = [
     ("aggregate.weights=[1.0]", "aggregate.weights = [1.0]: must be 4 numbers, one per worker, not 1"),
     (
         "cohort=2 aggregate.weights=[0,0,1,1]",
-        "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: has too many zeros, so all weights",
+        "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: all weights of a cohort of",
     ),
     ("engine=fedsim.errors:FedsimError", 'engine = "fedsim.errors:FedsimError": cannot be used: has no signature; wr'),
     ({"model": {"name": "tests.models:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
@@ -49,7 +49,7 @@ WRONG = [
     ("aggregate.weights=[1,1,1,-1]", "aggregate.weights[3] = -1: must be greater than or equal to 0"),
     ("records.model=no", 'records.model = "no": must be true or false'),
     ("policy=asgd", 'policy.name = "asgd": needs mode=clock or mode=race'),
-    ("mode=race policy=hogwild aggregate.nonfinite=stop", 'aggregate.nonfinite = "stop": a race has no model'),
+    ("mode=race policy=hogwild aggregate.nonfinite=stop", 'aggregate.nonfinite = "stop": returns the model'),
     ("mode=race", 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
     ("policy.name=asgd policy.k=2 mode=clock", "policy.k = 2: unknown key (the policy is asgd); k is a parameter of "),
     (
@@ -75,7 +75,7 @@ WRONG = [
     ("policy.name=backup_workers policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
     ("policy.name=async_local_sgd policy.c=0.3 mode=clock", "policy.c = 0.3: must be at most 1/policy.n = 1/4"),
     ("clock.departures.1=2.0 mode=clock", "clock.departures: only works with an asynchronous policy"),
-    ("policy=asgd clock.departures.4=2.0 mode=clock", "clock.departures.4: must be a worker between 0 and 3"),
+    ("policy=asgd clock.departures.4=2.0 mode=clock", "clock.departures.4: the key must be a worker ID from 0 to 3"),
 ]
 
 

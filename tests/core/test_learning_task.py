@@ -248,7 +248,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
         (
             {**REGRESSION, "model.outputs": 2},
             ExperimentError,
-            r"shape of the targets, \[8\] or \[batch, 1\], not \(8, 2\)",
+            r"targets' shape, \[8\] or \[batch, 1\]; it returned \(8, 2\)",
         ),
         ({**NEXT_TOKEN, "model": lambda: Bigrams(5)}, ExperimentError, "Embedding|index out of range"),
         (

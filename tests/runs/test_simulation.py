@@ -156,7 +156,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
     ("change", "message"),
     [
         ({"workers": 204}, "workers = 204: must be between 1 and the number of samples, 203"),
-        ({"model": "tests.models:Probabilities"}, 'model.name = "tests.models:Probabilities": returns probabilities'),
+        ({"model": "tests.models:Probabilities"}, 'model.name = "tests.models:Probabilities": the model returns pr'),
         ({"model": "tests.models:Frozen"}, "has no trainable parameters"),
         (
             {"model": "tests.models:Complex"},

@@ -166,7 +166,7 @@ WRONG = {
     "sampling=fixed sampling.workers=[1,2]": "must be 3 workers, the cohort size; set cohort=2",
     "sampling=fixed sampling.workers=[1,2,6]": "must be different worker IDs from 0 to 5",
     "sampling=power_of_choice sampling.candidates=7": "must be between 3 (the cohort size) and 6 (the",
-    "sampling=power_of_choice sampling.candidates=4 buffers=local": "buffers=local does not send its buffers",
+    "sampling=power_of_choice sampling.candidates=4 buffers=local": "with buffers=local the workers do not receive",
     "sampling=available sampling.trace=nothing.csv": "cannot be read",
 }
 

@@ -34,9 +34,9 @@ LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 
 
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
-    """Yield the blocks of columns that process number `index` of `count` processes aggregates.
+    """Yield slices of the columns, of d, that process number `index` of `count` processes aggregates.
 
-    The blocks of all processes together cover range(d).
+    The slices of all processes together cover range(d).
 
     On a CPU the blocks depend on d alone, so the results of all engines are bit-identical. On another device each
     process has one block, or as few blocks of `n` rows as the device's memory allows.
@@ -54,13 +54,13 @@ def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device:
 
 @functools.cache
 def most_columns(n: int, device: torch.device) -> int:
-    """Return the maximum number of columns of a block of n rows on a device other than the CPU, a multiple of LINE."""
+    """Return the maximum number of columns in a block of n rows, limited by the memory of a GPU."""
     values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # total_memory_of may return infinity
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
 
 def block_size(updates: Tensor) -> int:
-    """Return the number of columns of a small block of the rows `updates` [n, d]."""
+    """Return the number of columns of `updates` [n, d] to process at once, limited by CPU cache or GPU memory."""
     if updates.device.type != "cpu":
         return most_columns(len(updates), updates.device)
     return min(MOST, max(FEWEST, NUMBERS // max(1, len(updates))))
@@ -94,7 +94,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """Return SAMPLED columns in evenly spaced runs of RUN columns, [n, SAMPLED], or all columns if there are fewer."""
+    """Return a sample of 512 columns, in evenly spaced runs of 16 adjacent columns, or all columns if d <= 512."""
     n, d = updates.shape
     runs = SAMPLED // RUN
     if d <= SAMPLED:
@@ -103,7 +103,7 @@ def sampled_columns(updates: Tensor) -> Tensor:
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `function` to all blocks of columns, and return the results as one row [d].
+    """Apply `function` to the updates [n, d] block by block, and return the results as one row [d].
 
     `function` maps a block [n, columns], in float32 or float64, to [columns].
     """
@@ -120,7 +120,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Return `values` unchanged: the `Reduce` function of a process that has all columns."""
+    """Return `values` unchanged: the sum or maximum over all processes, if one process has all columns."""
     return values
 
 

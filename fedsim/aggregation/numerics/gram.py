@@ -29,7 +29,9 @@ TIED = 1e-12  # maximum relative difference of two sums that count as equal
 
 
 class Gram:
-    """Distances and inner products of all pairs of rows z_i = sum_j M_ij x_j, linear combinations of updates x_j.
+    """Distances and inner products of all pairs of rows, where the rows are updates, or linear combinations of them.
+
+    Row i is z_i = sum_j M_ij x_j for updates x_j.
 
     Before the float64 matrix product, the row with the smallest norm is subtracted from all rows. Neither a common
     offset nor an outlier then costs precision. Distances that lose digits nevertheless are computed again from
@@ -39,8 +41,8 @@ class Gram:
         updates: workers' updates x, [n, d].
         mixing: matrix M [m, n]. None: the rows are the updates.
         basis: inner products of the centred updates [n + 1, n + 1], if known.
-        reduce: sums a tensor over processes that each have some of the columns, so that all processes get the same
-            results. The processes must read the same properties in the same order.
+        reduce: function that sums a tensor over all processes, of which each has some of the columns. All processes
+            get the same results, and must read the same properties in the same order.
 
     Raises ExperimentError if the squares of finite updates overflow.
 
@@ -73,7 +75,7 @@ class Gram:
 
     @cached_property
     def _coordinates(self) -> Tensor:
-        """Coefficients [m, n + 1] that express each row in the n centred updates and the centre."""
+        """Coefficients [m, n + 1] of each row as a linear combination of the n centred updates and the centre."""
         n = len(self._updates)
         mixing = torch.eye(n, dtype=torch.double) if self._mixing is None else self._mixing
         return torch.cat([mixing, mixing.sum(1, keepdim=True)], dim=1)
@@ -115,7 +117,7 @@ class Gram:
     def _products_from(self, row: int) -> np.ndarray:
         """Return the inner products [m, m] of the rows after the row at position `row` is subtracted from all.
 
-        They are computed from the products of the centred updates.
+        The result is computed from the products of the centred updates.
         """
         if self._mixing is None:
             known = self._basis[:-1, :-1].numpy()
@@ -218,7 +220,7 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
 
     Args:
         updates: workers' updates, [n, d].
-        reduce: sums a tensor over processes that each have some of the columns.
+        reduce: function that sums a tensor over all processes, of which each has some of the columns.
         known: inner products of the first updates with each other, if computed before.
 
     Returns float64 [n + 1, n + 1].
@@ -256,9 +258,9 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
 
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
-    """Add the products of the last m rows with all n rows to `total` [m, n].
+    """Add the inner products of the last m of n rows with all n rows to `total` [m, n], in place.
 
-    Only the entries below the diagonal (and on it) are used.
+    Of the products of the last m rows with each other, only the lower triangle is used afterwards.
     """
     if len(rows) <= FEW_ROWS and rows.device.type == "cpu" and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
@@ -270,7 +272,7 @@ def _add_products(total: Tensor, rows: Tensor) -> None:
 
 
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
-    """Add the products of all pairs of a few rows to `total` [n, n], in half of the time that PyTorch needs.
+    """Add the inner products of all pairs of a few rows to `total` [n, n], in place, in half of PyTorch's time.
 
     The product is a stack of matrix products that are too small for several threads.
     """

@@ -16,14 +16,15 @@ from fedsim.system.devices import to_device
 
 
 class LazyRows:
-    """Rows M @ updates, [m, d], which are computed block by block when they are needed.
+    """Linear combinations of the updates, M @ updates [m, d], computed block by block when they are needed.
 
     Args:
         updates: workers' updates, [n, d].
         mixing: matrix M [m, n], float64. None: the rows are the updates.
         gram: function that returns the `Gram` of the rows.
-        reduce: sums a tensor over processes that each have some of the columns (see `Gram`).
-        are_combinations: whether the rows are known linear combinations of the workers' updates.
+        reduce: function that sums a tensor over all processes, of which each has some of the columns (see `Gram`).
+        are_combinations: whether the `updates` are those that the workers sent. Otherwise they are the result of a
+            pre-aggregator, and their relation to the workers' updates is unknown.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class LazyRows:
         )
 
     def replaced(self, rows: Tensor) -> LazyRows:
-        """Return `rows` [m, d] as LazyRows that are not known to be linear combinations of the updates."""
+        """Return `rows` [m, d], computed by a pre-aggregator in an unknown way, as LazyRows."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice | None = None) -> Tensor:
@@ -78,7 +79,7 @@ class LazyRows:
         return self._as_factors(self._mixing)
 
     def _as_factors(self, matrix: Tensor) -> Tensor:
-        """Return `matrix` with the dtype of the updates, or float32 if that is narrower, on the updates' device."""
+        """Return `matrix` on the updates' device, in the wider dtype of float32 and the updates' dtype."""
         dtype = torch.promote_types(self._updates.dtype, torch.float32)
         return to_device(matrix.to(dtype), self._updates.device)
 

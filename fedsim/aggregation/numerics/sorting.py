@@ -64,11 +64,11 @@ Comparator = tuple[int, int, int | None, int | None]
 
 @functools.lru_cache(maxsize=256)
 def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], list[int]]:
-    """Return a sorting network for n rows and one free row, and the final row indices of the `needed` positions.
+    """Return the comparators of a sorting network for n rows, and the rows in which the `needed` positions end.
 
     The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M) without
-    the comparators on which no needed position depends. Comparators write the minimum to the free row, so that no row
-    is copied.
+    the comparators on which no needed position depends. Comparators write the minimum to an additional row, number n at
+    first, so that no row is copied.
     """
     pairs, wanted = [], set(needed)
     for low, high in reversed(list(_merge_exchange(n))):

@@ -63,7 +63,10 @@ def _too_far(distances: Tensor, diameter: float) -> list[int]:
 
 
 def _coverable(edges: list[int], budget: int, alive: int) -> bool:
-    """Whether `budget` points can be removed from the points `alive` (a bit mask) so that no edge is left."""
+    """Whether removing at most `budget` of the points `alive` leaves no edge.
+
+    `alive` is a bit mask of points, and edges[i] is a bit mask of the neighbours of point i.
+    """
     if budget < 0:
         return False
     degrees = [((edges[i] & alive).bit_count(), i) for i in range(len(edges)) if alive >> i & 1]
@@ -99,10 +102,10 @@ def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
 
 
 def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
-    """Return the maximal eigenvalue of each subset's centred Gram matrix, [count].
+    """Return the maximal eigenvalue of the centred Gram matrix of each of `count` subsets of points, [count].
 
-    `subsets` [count, m] are positions of points. The result is infinite for a subset with a distance that is not
-    finite.
+    `subsets` [count, m] are the positions of the points in each subset. The result is infinite for a subset with
+    a distance that is not finite.
     """
     squares = squared_distances[subsets.unsqueeze(2), subsets.unsqueeze(1)]
     to_all = squares.mean(2)

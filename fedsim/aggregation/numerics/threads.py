@@ -17,9 +17,9 @@ FEW_ROWS = 32  # maximum number of rows for which a block of columns is too litt
 
 
 def alone_if_small(numbers: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that limits PyTorch to one thread if the updates contain few numbers.
+    """Return a context manager that limits PyTorch to one thread if the updates are small.
 
-    `numbers` is the number of elements of the updates, n d.
+    `numbers` is the total number of values in the updates, n d.
     """
     return _one_thread() if numbers < WORTH_SHARING else contextlib.nullcontext()
 

@@ -26,14 +26,15 @@ def arrays(root: Path, *, path: str, test_fraction: Fraction = 0.2) -> tuple[Ten
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
-    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test`, as in Keras). Every other array with n values is a
-    column of owners for the partition `natural`. uint8 inputs are images [n, channels, height, width], divided by 255.
+    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test`, as in Keras). Every other array has shape [n] and
+    contains the owner of each sample, for the partition `natural`. uint8 inputs are images
+    [n, channels, height, width], divided by 255.
 
     Args:
         root: not used.
         path: the file. `.pt` files are refused, because reading a pickle runs code.
-        test_fraction: fraction of the samples that is drawn at random for tests if the file has no test samples, the
-            same draw for every seed.
+        test_fraction: fraction of the samples that is drawn at random for tests if the file has no test samples. The
+            draw is the same for every seed.
 
     Raises DataError, with the file and the array, for files that cannot be read, missing arrays, arrays of different
     lengths, NaN and infinity.
@@ -56,7 +57,10 @@ def arrays(root: Path, *, path: str, test_fraction: Fraction = 0.2) -> tuple[Ten
     n = len(values["targets"])
     for name, array in stored.items():
         if array.shape != (n,):
-            raise DataError(f"{path}: {show(name)} has the shape {list(array.shape)}; owners must be [{n}]")
+            raise DataError(
+                f"{path}: {show(name)} has the shape {list(array.shape)}; a column of owners must be [{n}], one owner "
+                "per sample"
+            )
     train = samples_of(values["inputs"], values["targets"], stored, path)
     if "test_inputs" not in values:
         return split_test(train, test_fraction)
@@ -64,7 +68,7 @@ def arrays(root: Path, *, path: str, test_fraction: Fraction = 0.2) -> tuple[Ten
 
 
 def _read(path: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a file by name."""
+    """Return the arrays in a `.npz` or `.safetensors` file by name. Raise DataError if the file cannot be read."""
     suffix = Path(path).suffix.lower()
     if suffix in PICKLES:
         raise DataError(

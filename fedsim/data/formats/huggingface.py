@@ -25,19 +25,26 @@ def huggingface(
     ids: list[str] | None = None,
     test_fraction: Fraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
-    """A data set of Hugging Face, from the hub or a folder that `save_to_disk` wrote (extra `huggingface`).
+    """A Hugging Face data set, from the hub or from a folder that `save_to_disk` wrote (needs the extra `huggingface`).
 
-    Columns become inputs and targets as in the data set `csv`; pictures become uint8 [n, channels, height, width].
+    Columns of numbers are concatenated to inputs [n, features]. A single column of lists of one length is an input
+    [n, length], and a column of images is an input uint8 [n, channels, height, width]. Text targets become class labels
+    in sorted order.
 
     Args:
-        root: cache folder of the hub's files.
+        root: folder for files that are downloaded from the hub.
         path: name on the hub, such as `flwrlabs/femnist`, or a folder.
         config: configuration of the data set on the hub.
-        train, test: names of the splits. If there is no split `test`, a fraction `test_fraction` of the rows is drawn
-            at random, the same for every seed.
-        target, inputs, ids, test_fraction: as in the data set `csv`.
+        train: name of the split with the training samples.
+        test: name of the split with the test samples. If it is unset or does not exist, a fraction `test_fraction` of
+            the training samples is drawn at random. The draw is the same for every seed.
+        target: column of the targets. Unset: the only column called label, labels, target, targets or y.
+        inputs: columns of the inputs. Unset: all columns except the target and `ids`.
+        ids: columns that contain the owner of each sample, for the partition `natural`.
+        test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
-    Raises DataError, with the name and the column, if the data set cannot be read, and as the data set `csv`.
+    Raises DataError, which names the data set and the column, if the data set cannot be read, for missing columns, for
+    inputs that are text, and for NaN.
 
     >>> train, test = fedsim.load_dataset(  # doctest: +SKIP
     ...     "huggingface", path="flwrlabs/femnist", inputs=["image"], target="character", ids=["writer_id"])
@@ -55,7 +62,7 @@ def huggingface(
     if not hasattr(splits, "keys"):
         splits = {train: splits}
     if train not in splits:
-        raise DataError(f"data.train = {show(train)}: {path} has the splits {', '.join(splits)}")
+        raise DataError(f"data.train = {show(train)}: no such split; {path} has {', '.join(splits)}")
     parts = [None if name not in splits else _columns(splits[name]) for name in (train, test)]
     places = f"{path}, split {train}", f"{path}, split {test}"
     return train_and_test(

@@ -28,7 +28,7 @@ def image_folder(
 ) -> tuple[TensorData, TensorData]:
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 
-    Classes are numbered in sorted order. Images in `CLASS/OWNER/IMAGE` belong to this owner, for the partition
+    Classes are numbered in sorted order. Images `CLASS/OWNER/IMAGE` belong to the owner OWNER, for the partition
     `natural`. Pixels are uint8 [n, channels, height, width], divided by 255 when a batch is made.
 
     Args:
@@ -36,8 +36,8 @@ def image_folder(
         path: the folder.
         size: height and width to which all images are resized. Unset: all images must have one size.
         grey: whether to convert the images to one channel.
-        test_fraction: fraction of the samples that is drawn at random for tests if there is no test part, the same draw
-            for every seed.
+        test_fraction: fraction of the samples that is drawn at random for tests if there is no test part. The draw is
+            the same for every seed.
 
     Raises DataError, with the file, for images that cannot be read or have different sizes, and for unknown classes.
 
@@ -56,7 +56,7 @@ def image_folder(
 
 
 def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> TensorData:
-    """Return the images below a folder, in sorted order."""
+    """Return the images in `folder`/CLASS as a data set, in the sorted order of their paths."""
     from PIL import Image  # a requirement of torchvision
 
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
@@ -64,7 +64,8 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
     for file in files:
         name, *below = file.relative_to(folder).parts
         if name not in classes or not below:
-            raise DataError(f"{file}: must be in the folder of one of the classes {', '.join(classes[:10])}")
+            allowed = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
+            raise DataError(f"{file}: must be in the folder of one of the classes {allowed}")
         try:
             with Image.open(file) as image:
                 image = image.convert("L" if grey else "RGB")
@@ -80,7 +81,8 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
         labels.append(classes.index(name))
         owners.append(below[0] if len(below) > 1 else "")
     if not images:
-        raise DataError(f"{folder}: has no images ({', '.join(SUFFIXES)}) in folders of classes")
+        suffixes = ", ".join(SUFFIXES)
+        raise DataError(f"{folder}: has no images ({suffixes}); it must have one folder of images per class")
     inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())
     ids = {"owner": np.array(owners)} if all(owners) else {}
     return TensorData(inputs, torch.tensor(labels), scale=1 / 255, ids=ids)

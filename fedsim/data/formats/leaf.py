@@ -27,11 +27,11 @@ def leaf(
     images: str | None = None,
     size: int = 84,
 ) -> tuple[TensorData, TensorData]:
-    """A data set that LEAF's scripts wrote: `PATH/train/*.json` and `PATH/test/*.json`. Caldas et al. 2018.
+    """A data set that the scripts of LEAF wrote: `PATH/train/*.json` and `PATH/test/*.json`. Caldas et al. 2018.
 
-    Users are the column `user` of owners. Inputs that are text (Shakespeare) become int64 [n, length], numbers of
-    LEAF's 80 characters, and their targets class labels (the next character). Inputs that are names of files (CelebA)
-    are read from the folder `images` as uint8 [n, 3, size, size].
+    The partition `natural` can give each worker the samples of one user. Inputs that are text (Shakespeare) become
+    int64 [n, length], the numbers of LEAF's 80 characters, and their targets (the next characters) become class labels.
+    Inputs that are names of image files (CelebA) are read from the folder `images` as uint8 [n, 3, size, size].
 
     Args:
         root: not used.
@@ -65,7 +65,7 @@ def leaf(
 
 
 def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
-    """Yield the place for error messages, the name, the inputs and the targets of each user."""
+    """Yield a tuple for each user in the folder's files: the place for error messages, the name, inputs and targets."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise DataError(f"{folder}: has no .json files; run LEAF's preprocess.sh with -t sample")
@@ -76,7 +76,7 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         except KeyError as error:
-            raise DataError(f"{file}: has no {error} as LEAF's files have") from None
+            raise DataError(f"{file}: has no key {error}, which LEAF's files must have") from None
         for user in users:
             place = f"{file}: user {show(user)}"
             try:
@@ -84,7 +84,9 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
             except (KeyError, TypeError):
                 raise DataError(f"{place}: has no x and y in user_data") from None
             if len(inputs) != len(targets):
-                raise DataError(f"{place}: has {len(inputs)} inputs and {len(targets)} targets")
+                raise DataError(
+                    f"{place}: has {len(inputs)} inputs and {len(targets)} targets; each input needs one target"
+                )
             yield place, str(user), inputs, targets
 
 
@@ -104,7 +106,7 @@ def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
 
 
 def _as_target(value: Any, place: str) -> Any:
-    """Return a number unchanged, and the number of one of LEAF's characters."""
+    """Return a target that is a number unchanged, and a target that is a character as its number in LEAF's list."""
     if not isinstance(value, str):
         return value
     if len(value) != 1 or value not in CHARACTERS:

@@ -34,12 +34,12 @@ def table(
     Args:
         root: not used.
         path: file of the training samples, `.csv` or `.parquet`.
-        test_path: file of the test samples. Unset: a fraction `test_fraction` of the rows, drawn at random, the same
-            for every seed.
+        test_path: file of the test samples. Unset: a fraction `test_fraction` of the rows in `path` is drawn at random.
+            The draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
-        ids: columns of the owners of samples, for the partition `natural`.
-        test_fraction: 0 < test_fraction < 1.
+        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.
+        test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
     Raises DataError, with the file and the column, for a file that cannot be read, missing columns, inputs that are
     text, NaN and missing values.
@@ -58,7 +58,7 @@ def table(
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the columns of a file."""
+    """Return the columns of a CSV or Parquet file by name. Raise DataError if it cannot be read."""
     csv = Path(path).suffix.lower() in (".csv", ".tsv", ".txt")
     module = import_extra("pyarrow.csv" if csv else "pyarrow.parquet", extra="tables", purpose="reading tables")
     try:

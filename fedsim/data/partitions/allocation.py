@@ -17,7 +17,7 @@ Concentration = Annotated[float, Field(gt=0, le=1e12)]
 
 
 def even_sizes(n_samples: int, parts: int) -> np.ndarray:
-    """Return sizes that sum to n_samples and differ by at most one, larger ones first, int64 [parts].
+    """Return the sizes of `parts` parts of n_samples, which differ by at most one, larger ones first, int64 [parts].
 
     The sizes are those of `np.array_split`.
     """
@@ -28,8 +28,8 @@ def even_sizes(n_samples: int, parts: int) -> np.ndarray:
 def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
     """Divide n_samples in proportion to `shares`, and return the integer counts [parts], which sum to n_samples.
 
-    `shares` sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share above zero gets
-    the samples that remain after rounding.
+    The `shares` [parts] sum to one. Part i ends at floor(cumsum(shares)[i] * n_samples). The last part with a share
+    above zero gets the samples that remain after rounding.
     """
     ends = np.floor(np.cumsum(shares) * n_samples).astype(np.int64)
     ends[np.flatnonzero(shares)[-1] :] = n_samples  # otherwise rounding could give a sample to a share of zero
@@ -37,10 +37,10 @@ def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
 
 
 def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
-    """Group sample indices by owner, and return one array per owner 0, ..., n_owners - 1.
+    """Return the sample indices of each owner: one array for each of the owners 0, ..., n_owners - 1.
 
     Args:
-        members: sample indices, [n]; their order is kept within each group.
+        members: sample indices, [n]. Their order is kept within each group.
         owners: the owner of each member, [n].
         n_owners: number of owners.
     """
@@ -54,7 +54,7 @@ def has_classes(labels: np.ndarray) -> bool:
 
 
 def by_label(labels: np.ndarray) -> np.ndarray:
-    """Return the stable argsort of the labels (or scalar targets) [n].
+    """Return the sample indices [n] sorted by label or scalar target. Samples with equal targets keep their order.
 
     Raises ExperimentError if a sample's target is not a single number.
     """
@@ -77,7 +77,7 @@ def assign_samples(by_class: Sequence[np.ndarray], counts: np.ndarray, rng: np.r
 
     Args:
         by_class: one index array per class.
-        counts: number of samples for each worker and class, [n_workers, classes]; their sum is the number of samples.
+        counts: number of samples for each worker and class, [n_workers, classes]. Their sum is the number of samples.
         rng: for all draws.
 
     Returns one index array per worker. Draws: the samples of each class, in turn, are shuffled by one `rng.permutation`
@@ -98,8 +98,8 @@ def draw_until_large_enough(
         min_size: minimum number of samples per worker.
         n_samples: total number of samples.
         n_workers: number of workers.
-        parameters: the strategy's parameters for the error message, such as "alpha = 0.5".
-        less_skew: the remedy for the error message, such as "a larger alpha".
+        parameters: text for the error message that states the strategy's parameters, such as "alpha = 0.5".
+        less_skew: remedy that the error message recommends, such as "a larger alpha".
 
     Raises ExperimentError if n_samples < min_size * n_workers, or after TRIES draws without success.
     """

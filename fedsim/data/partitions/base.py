@@ -89,7 +89,7 @@ def partition_shards(
     ids: Ids = None,
     **params: Any,
 ) -> Shards:
-    """Split a data set's samples like `partition`, but return a `Shards` object, which provides single shards.
+    """Split a data set's samples like `partition`, but return a `Shards` object, from which shards are read one by one.
 
     Shards of a virtual strategy are drawn on demand, so errors in such a shard are raised only then.
 

@@ -27,10 +27,10 @@ def dirichlet(
     min_size: PositiveInt = 1,
     balanced: bool = False,
 ) -> list[np.ndarray]:
-    """Divide each class among the workers by shares ~ Dir(alpha); a smaller alpha gives more label skew.
+    """Divide each class among the workers by shares ~ Dir(alpha). A smaller alpha gives more label skew.
 
     For class c with n_c samples, shares q ~ Dir(alpha, ..., alpha) over the workers are drawn. The shuffled samples are
-    cut at floor(cumsum(q) n_c); the last worker with a share above zero gets the rest. Shard sizes differ widely.
+    cut at floor(cumsum(q) n_c). The last worker with a share above zero gets the rest. Shard sizes differ widely.
     Yurochkin et al. 2019; Li et al. 2022 (NIID-Bench).
 
     Draws: each try draws one `rng.dirichlet` per class, in ascending order. After the successful try, each class in
@@ -42,7 +42,7 @@ def dirichlet(
         rng: for all draws.
         alpha: concentration of the Dirichlet distribution, > 0.
         min_size: minimum number of samples per worker. All shares are redrawn until it is reached, at most 1000 times.
-            NIID-Bench uses 10; a larger value reduces the skew.
+            NIID-Bench uses 10. A larger value reduces the skew.
         balanced: whether a worker that already has n / n_workers samples or more gets no samples of the remaining
             classes (the other workers' shares are rescaled to sum to one), as in both papers' code. If rounding makes
             all other shares zero (tiny alpha), they are redrawn from the same distribution.
@@ -66,7 +66,7 @@ def dirichlet(
 def _share_out(
     class_sizes: list[int], n_workers: int, rng: np.random.Generator, alpha: float, balanced: bool
 ) -> np.ndarray:
-    """Draw each worker's number of samples per class for `dirichlet`, and return them as [n_workers, classes]."""
+    """Draw the number of samples of each worker and class for `dirichlet`. Return int64 [n_workers, classes]."""
     counts = np.zeros((n_workers, len(class_sizes)), dtype=np.int64)
     worker_sizes = np.zeros(n_workers, dtype=np.int64)
     alphas = np.full(n_workers, alpha)
@@ -83,7 +83,7 @@ def _share_out(
 def dirichlet_workers(
     by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, alpha: Concentration = 0.5
 ) -> list[np.ndarray]:
-    """Draw a class mixture ~ Dir(alpha) for each worker, then the worker's samples from it; shard sizes are equal.
+    """Draw a class mixture ~ Dir(alpha) for each worker, then the worker's samples from it. Shard sizes are equal.
 
     Workers are served one after another. For each worker a mixture q ~ Dir(alpha, ..., alpha) over the C classes is
     drawn. Each of the worker's samples is a random sample, without replacement, from a class drawn from q. A class that
@@ -100,7 +100,7 @@ def dirichlet_workers(
         by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
-        alpha: concentration of the Dirichlet distribution, > 0; smaller gives more label skew.
+        alpha: concentration of the Dirichlet distribution, > 0. A smaller one gives more label skew.
 
     Returns one index array per worker. Cost: O(n log n + C n_workers).
 
@@ -121,7 +121,7 @@ def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.
     Args:
         size: number of samples of the worker.
         alphas: concentration of each class, [C].
-        left: number of available samples of each class, [C]; their sum is at least `size`.
+        left: number of available samples of each class, [C]. Their sum is at least `size`.
         rng: for all draws, in the order described in `dirichlet_workers`.
     """
     mixture = rng.dirichlet(alphas)
@@ -137,7 +137,14 @@ def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.
 
 
 def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alphas: np.ndarray) -> np.ndarray:
-    """Set the shares ~ Dir(alphas) to zero where `is_open` is false, and return them rescaled to sum to one."""
+    """Return a class mixture without the classes for which `is_open` is false, rescaled to sum to one, [C].
+
+    Args:
+        shares: class mixture that was drawn from Dir(alphas), [C].
+        is_open: whether each class has samples left, bool [C].
+        rng: draws the mixture again if all shares that remain are zero.
+        alphas: concentration of each class, [C].
+    """
     shares = np.where(is_open, shares, 0.0)
     if not shares.any():
         # The rescaled open shares of a Dirichlet draw are Dir(alphas[is_open]), independently of the closed shares.
@@ -146,7 +153,10 @@ def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generato
 
 
 def _while_they_last(drawn: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return the leading part of `drawn` (class numbers) that the samples `left` in each class [C] can satisfy."""
+    """Return the class numbers `drawn`, up to the first one of a class that has no sample left.
+
+    `left` [C] is the number of samples that each class has before these draws.
+    """
     too_many = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
     stop = min((np.flatnonzero(drawn == number)[left[number]] for number in too_many), default=len(drawn))
     return drawn[:stop]

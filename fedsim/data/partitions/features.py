@@ -65,12 +65,12 @@ class Rotation:
 @partition_strategy("feature_noise")
 @dataclass(frozen=True)
 class FeatureNoise:
-    """Assign samples as in `iid`; inputs of worker i = 1, ..., n get Gaussian noise of variance sigma i / n.
+    """Assign samples as in `iid`, and add Gaussian noise of variance sigma i / n to the inputs of worker i = 1, ..., n.
 
     Li et al. 2022 (NIID-Bench, "noise-based feature imbalance"). The noise is added to the normalised inputs, and drawn
     anew for every batch.
 
-    Draws: those of `iid`; in training one `draws.normal` for each batch.
+    Draws: those of `iid`, and in training one `draws.normal` for each batch.
 
     Args:
         sigma: noise variance of the last worker, >= 0.
@@ -93,13 +93,13 @@ class FeatureNoise:
 @partition_strategy("feature_rotation")
 @dataclass(frozen=True)
 class FeatureRotation:
-    """Assign samples as in `iid`; the images of each of several equal groups of workers are rotated by one angle.
+    """Assign samples as in `iid`, and rotate the images of each of several equal groups of workers by one angle.
 
     Ghosh et al. 2020 (IFCA, "Rotated MNIST"). Worker i = 0, ..., n - 1 is in group g = floor(i groups / n). Draws:
     those of `iid`.
 
     Args:
-        groups: number of groups, at most n; images of group g are rotated counter-clockwise by 360 g / groups degrees.
+        groups: number of groups, at most n. Images of group g are rotated counter-clockwise by 360 g / groups degrees.
         angles: rotation of each group in degrees, which replaces 360 g / groups.
 
     Returns one index array per worker for labels [n]. Raises ExperimentError if there are more groups than workers, or

@@ -24,14 +24,14 @@ from fedsim.system.files import read_bounded
 class Natural:
     """Each worker holds the samples of one owner, such as a writer, a user or a role.
 
-    The owners come from the data set. If `workers` is left out, each owner is a worker, in sorted order. If `workers`
+    The owners come from the data set. If `workers` is unset, each owner is a worker, in sorted order. If `workers`
     is smaller, that many owners are drawn at random, and the samples of the other owners are not used. Samples keep
     the order of the data set. Caldas et al. 2018 (LEAF).
 
     Draws: with fewer workers than owners, one `rng.choice(n_owners, n_workers, replace=False)`, which is then sorted.
 
     Args:
-        by: name of the column of owners, for data sets with several columns; unset: the first column.
+        by: column that contains the owner of each sample, for data sets with several such columns. Unset: the first.
 
     Returns one index array per worker. Raises ExperimentError if there are more workers than owners. Cost: O(n log n).
 
@@ -45,8 +45,8 @@ class Natural:
         owners, owner_of = np.unique(column_of(ids, self.by), return_inverse=True)
         if n_workers > len(owners):
             raise ExperimentError(
-                f"workers = {n_workers}: must be at most {len(owners)}, the number of owners of samples; leave it out "
-                "to use all of them"
+                f"workers = {n_workers}: must be at most {len(owners)}, the number of owners of samples; omit it to "
+                "use all owners"
             )
         shards = group(np.arange(len(owner_of)), owner_of, len(owners))
         if n_workers == len(owners):
@@ -54,10 +54,12 @@ class Natural:
         return [shards[owner] for owner in np.sort(rng.choice(len(owners), n_workers, replace=False))]
 
     def count_workers(self, ids: Callable[[], Mapping[str, np.ndarray]]) -> int:
-        """Return the number of owners."""
+        """Return the number of owners, which is the number of workers if `workers` is unset."""
         columns = ids()
         if not columns:
-            raise ExperimentError('partition.name = "natural": this data set does not say who owns each sample')
+            raise ExperimentError(
+                'partition.name = "natural": this data set does not say who owns each sample; use another partition'
+            )
         return len(np.unique(column_of(columns, self.by)))
 
 
@@ -66,7 +68,7 @@ class Natural:
 class Given:
     """Each worker holds a given list of samples, for partitions that were made elsewhere.
 
-    In Python, `fedsim.run(partition=[array, array, ...])` is the short form. If `workers` is left out, there is one
+    In Python, `fedsim.run(partition=[array, array, ...])` is the short form. If `workers` is unset, there is one
     worker for each list. Samples in no list are not used. The lists become part of the experiment and of its file, so
     use `path` for more than 500,000 samples.
 
@@ -91,11 +93,13 @@ class Given:
 
     def __call__(self, n_workers: int) -> list[np.ndarray]:
         if n_workers != len(self._lists):
-            raise ExperimentError(f"workers = {n_workers}: the partition has {len(self._lists)} lists; leave it out")
+            raise ExperimentError(
+                f"workers = {n_workers}: the partition has {len(self._lists)} lists, one per worker; omit it"
+            )
         return [np.array(shard, dtype=np.int64) for shard in self._lists]
 
     def count_workers(self, ids: Callable[[], Mapping[str, np.ndarray]]) -> int:
-        """Return the number of lists."""
+        """Return the number of lists, which is the number of workers if `workers` is unset."""
         return len(self._lists)
 
     @cached_property

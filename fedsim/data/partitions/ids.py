@@ -14,7 +14,7 @@ Ids = Mapping[str, Sequence[Any] | np.ndarray] | Sequence[Any] | np.ndarray | No
 
 
 def id_columns(ids: Ids) -> dict[str, np.ndarray]:
-    """Return columns of ids by name. A single column without a name is called "id".
+    """Return the owners of samples as a dict from column name to array [n]. A column without a name is called "id".
 
     >>> id_columns(["ann", "bob"])
     {'id': array(['ann', 'bob'], dtype='<U3')}
@@ -26,7 +26,7 @@ def id_columns(ids: Ids) -> dict[str, np.ndarray]:
 
 
 def column_of(ids: Mapping[str, np.ndarray], by: str | None) -> np.ndarray:
-    """Return the column called `by`, [n], or the first column if `by` is None.
+    """Return the column of owners called `by`, [n], or the first column if `by` is None.
 
     Raises ExperimentError if there is no such column.
     """

@@ -20,7 +20,7 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
     McMahan et al. 2017 ("pathological non-IID", s = 2). The sort is stable. Run sizes differ by at most one, larger
     ones first.
 
-    Draws: one `rng.permutation(s * n_workers)`; worker i gets the runs listed at positions i s to i s + s - 1.
+    Draws: one `rng.permutation(s * n_workers)`. Worker i gets the runs listed at positions i s to i s + s - 1.
 
     Args:
         labels: class labels, [n].
@@ -54,7 +54,7 @@ def classes_per_worker(
     C - 1, which no worker has as i mod C, is first assigned to one random worker.
 
     Draws: with fewer workers than classes, one `rng.permutation` of the n_workers * (k - 1) free slots (k - 1 times
-    worker 0, then worker 1, ...); its first entries get the unassigned classes, in ascending order. Then for each
+    worker 0, then worker 1, ...). Its first entries get the unassigned classes, in ascending order. Then for each
     worker one `rng.choice(classes, free slots, replace=False)` among the classes that the worker does not have, in
     ascending order. Then each class in ascending order is shuffled by `rng.permutation` and handed out in the order of
     the workers.
@@ -116,7 +116,7 @@ def similarity(
 
     Hsu et al. 2019; Karimireddy et al. 2020 (SCAFFOLD: "s% similarity", s = 100 gamma). The round(gamma n) random
     samples are distributed as in `iid`. The remaining samples are sorted stably by label and cut into one contiguous
-    run per worker. Shard sizes differ by at most one. gamma = 1 is `iid`; gamma = 0 involves no randomness.
+    run per worker. Shard sizes differ by at most one. gamma = 1 is `iid`, and gamma = 0 involves no randomness.
 
     Draws: one `rng.permutation(n)`, whose first round(gamma n) samples are the random part.
 

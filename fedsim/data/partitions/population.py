@@ -37,14 +37,14 @@ class Shards(ABC):
 
     @abstractmethod
     def size(self, worker: int) -> int:
-        """Return the number of samples in the shard of worker number `worker`."""
+        """Return the number of samples in the shard of the worker with the ID `worker`."""
 
     @abstractmethod
     def of(self, worker: int) -> Tensor:
         """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return one int64 tensor that contains several workers' sample positions, and each worker's start in it."""
+        """Return an int64 tensor that contains the sample positions of `workers`, and the index where each begins."""
         shards = [self.of(worker) for worker in workers]
         return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
 
@@ -91,7 +91,7 @@ class ListedShards(Shards):
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the stored tensor with the positions of all workers, and the starts of `workers` in it."""
+        """Return the stored tensor with the positions of all workers, and the index where each of `workers` begins."""
         return self._positions, [self._cuts[worker] for worker in workers]
 
     @property
@@ -108,11 +108,11 @@ class DrawnShards(Shards):
         name: the strategy's name, for error messages.
         strategy: function that returns one worker's sample positions. An optional method `size(worker)` returns their
             number without drawing them.
-        takes: the names of the strategy's inputs, among labels, n_workers, rng, ids, worker and by_class.
+        takes: names of the inputs that `strategy` accepts, among labels, n_workers, rng, ids, worker and by_class.
         n_workers: number of workers.
         seed: seed for all random draws.
-        labels: class labels or other targets, [n]; a tensor is shared between processes.
-        ids: columns of owners [n] by name, for a strategy with an input `ids`.
+        labels: class labels or other targets, [n]. A tensor is shared between processes.
+        ids: owner of each sample, [n], for each column of owners by name, for a strategy with an input `ids`.
     """
 
     listed = False
@@ -210,7 +210,7 @@ def hold_out(shards: Shards, fraction: float, seed: int) -> tuple[Shards, Shards
         shards: shards of all workers.
         fraction: fraction of test samples, 0 < fraction < 1. A worker with n samples has round(fraction n) test
             samples, but at least one and at most n - 1. A worker with a single sample has no test samples.
-        seed: seed for the splits; each worker's split depends only on (seed, worker).
+        seed: seed for the splits. Each worker's split depends only on (seed, worker).
 
     Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
 

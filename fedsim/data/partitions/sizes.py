@@ -13,10 +13,10 @@ from fedsim.data.partitions.base import partition_strategy
 
 @partition_strategy("contiguous")
 def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """Cut the samples, in the data set's order, into equal contiguous runs; the last worker also gets the remainder.
+    """Cut the samples, in the data set's order, into equal contiguous runs. The last worker also gets the remainder.
 
     Args:
-        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
+        labels: target of every sample, [n] or [n, ...]. Only the number of samples is used.
         n_workers: number of shards.
 
     Returns one index array per worker. Cost: O(n).
@@ -35,7 +35,7 @@ def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np
     Draws: one `rng.permutation(n)`.
 
     Args:
-        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
+        labels: target of every sample, [n] or [n, ...]. Only the number of samples is used.
         n_workers: number of shards.
         rng: for all draws.
 
@@ -60,19 +60,19 @@ def quantity(
 ) -> list[np.ndarray]:
     """Shuffle the samples and cut them into shards of unequal sizes, by Dirichlet or lognormal shares.
 
-    With shares q, the shuffled samples are cut at floor(cumsum(q) n); the last worker with a share above zero gets the
+    With shares q, the shuffled samples are cut at floor(cumsum(q) n). The last worker with a share above zero gets the
     rest. Li et al. 2022, "Federated Learning on Non-IID Data Silos".
 
-    Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`; then one `rng.permutation(n)`.
+    Draws: for each try one `rng.dirichlet` or `rng.normal(0, sigma, n_workers)`, then one `rng.permutation(n)`.
 
     Args:
-        labels: target of every sample, [n] or [n, ...]; only the number of samples is used.
+        labels: target of every sample, [n] or [n, ...]. Only the number of samples is used.
         n_workers: number of shards.
         rng: for all draws.
-        distribution: "dirichlet": q ~ Dir(beta, ..., beta); "lognormal": q_i is proportional to e^(sigma z_i) with
+        distribution: "dirichlet": q ~ Dir(beta, ..., beta). "lognormal": q_i is proportional to e^(sigma z_i) with
             standard normal z_i.
-        beta: concentration of the Dirichlet shares, > 0; a smaller beta gives more unequal sizes.
-        sigma: standard deviation of the lognormal shares' logarithms, >= 0; 0 gives equal sizes.
+        beta: concentration of the Dirichlet shares, > 0. A smaller beta gives more unequal sizes.
+        sigma: standard deviation of the lognormal shares' logarithms, >= 0. 0 gives equal sizes.
         min_size: minimum number of samples per worker. Shares are redrawn until it is reached, at most 1000 times.
 
     Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), plus O(n_workers)

@@ -38,8 +38,8 @@ class Virtual:
 
     Args:
         samples: number of samples of each worker, at most n.
-        alpha: concentration of the class mixture; smaller gives more label skew. None or inf: no skew. (A comparison
-            with inf cannot be resumed; use 1e12 there.)
+        alpha: concentration of the class mixture. A smaller one gives more label skew. None or inf: no skew. A
+            comparison with inf cannot be resumed, unlike one with 1e12.
 
     Returns an index array [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time
     and memory for a shard, independent of n (but O(n) if more than 5 percent of over 10,000 samples, in the data set or

@@ -289,7 +289,7 @@ class TestLeaf:
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], ')
         one_line_error("leaf", "test/all_data_0.json: cannot be read: JSONDecodeError: Expecting", path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"]}')
-        one_line_error("leaf", "test/all_data_0.json: has no 'user_data'", path=path)
+        one_line_error("leaf", "test/all_data_0.json: has no key 'user_data'", path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], "user_data": {}}')
         one_line_error("leaf", 'user "u": has no x and y', path=path)
 
