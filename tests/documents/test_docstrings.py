@@ -45,7 +45,7 @@ def test_the_examples_of_a_module_run(path):
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     module = importlib.import_module(name.removesuffix(".__init__"))
     failed, tried = doctest.testmod(module, extraglobs={"fedsim": fedsim, "np": np, "torch": torch})
-    assert tried
+    assert tried or "doctest: +SKIP" in path.read_text()  # an example that needs an optional package
     assert not failed
 
 

@@ -41,7 +41,16 @@ def image_folder(
 
     Raises DataError, with the file, for images that cannot be read or have different sizes, and for unknown classes.
 
-    >>> train, test = fedsim.load_dataset("image_folder", path="~/data/leaves", size=64)  # doctest: +SKIP
+    >>> import tempfile, pathlib
+    >>> from PIL import Image
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> for name in ("oak", "ash"):
+    ...     (folder / name).mkdir()
+    ...     for number in range(5):
+    ...         Image.new("RGB", (80, 60)).save(folder / name / f"{number}.png")
+    >>> train, test = fedsim.load_dataset("image_folder", path=str(folder), size=64)
+    >>> train.inputs.shape, len(test)
+    (torch.Size([8, 3, 64, 64]), 2)
     """
     folder = Path(path).expanduser()
     train_folder = folder / "train" if (folder / "train").is_dir() else folder

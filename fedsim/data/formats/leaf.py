@@ -43,7 +43,16 @@ def leaf(
     Raises DataError, with the file and the user, for files that cannot be read, users without data, and inputs and
     targets of different lengths or shapes.
 
-    >>> train, test = fedsim.load_dataset("leaf", path="data/femnist", shape=[1, 28, 28])  # doctest: +SKIP
+    >>> import json, tempfile, pathlib
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> user_data = {"ann": {"x": [[0.0] * 784], "y": [3]}, "bob": {"x": [[0.5] * 784] * 2, "y": [1, 2]}}
+    >>> for part in ("train", "test"):
+    ...     (folder / part).mkdir()
+    ...     content = json.dumps({"users": ["ann", "bob"], "user_data": user_data})
+    ...     _ = (folder / part / "data.json").write_text(content)
+    >>> train, test = fedsim.load_dataset("leaf", path=str(folder), shape=[1, 28, 28])
+    >>> train.inputs.shape, list(train.ids["user"])
+    (torch.Size([3, 1, 28, 28]), ['ann', 'bob', 'bob'])
     """
     parts = []
     for part in ("train", "test"):
