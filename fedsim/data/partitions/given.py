@@ -33,7 +33,9 @@ class Natural:
     Args:
         by: column that contains the owner of each sample, for data sets with several such columns. Unset: the first.
 
-    Returns one index array [size] per worker. Raises ExperimentError if there are more workers than owners. Cost: O(n log n).
+    Returns one index array [size] per worker. Raises ExperimentError if there are more workers than owners.
+
+    Cost: O(n log n).
 
     >>> fedsim.partition(np.zeros(4), 3, "natural", ids=["ann", "bob", "ann", "cy"])
     [array([0, 2]), array([1]), array([3])]
