@@ -31,7 +31,7 @@ KINDS = (
     "server-optimizers",
 )
 COMPONENTS_OF_KINDS = [(kind, registration) for kind in KINDS for registration in registry_of(kind)]
-WITHOUT_SOURCE = {"mean", "norm_clipping", "none", "nan", "inf", "contiguous", "iid"}
+WITHOUT_SOURCE = {"mean", "norm_clipping", "none", "nan", "inf", "contiguous", "iid", "given"}
 PACKAGES = ("fedsim.aggregation", "fedsim.server", "fedsim.byzantine", "fedsim.data", "fedsim.processing")
 PUBLIC = [name for name in fedsim.__all__ if getattr(getattr(fedsim, name), "__module__", "").startswith(PACKAGES)]
 

@@ -33,7 +33,9 @@ class Natural:
     Args:
         by: column that contains the owner of each sample, for data sets with several such columns. Unset: the first.
 
-    Returns one index array per worker. Raises ExperimentError if there are more workers than owners. Cost: O(n log n).
+    Returns one index array [size] per worker. Raises ExperimentError if there are more workers than owners.
+
+    Cost: O(n log n).
 
     >>> fedsim.partition(np.zeros(4), 3, "natural", ids=["ann", "bob", "ann", "cy"])
     [array([0, 2]), array([1]), array([3])]
@@ -77,7 +79,7 @@ class Given:
         path: file with these lists instead of `shards`. JSON: `[[0, 2], [1]]` or `{"ann": [0, 2], "bob": [1]}`. CSV:
             the columns `sample` and `worker`, with workers in the order in which they first appear.
 
-    Returns one index array per worker. Raises ExperimentError if the file cannot be read, or if a sample has two
+    Returns one index array [size] per worker. Raises ExperimentError if the file cannot be read, or if a sample has two
     workers. Cost: O(n).
 
     >>> fedsim.partition(np.zeros(4), 2, "given", shards=[[3, 0], [1]])
