@@ -172,6 +172,8 @@ def compact(values: Tensor) -> Tensor:
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
     """Return values on a device. An overlapping view remains a view of its elements."""
+    if values.device == device and values._base is None:
+        return values  # the same object, because `share` moves tensors in place
     moved = compact(values).to(device)
     strides = moved.stride() if moved.shape == values.shape else values.stride()
     # PyTorch's views keep their base, so a data set in shared memory would also stay in the memory where it was read.

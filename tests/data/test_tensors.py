@@ -303,3 +303,4 @@ def test_data_for_a_run_keep_no_memory_but_their_own():
     assert torch.equal(moved.inputs, images)
     assert moved.inputs.data_ptr() == images.data_ptr()
     assert moved.inputs.stride() == images.stride()
+    assert moved.to(torch.device("cpu"), torch.float32).inputs is moved.inputs  # `share` moves it for all
