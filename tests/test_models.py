@@ -35,7 +35,7 @@ from fedsim.runs.setup import prepare
     ],
 )
 def test_the_published_number_of_parameters(factory, parameters):
-    """Of char_lstm: Reddi et al. 2021, table 1; of the ResNets: 0.27, 0.46 and 0.85 million in He et al. 2016."""
+    """Of char_lstm: Reddi et al. 2021; of the ResNets: 0.27, 0.46 and 0.85 million in He et al. 2016."""
     assert Layout.of(factory()).d == parameters
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.backend import InProcess
@@ -151,13 +152,20 @@ class FlopCount(OperationCheck):
         from torch.utils.flop_counter import flop_registry  # imported here because it takes a tenth of a second
 
         super().__init__()
-        self._formulas, self.total = flop_registry, 0
+        lstm, of_lstm = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
+        self._formulas = {**flop_registry, lstm: _lstm_flops, of_lstm: lambda *args, **_: 2 * _lstm_flops(*args)}
+        self.total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if formula := self._formulas.get(function.overloadpacket):
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
+
+
+def _lstm_flops(inputs: Tensor, weight_ih: Tensor, weight_hh: Tensor, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of an LSTM layer on inputs [length, batch, i], which PyTorch's counter leaves out."""
+    return 2 * inputs.shape[:2].numel() * (weight_ih.numel() + weight_hh.numel())
 
 
 class AutoEngine(Engine):

@@ -18,6 +18,7 @@ from fedsim.engines.pool.backend import InPool
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.trainers.stacked import StackTrainer
 from fedsim.errors import FedsimWarning
+from fedsim.models import CharLSTM
 from fedsim.runs.setup import prepare
 from tests.engines.in_process import InProcessPool
 
@@ -217,3 +218,14 @@ def test_operations_are_counted_as_pytorch_counts_them(module, inputs):
             module(torch.randn(inputs)).square().sum().backward()
         totals.append(counter.total if isinstance(counter, FlopCount) else counter.get_total_flops())
     assert totals[0] == totals[1] > 0
+
+
+def test_operations_of_an_lstm_are_counted_in_float32_as_in_float64():
+    """oneDNN computes a layer in one operation, and otherwise each step is a product of matrices."""
+    totals = []
+    for dtype in (torch.float32, torch.float64):
+        network = CharLSTM(classes=11, hidden=16).to(dtype)
+        with FlopCount() as counter:
+            network(torch.zeros(3, 7, dtype=torch.long)).sum().backward()
+        totals.append(counter.total)
+    assert totals[0] == pytest.approx(totals[1], rel=0.1)

@@ -9,6 +9,7 @@ import fedsim
 from fedsim.clients import needs_local_steps
 from tests.engines.sampled_cases import SAMPLED
 from tests.other_tasks import NEXT_TOKEN, REGRESSION
+from tests.real_models import CHAR_LSTM, GPT, RESNET
 
 ATTACKED = {"workers": 7}  # enough workers for two attackers
 
@@ -156,6 +157,11 @@ PROCESSED = {
 TASKS = {
     "another loss": {"task": "tests.components:Smoothed", "partition": "tests.components:uneven"},
     "regression": {**REGRESSION, "partition": "tests.components:uneven"},
+    "a character LSTM": {**CHAR_LSTM, "partition": "tests.components:uneven"},
+    "a transformer with dropout": {
+        **{**GPT, "model": {**GPT["model"], "dropout": 0.3}, "partition": "tests.components:uneven"},
+    },
+    "a residual network": {**RESNET, "partition": "tests.components:uneven", "local": {"batch_size": 5}},
     "next token": {**NEXT_TOKEN, "partition": "tests.components:uneven", "metrics": ["perplexity"]},
 }
 WORK = {
@@ -293,6 +299,9 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("personal parameters first", "processed updates"),
     ("personal normalisation layers",),
     ("features of normalised models",),
+    ("a character LSTM",),
+    ("a transformer with dropout",),
+    ("a residual network",),
 )
 
 

@@ -124,6 +124,11 @@ def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
+def _vmapped_average_pool(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """F.adaptive_avg_pool2d for channels_last inputs too, which PyTorch pools one row after another with a warning."""
+    return F.adaptive_avg_pool2d(input.contiguous(), *args, **kwargs)
+
+
 def _vmapped_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
@@ -140,6 +145,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding: _vmapped_embedding,
     F.batch_norm: _vmapped_batch_norm,
     F.group_norm: _vmapped_group_norm,
+    F.adaptive_avg_pool2d: _vmapped_average_pool,
 }
 
 
