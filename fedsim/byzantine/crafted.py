@@ -196,10 +196,10 @@ def opt_alie(
     sign: Sign = -1,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """Return the `alie` attack with its z tuned against the aggregation rule (after Shejwalkar and Houmansadr 2021).
+    """Return mean + sign z std (`alie`), with z tuned against the rule (after Shejwalkar and Houmansadr 2021).
 
-    z is the factor >= 0, of those tried by `line_search`, that moves the result of the rule farthest from the honest
-    mean.
+    mean and std are those of the honest updates in each coordinate. z >= 0 is chosen by `line_search`, so that the
+    attack moves the result of the aggregation rule as far as possible from the honest mean.
 
     Args:
         honest: updates of the honest workers, [h, d].
@@ -208,8 +208,9 @@ def opt_alie(
         sign: direction of the deviation, -1 or 1.
         ddof: 0 or 1. The variance is a sum of squares divided by h - ddof.
 
-    Returns the update [d] that all attackers send. Raises ExperimentError unless h > ddof, or without `aggregate`.
-    Cost: two passes over the honest updates, and `evaluations` calls of the rule with [h + b, d].
+    Returns the update [d] that all attackers send. Raises ExperimentError unless h > ddof, or if `fedsim.attack` is
+    called without `aggregate`. Cost: two passes over the honest updates, and `evaluations` calls of the rule on the
+    updates [h + b, d] of h honest workers and b attackers.
 
     >>> honest = torch.tensor([[1.0], [2.0], [3.0]])
     >>> fedsim.attack(honest, 1, "opt_alie", aggregate=lambda rows: fedsim.aggregate(rows, rule="median"))
@@ -221,18 +222,19 @@ def opt_alie(
 
 @attack_strategy("opt_ipm")
 def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
-    """Return the `ipm` attack with its eps tuned against the aggregation rule (after Shejwalkar and Houmansadr 2021).
+    """Return -eps times the honest mean (`ipm`), with eps tuned against the rule (Shejwalkar and Houmansadr 2021).
 
-    eps is the factor >= 0, of those tried by `line_search`, that moves the result of the rule farthest from the honest
-    mean.
+    eps >= 0 is chosen by `line_search`, so that the attack moves the result of the aggregation rule as far as possible
+    from the mean of the honest updates.
 
     Args:
         honest: updates of the honest workers, [h, d].
         aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
 
-    Returns the update [d] that all attackers send. Raises ExperimentError without `aggregate`. Cost: one pass over the
-    honest updates, and `evaluations` calls of the rule with [h + b, d].
+    Returns the update [d] that all attackers send. Raises ExperimentError if `fedsim.attack` is called without
+    `aggregate`. Cost: one pass over the honest updates, and `evaluations` calls of the rule on the updates [h + b, d]
+    of h honest workers and b attackers.
 
     >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 1, "opt_ipm", aggregate=fedsim.aggregate, evaluations=4)
     tensor([[-8.]])

@@ -141,7 +141,7 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """Setting, for error messages, because of which local steps are required. "" stands for `local.algorithm`."""
+        """The setting to blame in error messages if required local steps are missing. "" means `local.algorithm`."""
         return ""
 
     @property

@@ -146,8 +146,9 @@ class FedRep(FedPer):
     """FedRep: SGD that trains first the personal and then the shared parameters in each round (Collins et al. 2021).
 
     A round begins with `head_epochs` or `head_steps` in which only the personal parameters move. In the rest of
-    `local.epochs` or `local.steps`, only the shared parameters move, which the server averages. Momentum and weight
-    decay do not move fixed parameters. Fine-tuning for an evaluation has the same order.
+    `local.epochs` or `local.steps`, only the shared parameters move, which the server averages. Parameters that do not
+    train in a phase stay constant: momentum and weight decay do not change them either. Fine-tuning before an
+    evaluation has the same two phases.
 
     In the paper the last layer (the head) is personal, and the other layers are trained for one epoch: for example
     `local.epochs = 11` with `head_epochs = 10`.
@@ -160,7 +161,8 @@ class FedRep(FedPer):
             `local.steps` is set.
         lr, momentum, weight_decay, nesterov: as for `sgd`.
 
-    Cost: as for `fedper`, with a mask [d] and one or two more passes over the row.
+    Cost: a few passes over the row [d] per step, as for `sgd`, and one more pass (two with momentum), which needs a
+    mask [d]. Each worker that has taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns.width

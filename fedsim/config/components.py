@@ -194,8 +194,8 @@ def list_module(path: Path, columns: int | None = None) -> str:
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     """Return the parameters and docstrings, as text, of all components with this name or at this import path.
 
-    `kinds` are names that the error for an unknown `name` may suggest too. Raises ExperimentError if the component does
-    not exist or cannot be imported.
+    `kinds` are names of kinds, such as `rules`, which the error for an unknown `name` may suggest as well. Raises
+    ExperimentError if the component does not exist or cannot be imported.
     """
     prefix, _, member = name.partition(":")
     families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
@@ -243,7 +243,7 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """Return a line of text for each parameter, `name = default`, and a line for the traits of the component."""
+    """Return one line `name = default` for each parameter of a component, and the line of `trait_line`, if any."""
     lines = []
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
@@ -252,7 +252,11 @@ def _parameter_lines(registration: Registration) -> list[str]:
 
 
 def trait_line(target: Any) -> str | None:
-    """Return how many gradients a client algorithm computes, or whether rows of a model are stacked; else None."""
+    """Return one line about a property of a component, or None if there is nothing to say.
+
+    For a client algorithm, the line is the number of gradients that it computes, such as `gradients per step: 2`. For a
+    model, the line says how the engine `batched` stacks its rows.
+    """
     if hasattr(target, "full_gradient"):
         algorithm = object.__new__(target)  # class attributes are the defaults
         full = ", and a full gradient per round" * algorithm.full_gradient

@@ -169,7 +169,10 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def _registry(kind: str) -> str:
-    """Return the variable name of the registry for this kind, which is also its decorator, such as `rule`."""
+    """Return the name of the variable that holds this kind's registry, such as `rule`.
+
+    The registry is also the decorator that registers a component, as in `@rule("krum")`.
+    """
     return COMPONENTS[kind][1].partition(":")[2]
 
 
