@@ -155,7 +155,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
 def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
     """Return weights as a float64 tensor [n] on the CPU.
 
-    Returns None if `weights` is None, or ones if the rule requires weights.
+    If `weights` is None, returns None, or ones if the rule requires weights.
 
     Raises ExperimentError if the weights are invalid or the rule does not support weights.
     """

@@ -31,7 +31,8 @@ def resolve(
         params: parameters by name. Every stage that has a parameter of this name receives the value.
         place: table of the experiment that contains `params`, for error messages.
         beside: other keys of this table, for hints.
-        background: parameters that need not belong to any stage. A parameter of value zero keeps a stage's default.
+        background: further parameters by name, which no stage needs to have. A value of zero does not replace a stage's
+            default.
 
     Returns a list of (component, checked parameters), in which the rule is last.
 

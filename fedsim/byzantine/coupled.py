@@ -105,8 +105,8 @@ def time_coupled(
         state: sum s of the honest means in earlier rounds, [d].
         z: number of standard deviations, >= 0. None: the z of `alie`.
 
-    Returns the update [d] that all attackers send, and the next state. Raises ExperimentError as `alie` does. Cost: one
-    pass over the honest updates.
+    Returns the update [d] that all attackers send, and the next state. Raises ExperimentError if h < 2, or if z is None
+    and the z of `alie` is undefined. Cost: one pass over the honest updates.
 
     >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "time_coupled", z=2.0)
     tensor([[0.]])

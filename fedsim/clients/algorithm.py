@@ -121,8 +121,8 @@ class ClientAlgorithm:
         gradients_per_step: number of gradients that a local step computes for its batch, which determines the time of
             the step on the virtual clock. It is a property if it depends on parameters. Forward passes do not count.
 
-    The engine trains, keeps, sends and tests personal models as `personal_columns`, `personal_buffers`,
-    `personal_beside`, `starts_from_current` and the method `personal_rows` declare.
+    `personal_columns`, `personal_buffers`, `personal_beside`, `starts_from_current` and the method `personal_rows` tell
+    the engine how to train, keep, send and test personal models.
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -339,7 +339,7 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm requires local steps between communications, unlike `sync = "gradients"`."""
+    """Whether an algorithm requires local steps between communications, so that `sync = "gradients"` is impossible."""
     row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
@@ -347,7 +347,7 @@ def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
 
 
 def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """Move `rows` by one step of a client algorithm, in place, along gradients [..., d] or their factors."""
+    """Move `rows` by one step of a client algorithm, in place. Gradients are [..., d] or an `OuterProductGrad`."""
     if isinstance(gradients, Tensor):
         algorithm.step(rows, gradients, state)
     else:

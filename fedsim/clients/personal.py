@@ -90,9 +90,9 @@ class FedPer(PersonalSGD):
 
     Args:
         personal: shell-style patterns for the names of the personal parameters, such as `["fc2.*"]`.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps its p personal parameters, [p].
+    Cost: that of `sgd`. Each worker that has taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedPer(personal=["fc2.*"]).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns, algorithm.worker_state(torch.zeros(21840))["personal"].shape
@@ -130,9 +130,9 @@ class LGFedAvg(FedPer):
 
     Args:
         personal: shell-style patterns for the parameter names of the first layers, such as `["conv*"]`.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps the p parameters of the first layers, [p].
+    Cost: that of `sgd`. Each worker that has taken part keeps the p parameters of the first layers, [p].
 
     >>> algorithm = fedsim.clients.LGFedAvg(personal=["conv*", "fc1.*"]).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns
@@ -159,9 +159,9 @@ class FedRep(FedPer):
             default, half of the steps of a round (rounded down).
         head_steps: number of steps in a round that train the personal parameters, less than `local.steps`, if
             `local.steps` is set.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: a few passes over the row [d] per step, as for `sgd`, and one more pass (two with momentum), which needs a
+    Cost: that of `sgd`, and one more pass (two with momentum), which needs a
     mask [d]. Each worker that has taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
@@ -215,9 +215,9 @@ class FedBN(PersonalSGD):
     personal too. In the paper only batch normalisation is personal.
 
     Args:
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps the p parameters of the normalisation layers, [p].
+    Cost: that of `sgd`. Each worker that has taken part keeps the p parameters of the normalisation layers, [p].
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     >>> fedsim.clients.FedBN(lr=0.1).for_model(model).personal_columns
@@ -244,9 +244,9 @@ class LocalOnly(PersonalSGD):
     parameters. Each worker also keeps all buffers of its model, such as BatchNorm statistics.
 
     Args:
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps its model, [d].
+    Cost: that of `sgd`. Each worker that has taken part keeps its model, [d].
 
     >>> fedsim.clients.LocalOnly(lr=0.1).for_model(torch.nn.Linear(3, 2)).personal_columns
     ColumnSpans(spans=((0, 8),))

@@ -46,12 +46,12 @@ Signatures = dict[str, inspect.Signature]
 
 
 def _signatures(kind: str) -> Signatures:
-    """Return the parameters of all components of a kind by name."""
+    """Return a dict from the name of each component of a kind to its parameters."""
     return {registration.name: _configuration(registration) for registration in registry_of(kind)}
 
 
 def partitions() -> Signatures:
-    """Return the parameters of all partition strategies by name.
+    """Return a dict from the name of each partition strategy to its parameters.
 
     >>> "alpha" in partitions()["dirichlet"].parameters
     True
@@ -60,7 +60,7 @@ def partitions() -> Signatures:
 
 
 def attacks() -> Signatures:
-    """Return the parameters of all attacks by name.
+    """Return a dict from the name of each attack to its parameters.
 
     >>> "sign_flipping" in attacks()
     True
@@ -69,7 +69,7 @@ def attacks() -> Signatures:
 
 
 def rules() -> Signatures:
-    """Return the parameters of all aggregation rules by name.
+    """Return a dict from the name of each aggregation rule to its parameters.
 
     >>> "f" in rules()["krum"].parameters
     True
@@ -78,7 +78,7 @@ def rules() -> Signatures:
 
 
 def pre_aggregators() -> Signatures:
-    """Return the parameters of all pre-aggregators by name.
+    """Return a dict from the name of each pre-aggregator to its parameters.
 
     >>> "nnm" in pre_aggregators()
     True
@@ -87,7 +87,7 @@ def pre_aggregators() -> Signatures:
 
 
 def processors() -> Signatures:
-    """Return the parameters of all processors of updates by name.
+    """Return a dict from the name of each processor of updates to its parameters.
 
     >>> "max_norm" in processors()["clip"].parameters
     True
@@ -96,7 +96,7 @@ def processors() -> Signatures:
 
 
 def server_optimizers() -> Signatures:
-    """Return the parameters of all server optimizers by name.
+    """Return a dict from the name of each server optimizer to its parameters.
 
     >>> "lr" in server_optimizers()["adam"].parameters
     True
@@ -105,7 +105,7 @@ def server_optimizers() -> Signatures:
 
 
 def policies() -> Signatures:
-    """Return the parameters of all asynchronous policies by name.
+    """Return a dict from the name of each asynchronous policy to its parameters.
 
     >>> "fedbuff" in policies()
     True
@@ -114,7 +114,7 @@ def policies() -> Signatures:
 
 
 def slowdowns() -> Signatures:
-    """Return the parameters of all slowdown distributions of the virtual clock by name.
+    """Return a dict from the name of each slowdown distribution of the virtual clock to its parameters.
 
     >>> "equal" in slowdowns()
     True
@@ -123,7 +123,7 @@ def slowdowns() -> Signatures:
 
 
 def noises() -> Signatures:
-    """Return the parameters of all noise distributions of the virtual clock by name.
+    """Return a dict from the name of each noise distribution of the virtual clock to its parameters.
 
     >>> "sigma" in noises()["lognormal"].parameters
     True

@@ -212,12 +212,12 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """Setting for which ranks must exchange the gradient of each worker, or None if they may average gradients."""
+        """Setting that requires ranks to exchange each worker's gradient, or None if averaged gradients are enough."""
         return what_needs_rows(self)
 
     @property
     def gradient_hook(self) -> CommunicationHook | None:
-        """Hook that averages the gradients of the ranks, or None if the rule needs the rows of single workers."""
+        """Hook that averages the gradients of the ranks, or None if the rule needs each worker's gradient."""
         ranks = engine.get(self.engine).target.traits.ranks
         averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
         return self.distributed.hook.component if averages else None

@@ -56,8 +56,8 @@ class LearningTask(Protocol):
 
         check_targets(targets)     Raise DataError if the task cannot use the targets. It is called before the model is
                                    tried.
-        correct(outputs, targets)  Return a Boolean tensor that marks the correct predictions. Without this method, a task
-                                   has no accuracy, and runs are compared by test loss.
+        correct(outputs, targets)  Return a Boolean tensor that marks the correct predictions. Without this method, a
+                                   task has no accuracy, and runs are compared by test loss.
         counts(targets)            Return the number of predictions per sample [batch]. Mean losses weight samples by
                                    this number. Without this method, there is one prediction per sample.
     """

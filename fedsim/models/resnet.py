@@ -39,7 +39,7 @@ def _convolution(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Conv2
 
 
 def _resnet(blocks: int, channels: int, classes: int, norm: Norm) -> nn.Module:
-    """Return the network of depth 6 `blocks` + 2."""
+    """Return the residual network with 6 `blocks` + 2 layers."""
     layers: list[Any] = [_convolution(channels, 16, 1, norm), norm_layer(norm, 16), nn.ReLU()]
     width = 16
     for outputs in (16, 32, 64):
@@ -59,9 +59,9 @@ def resnet20(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
     Args:
         channels: number of channels of the images [batch, channels, 32, 32].
         classes: number of classes.
-        norm: "batch" for BatchNorm; "group" for GroupNorm with 16 channels per group (Wu & He 2018), which has no
-            buffers; "none" for convolutions with biases and no normalisation. The engine batched merges the batches of
-            all rows for the last two.
+        norm: "batch" for BatchNorm. "group" for GroupNorm with 16 channels per group (Wu & He 2018), which has no
+            buffers. "none" for convolutions with biases and no normalisation. With "group" and "none", the engine
+            `batched` merges the batches of all rows.
 
     >>> fedsim.models.resnet20(norm="group")(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])

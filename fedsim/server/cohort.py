@@ -301,9 +301,9 @@ class Fixed:
 class PowerOfChoice:
     """Power-of-choice sampling: the workers with the highest losses among random candidates (Cho et al. 2020, pow-d).
 
-    The candidates are drawn as by `by_size`. Before the round, each candidate receives the global model and computes
-    its mean loss on its own samples. Of equal losses, the worker with the lower ID is chosen. The probability that a
-    worker is chosen is unknown. Cost: that of `by_size`, and one pass over the samples of the candidates.
+    The candidates are drawn by the strategy `by_size`. Before the round, each candidate receives the global model and
+    computes its mean loss on its own samples. Of equal losses, the worker with the lower ID is chosen. The probability
+    that a worker is chosen is unknown. Cost: that of `by_size`, and one pass over the samples of the candidates.
 
     Args:
         candidates: number of candidates, d in the paper, between the setting `cohort` (then the losses do not matter)

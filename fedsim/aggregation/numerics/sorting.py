@@ -66,9 +66,9 @@ Comparator = tuple[int, int, int | None, int | None]
 def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], list[int]]:
     """Return the comparators of a sorting network for n rows, and the rows in which the `needed` positions end.
 
-    The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M) without
-    the comparators on which no needed position depends. Comparators write the minimum to an additional row, number n at
-    first, so that no row is copied.
+    The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M).
+    Comparators that do not change the needed positions are left out. A comparator writes the minimum of its two rows to
+    an unused row (at first row n), so that no row is copied.
     """
     pairs, wanted = [], set(needed)
     for low, high in reversed(list(_merge_exchange(n))):

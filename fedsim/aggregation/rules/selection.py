@@ -149,8 +149,8 @@ def smea(gram: Gram, *, f: Count) -> LinearCombination:
     """Average the n - f updates with the smallest maximal variance in any direction (Allouah et al. 2023).
 
     Smallest maximum eigenvalue averaging chooses the set of n - f updates whose empirical covariance has the smallest
-    maximal eigenvalue. Of equal sets, the lexicographically first one is averaged. The paper is "Robust Distributed
-    Learning: Tight Error Bounds and Breakdown Point under Data Heterogeneity", NeurIPS 2023.
+    maximal eigenvalue. Of sets with equal eigenvalues, the lexicographically first one is averaged. The paper is
+    "Robust Distributed Learning: Tight Error Bounds and Breakdown Point under Data Heterogeneity", NeurIPS 2023.
 
     Args:
         gram: distances and inner products of the updates [n, d].

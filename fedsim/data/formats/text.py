@@ -51,15 +51,17 @@ def shakespeare(
 
     Args:
         length: characters in a window.
-        stride: distance between the starts of two windows of a role; unset: `length`, so that windows do not overlap.
+        stride: distance between the starts of two consecutive windows of a role. Unset: `length`, so that windows do
+            not overlap.
         targets: "all": the next character at each position, [n, length] (McMahan et al.). "last": only the character
             after the window, [n], for the task classification and `model.last_only` (LEAF, with stride = 1).
         min_characters: roles with fewer characters are left out. 1 keeps all 1,385 roles, of which those without a
             whole window have no samples.
         test_fraction: fraction of each role's characters for tests, between 0 and 1.
-        test_windows: maximum number of test windows, taken at equal distances; unset: all. Tests are then faster.
+        test_windows: maximum number of test windows, which are taken at equal distances. A small number makes tests
+            faster. Unset: all windows.
 
-    Raises DataError if no role is left. Cost: half a second; 4 MB for the characters and 8 bytes per window.
+    Raises DataError if no role is left. Cost: half a second, 4 MB for the characters, and 8 bytes per window.
 
     >>> train, test = fedsim.load_dataset("shakespeare")
     >>> inputs, targets = train.gather(torch.arange(2))
@@ -105,7 +107,11 @@ def text(
         path: a file, a folder with files *.txt (also in folders below), or a list of both.
         tokens: "characters" or "bpe".
         vocabulary: maximum number of tokens, at least 2, and at least 256 with "bpe".
-        length, stride, targets, test_fraction, test_windows: as in `shakespeare`, in tokens.
+        length: tokens in a window.
+        stride: distance in tokens between the starts of two consecutive windows. Unset: `length`.
+        targets: "all": the next token at each position, [n, length]. "last": only the token after the window, [n].
+        test_fraction: fraction of each file's text for tests, between 0 and 1.
+        test_windows: maximum number of test windows, which are taken at equal distances. Unset: all windows.
 
     Raises DataError for a path without files, and for a file that is empty, too short for one window in each part, or
     not UTF-8. Cost: up to 5 bytes of memory per character while reading, then 1 to 4 bytes per token and 8 bytes per
@@ -143,9 +149,12 @@ def windows(
     """Return windows of the tokens of several owners.
 
     Args:
-        owners: what each owner is called, by column of ids.
-        parts: of each owner, the tokens for training and for tests, as two integer arrays.
-        length, stride, targets, test_windows: as in `shakespeare`.
+        owners: names of each owner, by the column of `ids` that contains the name, such as {"file": "a.txt"}.
+        parts: two integer arrays for each owner: the tokens for training, and the tokens for tests.
+        length: tokens in a window.
+        stride: distance in tokens between the starts of two consecutive windows. None: `length`.
+        targets: "all": the next token at each position. "last": only the token after the window.
+        test_windows: maximum number of test windows, which are taken at equal distances. None: all windows.
 
     >>> names, parts = [{"file": "a"}], [(np.arange(7), np.arange(5))]
     >>> train, test = fedsim.data.formats.text.windows(names, parts, length=3)
@@ -181,7 +190,7 @@ def windows(
 
 
 def _split(values: Any, test_fraction: float) -> tuple[Any, Any]:
-    """Cut a text or its tokens in time."""
+    """Split a text, or its tokens, into the first part (for training) and the rest (for tests)."""
     cut = int(len(values) * (1 - test_fraction))
     return values[:cut], values[cut:]
 
@@ -191,7 +200,7 @@ def _code_points(text: str) -> Tokens:
 
 
 def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
-    """Number the code points by a sorted alphabet, from 1."""
+    """Return the position of each code point in the sorted alphabet, from 1, or UNKNOWN if it does not occur there."""
     places = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
     return np.where(alphabet[places] == characters, places + 1, UNKNOWN)
 
