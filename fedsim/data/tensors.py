@@ -143,7 +143,7 @@ class TensorData(Dataset):
         return -shift * deviation, deviation
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """Return the data set on `device`, with floating-point inputs and targets in `dtype`. Integers are unchanged."""
+        """Return the data set on `device`, with floating-point values in `dtype`. Integers are unchanged."""
         targets = _moved(self.targets, device).to(dtype if self.targets.is_floating_point() else self.targets.dtype)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         rows = None if self.rows is None else self.rows.to(device)
