@@ -177,7 +177,7 @@ class ClientAlgorithm:
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """Return the columns, of the `b` columns of a buffer row, that each worker keeps for its personal model."""
+        """Return the columns of a buffer row [`b`] that each worker keeps for its personal model."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:

@@ -161,8 +161,8 @@ class FedRep(FedPer):
             `local.steps` is set.
         lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: that of `sgd`, and one more pass (two with momentum), which needs a
-    mask [d]. Each worker that has taken part keeps its p personal parameters, [p].
+    Cost: that of `sgd`, a mask [d], and one more pass over the row per step (two with momentum). Each worker that has
+    taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns.width

@@ -292,7 +292,10 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
 
 def _without_unset(value: Any) -> Any:
-    """Return nested tables without keys whose value is None, also in tables in lists, which `exclude_none` skips."""
+    """Return nested tables without keys whose value is None.
+
+    Tables in lists are included, unlike with pydantic's `exclude_none`.
+    """
     if isinstance(value, dict):
         return {key: _without_unset(item) for key, item in value.items() if item is not None}
     return [_without_unset(item) for item in value] if isinstance(value, list) else value

@@ -240,8 +240,8 @@ def regression(
     [batch]. Cost: a few passes over the outputs.
 
     Args:
-        loss: "mse" is x^2 for an error x, "l1" is |x|, and "huber" is x^2 / 2 if |x| <= delta, otherwise delta (|x| -
-            delta / 2) (Huber 1964). The definitions are those of `torch.nn.functional`.
+        loss: "mse" is x^2 for an error x, "l1" is |x|, and "huber" is x^2 / 2 if |x| <= delta, otherwise
+            delta (|x| - delta / 2) (Huber 1964). The definitions are those of `torch.nn.functional`.
         delta: threshold for "huber", > 0.
 
     >>> task = fedsim.core.learning_task.regression(loss="huber", delta=1.0)

@@ -165,7 +165,7 @@ class TensorData(Dataset):
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return the elements [m] under an overlapping view, such as windows of a text. Return other values unchanged."""
+    """Return the underlying elements [m] if `values` overlap, as windows of a text do. Otherwise return `values`."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     return values if elements >= values.numel() else values.as_strided((elements,), (1,))
 

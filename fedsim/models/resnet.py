@@ -74,7 +74,9 @@ def resnet32(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
     """`resnet20` with 32 layers (464,154 parameters).
 
     Args:
-        channels, classes, norm: as for `resnet20`.
+        channels: number of channels of the images [batch, channels, 32, 32].
+        classes: number of classes.
+        norm: "batch", "group" or "none" (see `resnet20`).
 
     >>> fedsim.models.resnet32()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
@@ -87,7 +89,9 @@ def resnet56(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
     """`resnet20` with 56 layers (853,018 parameters).
 
     Args:
-        channels, classes, norm: as for `resnet20`.
+        channels: number of channels of the images [batch, channels, 32, 32].
+        classes: number of classes.
+        norm: "batch", "group" or "none" (see `resnet20`).
 
     >>> fedsim.models.resnet56()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])

@@ -229,7 +229,9 @@ class PartOfShards(Shards):
     """Either the training part or the test part of every worker's shard, as split by `hold_out`.
 
     Args:
-        shards, fraction, seed: see `hold_out`.
+        shards: shards of all workers.
+        fraction: fraction of test samples, 0 < fraction < 1.
+        seed: seed for the splits.
         held_out: whether this object contains the test part.
     """
 
