@@ -34,9 +34,9 @@ def mimic(
         m <- (t m + mean_i x_i) / (t + 1)
         z <- t z + sum_i (x_i - m) <x_i - m, z>, divided by its norm
 
-    t counts the aggregations from 0, and z starts as a random direction. In every round, also during the warm-up, the
-    attackers copy the honest worker of the cohort with the largest absolute value of the sum of <z, x_i> over the
-    aggregations of the warm-up so far.
+    t counts the aggregations from 0, and z starts as a random direction. Each honest worker has a score: the absolute
+    value of the sum of <z, x_i> over the aggregations of the warm-up so far. In every round, also during the warm-up,
+    the attackers copy the honest worker of the cohort with the highest score.
 
     Args:
         honest: updates of the honest workers, [h, d].

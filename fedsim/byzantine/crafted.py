@@ -112,7 +112,7 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
     The distance of the result from each honest update x_i must not exceed the distance that `bound` allows (Shejwalkar
     and Houmansadr 2021). g is computed exactly: for every i, |x_i - mean + g dev|^2 equals the allowed squared distance
-    at two values of g, and g is the minimum over i of the larger one.
+    at two values of g. The result is the minimum over i of the larger value.
 
     Args:
         honest: updates of the honest workers, [h, d].
@@ -198,8 +198,8 @@ def opt_alie(
 ) -> Tensor:
     """Return mean + sign z std (`alie`), with z tuned against the rule (after Shejwalkar and Houmansadr 2021).
 
-    mean and std are those of the honest updates in each coordinate. z >= 0 is chosen by `line_search`, so that the
-    attack moves the result of the aggregation rule as far as possible from the honest mean.
+    mean and std are the mean and the standard deviation of each coordinate of the honest updates. z >= 0 is chosen by
+    `line_search`, so that the attack moves the result of the aggregation rule as far as possible from the honest mean.
 
     Args:
         honest: updates of the honest workers, [h, d].

@@ -82,7 +82,7 @@ class PersonalSGD(LocalSGD):
 @client_algorithm("fedper")
 @dataclass(frozen=True)
 class FedPer(PersonalSGD):
-    """FedPer: SGD on all parameters, of which some are personal and stay with the worker (Arivazhagan et al. 2019).
+    """FedPer: SGD on all parameters, some of which are personal and stay with the worker (Arivazhagan et al. 2019).
 
     The server averages only the shared parameters. The global model's personal parameters keep their initial values, so
     the models to test are the workers' personal models. Buffers of layers with personal parameters, such as BatchNorm

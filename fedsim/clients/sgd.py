@@ -221,8 +221,9 @@ class Moon(LocalSGD):
 
         -log(exp(sim(z, z_global) / t) / (exp(sim(z, z_global) / t) + exp(sim(z, z_previous) / t)))
 
-    z are the features of the sample in the worker's model, z_global those in the global model that it received, and
-    z_previous those in its own model at the end of its previous round (in its first round, the initial global model).
+    z are the features of the sample in the worker's model, and z_global the features in the global model that the
+    worker received. z_previous are the features in the worker's model at the end of its previous round (in its first
+    round, in the initial global model).
 
     Features are the result of the model's `features`, a method or module that `forward` calls. A model without
     `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode and use

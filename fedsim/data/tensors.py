@@ -202,8 +202,8 @@ def as_tensor_data(data: Any) -> TensorData:
     arrays of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute
     `ids` is kept.
 
-    Raises DataError if `data` has no length or index (such as a DataLoader) or is a data frame, if a sample is not an
-    (input, target) pair, or if an input or target is not numeric or differs in shape from the first one.
+    Raises DataError if `data` is a data frame, or has no length or index (such as a DataLoader). Raises DataError also
+    if a sample is not an (input, target) pair, or if inputs or targets are not numeric or differ in shape.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])

@@ -261,7 +261,7 @@ class AdaptiveStep(ServerStep):
 
 @dataclass(frozen=True)
 class DecayingStep(AdaptiveStep):
-    """Base class of `adam` and `yogi`, which forget old squared updates (unlike `adagrad`, whose steps only shrink)."""
+    """Base class of `adam` and `yogi`, which forget old squared updates. The steps of `adagrad` only shrink."""
 
     lr: NonNegative = 0.03
     beta2: Decay = 0.99

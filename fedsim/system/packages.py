@@ -51,9 +51,8 @@ def import_torchvision() -> Any:
     """Import torchvision, even if its compiled operators do not fit the installed build of PyTorch.
 
     torchvision from PyPI is compiled for one build of PyTorch. With a different build (for example for CPUs), its
-    compiled operators do not load, and `import torchvision` fails with "operator torchvision::nms does not exist",
-    because it registers shape functions for two operators that were not declared. This function declares the missing
-    operators, which fedsim does not use.
+    compiled operators do not load. Then `import torchvision` fails with "operator torchvision::nms does not exist",
+    because two operators are not declared. This function declares them. fedsim does not use these operators.
     """
     global _missing_operators
     try:

@@ -123,8 +123,8 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 in matrix products and convolutions on CUDA inside the block.
 
     PyTorch has an older setting, `allow_tf32`, and a newer one, `fp32_precision`. Reading the older setting raises an
-    error if the newer one has a value that the older one cannot express. Only in this case this function changes the
-    newer setting, otherwise the older one.
+    error if the newer one has a value that the older one cannot express. Only in this case the newer setting is
+    changed. Otherwise the older setting is changed.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn

@@ -86,7 +86,7 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
 
 
 def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
-    """Yield the comparators of merge exchange as pairs of positions, of which the first one gets the minimum."""
+    """Yield the comparators of merge exchange as pairs of positions. The first position of a pair gets the minimum."""
     top = 1 << max(0, (n - 1).bit_length() - 1)
     run = top if n > 1 else 0
     while run:  # values at a distance of 2 * run are sorted already

@@ -43,11 +43,11 @@ def shakespeare(
 ) -> tuple[TensorData, TensorData]:
     """The 37 plays of Shakespeare, which come with fedsim: windows of characters, for the task next_token.
 
-    Each role of a play is an owner, so `partition = "natural"` makes 622 workers, and
-    `partition = {name = "natural", by = "play"}` makes 37. The first 80 percent of the characters of each role are
-    training data, and the rest are test data. No window contains characters of both. Inputs are [n, length]. There are
-    78 tokens: 0 is unused, and 1 to 77 are the characters that occur, in the order of their code points. McMahan et al.
-    2017, Caldas et al. 2018 (LEAF).
+    Each role of a play is an owner, so `partition = "natural"` makes 622 workers, and `partition = {name = "natural",
+    by = "play"}` makes 37. The first 80 percent of the characters of each role are training data, and the rest are test
+    data. No window contains characters of both parts. Inputs are [n, length]. There are 78 tokens: 0 is unused, and 1
+    to 77 are the characters that occur, in the order of their code points. McMahan et al. 2017, Caldas et al. 2018
+    (LEAF).
 
     Args:
         length: characters in a window.
@@ -55,7 +55,7 @@ def shakespeare(
             not overlap.
         targets: "all": the next character at each position, [n, length] (McMahan et al.). "last": only the character
             after the window, [n], for the task classification and `model.last_only` (LEAF, with stride = 1).
-        min_characters: roles with fewer characters are left out. 1 keeps all 1,385 roles, of which those without a
+        min_characters: roles with fewer characters are left out. With 1, all 1,385 roles are kept, and roles without a
             whole window have no samples.
         test_fraction: fraction of each role's characters for tests, between 0 and 1.
         test_windows: maximum number of test windows, which are taken at equal distances. A small number makes tests
@@ -104,7 +104,7 @@ def text(
     tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install 'fedsim-sgd[text]').
 
     Args:
-        path: a file, a folder with files *.txt (also in folders below), or a list of both.
+        path: a file, a folder with files *.txt (also in subfolders), or a list of files and folders.
         tokens: "characters" or "bpe".
         vocabulary: maximum number of tokens, at least 2, and at least 256 with "bpe".
         length: tokens in a window.

@@ -47,15 +47,16 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
 def classes_per_worker(
     by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2
 ) -> list[np.ndarray]:
-    """Give worker i samples of k classes: i mod C and k - 1 random ones. A class is split evenly among its workers.
+    """Give worker i samples of k classes: class i mod C, and k - 1 random classes.
 
-    Li et al. 2022 ("#C = k"). C is the number of classes. Two workers' numbers of samples of one class differ by at
-    most one, larger numbers for lower worker IDs. With fewer workers than classes, each of the classes n_workers, ...,
-    C - 1, which no worker has as i mod C, is first assigned to one random worker.
+    C is the number of classes. Each class is split evenly among its workers: their sample counts differ by at most one,
+    and lower worker IDs get the larger counts. With fewer workers than classes, no worker has one of the classes
+    n_workers, ..., C - 1 as its class i mod C. Each of these classes is first assigned to one random worker. Li et al.
+    2022 ("#C = k").
 
-    Draws: each worker has k - 1 free places for random classes. With fewer workers than classes, one `rng.permutation`
-    of the n_workers * (k - 1) free places (those of worker 0, then of worker 1, ...) is drawn, and its first entries
-    get the unassigned classes, in ascending order. Then for each worker one `rng.choice(classes, free places,
+    Draws: each worker has k - 1 free places for random classes. With fewer workers than classes, the n_workers * (k -
+    1) free places (of worker 0, then of worker 1, ...) are shuffled by one `rng.permutation`. The first places then get
+    the unassigned classes, in ascending order. Then for each worker one `rng.choice(classes, free places,
     replace=False)` among the classes that the worker does not have, in ascending order. Then each class in ascending
     order is shuffled by `rng.permutation` and handed out in the order of the workers.
 
