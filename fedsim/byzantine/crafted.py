@@ -111,8 +111,8 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     """Return mean - g * dev with the largest g >= 0 that keeps the result near every honest update (min-max attack).
 
     The distance of the result from each honest update x_i must not exceed the distance that `bound` allows (Shejwalkar
-    and Houmansadr 2021). g is computed exactly: for every i, |x_i - mean + g dev|^2 equals the allowed squared distance
-    at two values of g. The result is the minimum over i of the larger value.
+    and Houmansadr 2021). g is computed exactly. For every i, |x_i - mean + g dev|^2 equals the allowed squared distance
+    at two values of g. The largest allowed g is the minimum over i of the larger value.
 
     Args:
         honest: updates of the honest workers, [h, d].

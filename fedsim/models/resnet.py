@@ -12,7 +12,7 @@ from fedsim.models.base import Norm, model, norm_layer
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, each with a normalisation, that are added to their input.
+    """Two 3x3 convolutions, each followed by a normalisation, whose output is added to the block's input.
 
     The parameter-free shortcut (option A of He et al. 2016) takes every `stride`-th pixel and adds channels of zeros.
     """
