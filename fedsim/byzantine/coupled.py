@@ -39,7 +39,7 @@ def mimic(
     the attackers copy the honest worker of the cohort with the highest score.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         workers: IDs of the h honest workers.
         state: direction z [d], mean m [d], sums of <z, x_i> for workers 0 to w - 1 [w], and t.
         draws: draws the first direction.
@@ -100,7 +100,7 @@ def time_coupled(
     against the path of the model, which a rule without memory cannot detect.
 
     Args:
-        honest: updates of the honest workers, [h, d], h >= 2.
+        honest: updates of the h honest workers, [h, d], h >= 2.
         n_byzantine: number of attackers.
         state: sum s of the honest means in earlier rounds, [d].
         z: number of standard deviations, >= 0. None: the z of `alie`.

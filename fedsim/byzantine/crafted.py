@@ -94,7 +94,7 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
     """Return -eps times the mean of the honest updates (inner product manipulation, Xie et al. 2019).
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         eps: magnitude of the factor, >= 0.
 
     Returns the update [d] that all attackers send. Cost: one pass over the honest updates.
@@ -115,7 +115,7 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     at two values of g. The largest allowed g is the minimum over i of the larger value.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
         bound: allowed distance. For each honest update, take its distance to the farthest other honest update. "max",
@@ -155,7 +155,7 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     update x_k. Hence g = |x_k - mean| / |dev| for the update x_k that `bound` chooses.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
         bound: allowed sum. For each honest update, take its sum of squared distances to all honest updates. "max", as
@@ -202,7 +202,7 @@ def opt_alie(
     `line_search`, so that the attack moves the result of the aggregation rule as far as possible from the honest mean.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
         sign: direction of the deviation, -1 or 1.
@@ -228,7 +228,7 @@ def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 
     from the mean of the honest updates.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
 

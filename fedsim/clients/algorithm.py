@@ -56,8 +56,8 @@ class WorkerRound:
     Attributes:
         received: server state that `send` returned when the workers received the global model: tensors [d] or [1], or
             [k, d] or [k, 1].
-        kept: worker state, which the workers keep between rounds, [..., w]. `finish` may change it, `start_round` must
-            not.
+        kept: worker state, which the workers keep between rounds: tensors by name, each [..., w] with any length w.
+            `finish` may change the state, `start_round` must not.
         facts: facts about the round, for each worker.
         rows: models of the workers, [d] or [k, d].
         full_gradient: mean gradient of all samples of each worker at the model that it received, [..., d]. None unless
@@ -185,7 +185,7 @@ class ClientAlgorithm:
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
-        """Return the worker state before a worker's first round: tensors [w] by name.
+        """Return the worker state before a worker's first round: tensors by name, each [w] with any length w.
 
         `row` [d] is the initial global model, or the current one if the algorithm declares `starts_from_current`.
         """
@@ -199,7 +199,7 @@ class ClientAlgorithm:
         return {}
 
     def message(self, row: Tensor) -> State:
-        """Return zeros with the shapes [w] of the messages that a worker sends in addition to its update."""
+        """Return zeros by name, which give the shape [w] of each message that a worker sends besides its update."""
         return {}
 
     def send(self, server: State) -> State:
@@ -255,7 +255,7 @@ class ClientAlgorithm:
         """Return a term that is added to the loss of each sample, [..., batch].
 
         Args:
-            features: features of the samples in the workers' models, [..., batch, f] (see
+            features: the f features of each sample in the workers' models, [..., batch, f] (see
                 `fedsim.core.recorded_features`).
             at_points: features of the samples at each of the `feature_points`, without gradients.
         """

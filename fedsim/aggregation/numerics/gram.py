@@ -39,7 +39,7 @@ class Gram:
     CPU.
 
     Args:
-        updates: workers' updates x, [n, d].
+        updates: updates x of the n workers, [n, d].
         mixing: matrix M [m, n]. None: the rows are the updates.
         basis: inner products of the n centred updates and of the centre itself, [n + 1, n + 1]. None: they are
             computed.
@@ -221,7 +221,7 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
     """Return the inner products of the n centred updates and, in the last row and column, of the centre itself.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
         known: inner products of the first updates with each other, if computed before.
 

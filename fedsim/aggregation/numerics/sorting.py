@@ -26,7 +26,7 @@ def map_sorted_columns(
     """Sort each column of `updates` [n, d], and apply `function` to all blocks of columns. Returns [d].
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         function: maps the sorted values [m, columns] and the unsorted block [n, columns] to [columns].
         needed: the m positions in ascending order that `function` needs. None: all n.
     """

@@ -198,7 +198,7 @@ def cge(updates: Tensor, *, f: Count) -> LinearCombination:
     Of equal norms, those of the first workers are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, f < n.
 
     Returns the mean [d]. Cost: two passes over the updates.
@@ -218,7 +218,7 @@ def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
     Of equally near updates, those of the first workers are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, 2f < n.
 
     Returns the mean [d]. Cost: the median, and one more pass over the updates.
@@ -238,7 +238,7 @@ def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, 
     Of equally near updates, those of the first workers are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         workers: IDs of the n workers.
         f: number of Byzantine workers, f < n.
         row: ID of the trusted worker.

@@ -86,7 +86,7 @@ def dnc(
     mean of the updates that all iterations keep.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         draws: draws the coordinates.
         f: number of Byzantine workers, c f < n.
         b: number of coordinates, >= 1.
@@ -160,7 +160,7 @@ def signguard(
     x that pass both filters.
 
     Args:
-        updates: workers' updates, [n, d], n >= 1, d >= 1.
+        updates: updates of the n workers, [n, d], n >= 1, d >= 1.
         draws: draws the coordinates.
         fraction: fraction of the coordinates whose signs are counted, 0 < fraction <= 1.
 
